@@ -34,8 +34,8 @@ EXAMPLE = ROOT / "examples" / "gemm.py"
 def blocks(document, language):
     """[(line, block)]: the fenced blocks of a document in a language, and the lines before each."""
     text = (ROOT / document).read_text()
-    found = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
-    return [(text[: block.start(1)].count("\n"), block[1]) for block in found]
+    actual = re.finditer(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+    return [(text[: block.start(1)].count("\n"), block[1]) for block in actual]
 
 
 def run(document, line, code, namespace):
@@ -89,10 +89,10 @@ def test_output_is_what_follows(page, no_new_ops, monkeypatch):
     languages = "python", "text", "report"
     for line, language, block in sorted((line, name, b) for name in languages for line, b in blocks(page, name)):
         if language != "python":
-            found, said = [x.rstrip() for x in printed.getvalue().splitlines()], block.splitlines()
+            actual, said = [x.rstrip() for x in printed.getvalue().splitlines()], block.splitlines()
             if language == "report":
-                found, said = ([*filter(None, map(words, lines))] for lines in (found, said))
-            assert found == said
+                actual, said = ([*filter(None, map(words, lines))] for lines in (actual, said))
+            assert actual == said
             continue
         with contextlib.redirect_stdout(printed := io.StringIO()):
             run(page, line, block, namespace)
@@ -117,9 +117,9 @@ def test_kernels_compile(page, no_new_ops, monkeypatch):
     for line, code in blocks(page, "python"):
         run(page, line, code, namespace)
     for kernel, signature in ran.items():
-        found = compile_kernel(kernel, signature, "sm_90a")
+        actual = compile_kernel(kernel, signature, "sm_90a")
         prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory
-        assert found.spill_bytes == 0 and (found.local_bytes == 0 or prints) and not found.warnings, found.log
+        assert actual.spill_bytes == 0 and (actual.local_bytes == 0 or prints) and not actual.warnings, actual.log
 
 
 def test_kernel_is_the_example():
@@ -183,9 +183,9 @@ def test_equivalents_exist():
     assert len(calls) > 50
     for call in calls - {"cuda.jit"}:
         first, *rest = call.removeprefix("tiles.").split(".")
-        found = names[first]
+        actual = names[first]
         for name in rest:
-            found = getattr(found, name)
+            actual = getattr(actual, name)
 
 
 def test_pictures_of_the_gallery_are_what_its_lines_draw(monkeypatch):

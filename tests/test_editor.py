@@ -67,23 +67,23 @@ SIGNATURES = {
 @pytest.mark.parametrize("line", COMPLETIONS)
 def test_completions(editor, line):
     script, cursor = editor(line)
-    assert COMPLETIONS[line] <= {found.name for found in script.complete(*cursor)}
+    assert COMPLETIONS[line] <= {actual.name for actual in script.complete(*cursor)}
 
 
 @pytest.mark.parametrize("line", SIGNATURES)
 def test_parameters_and_docstrings(editor, line):
     script, cursor = editor(line)
-    [found] = script.get_signatures(*cursor)
-    assert found.to_string() == SIGNATURES[line] and len(found.docstring(raw=True)) > 10
+    [actual] = script.get_signatures(*cursor)
+    assert actual.to_string() == SIGNATURES[line] and len(actual.docstring(raw=True)) > 10
 
 
 def test_every_op_has_them(editor):
     """No op hides behind its decorator: parameters by name, and a docstring."""
     script, cursor = editor("ops.")
-    for found in script.complete(*cursor):
-        if found.type == "function" and not found.name.startswith("_"):
-            [signature] = found.get_signatures()
-            assert "*" not in signature.to_string() and found.docstring(raw=True), found.name
+    for actual in script.complete(*cursor):
+        if actual.type == "function" and not actual.name.startswith("_"):
+            [signature] = actual.get_signatures()
+            assert "*" not in signature.to_string() and actual.docstring(raw=True), actual.name
 
 
 def test_packages_are_marked_as_typed():

@@ -89,10 +89,10 @@ def edges(root):
 
 def reach(graph):
     """{node: all that it imports, directly or not}; CycleError if there is a circle."""
-    found = {}
+    actual = {}
     for node in TopologicalSorter(graph).static_order():
-        found[node] = set(graph[node]).union(*(found[other] for other in graph[node]))
-    return found
+        actual[node] = set(graph[node]).union(*(actual[other] for other in graph[node]))
+    return actual
 
 
 def room_of(module):
@@ -102,10 +102,10 @@ def room_of(module):
 
 def floors(graph):
     """{node: its floor}, one above the uppermost that it imports."""
-    found = {}
+    actual = {}
     for node in TopologicalSorter(graph).static_order():
-        found[node] = 1 + max((found[other] for other in graph[node]), default=0)
-    return found
+        actual[node] = 1 + max((actual[other] for other in graph[node]), default=0)
+    return actual
 
 
 def between_rooms(graph, package):

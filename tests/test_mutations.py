@@ -23,11 +23,11 @@ def made(path):
 def of_text(text, path="tiles/some.py"):
     """{name without its path: what becomes of the text}."""
     data = text.encode()
-    found = {m.name.partition("::")[2]: m.applied(data).decode() for m in mutations(SourceFile(path, data))}
-    for name, mutated in found.items():
+    actual = {m.name.partition("::")[2]: m.applied(data).decode() for m in mutations(SourceFile(path, data))}
+    for name, mutated in actual.items():
         assert mutated != text, name
         ast.parse(mutated)
-    return found
+    return actual
 
 
 # ---- all sources -----------------------------------------------------------------------------------------------------
@@ -36,9 +36,9 @@ def test_every_source_has_mutations_that_are_python(package):
     rng = random.Random(0)
     for path in sources():
         if path.startswith(f"{package}/"):
-            data, found = made(path)
-            assert len({m.name for m in found}) == len(found), path
-            for mutation in rng.sample(found, min(len(found), 2)):
+            data, actual = made(path)
+            assert len({m.name for m in actual}) == len(actual), path
+            for mutation in rng.sample(actual, min(len(actual), 2)):
                 mutated = mutation.applied(data)
                 assert mutated != data and ast.parse(mutated), mutation.name
                 undone = mutated
@@ -48,18 +48,18 @@ def test_every_source_has_mutations_that_are_python(package):
 
 
 def test_those_by_hand_stand_where_they_say():
-    found = list(by_hand.by_hand())
-    assert len({m.name for m in found}) == len(found) >= 100
-    for mutation in found:
+    actual = list(by_hand.by_hand())
+    assert len({m.name for m in actual}) == len(actual) >= 100
+    for mutation in actual:
         mutated = mutation.applied((ROOT / mutation.path).read_bytes())
         if mutation.path.endswith(".py"):
             ast.parse(mutated)
 
 
 def test_what_is_neutral_is_there():
-    found = [m.name for m in by_hand.by_hand()]
+    actual = [m.name for m in by_hand.by_hand()]
     for pattern, why in by_hand.neutral_names().items():
-        names = [m.name for m in made(pattern.partition("::")[0])[1]] + found
+        names = [m.name for m in made(pattern.partition("::")[0])[1]] + actual
         assert why and any(by_hand.fits(name, pattern) for name in names), pattern
 
 
@@ -110,8 +110,8 @@ RULES = {  # {text: {fault: what it becomes}}
 
 @pytest.mark.parametrize("text", RULES)
 def test_rules(text):
-    found = of_text(text)
-    assert RULES[text].items() <= {name.removeprefix("::"): mutated for name, mutated in found.items()}.items()
+    actual = of_text(text)
+    assert RULES[text].items() <= {name.removeprefix("::"): mutated for name, mutated in actual.items()}.items()
 
 
 UNSEEN = '''
@@ -181,11 +181,11 @@ def test_a_test_notices_or_does_not(small, monkeypatch, capsys):
     nothing, and is said to."""
     monkeypatch.setattr(run, "own_tests", lambda path: ("tests/tiles/test_some.py",))
     data = (small / "tiles/some.py").read_bytes()
-    found = {m.name.rpartition("::")[2]: m for m in mutations(SourceFile("tiles/some.py", data))}
+    actual = {m.name.rpartition("::")[2]: m for m in mutations(SourceFile("tiles/some.py", data))}
     runner = run.Runner(limit=60, root=small)
     try:
-        assert runner.fate(found["never#1"])[:2] == ("tests/tiles/test_some.py::test_least", "own")
-        assert runner.fate(found["<=for<#1"])[:2] == ("", "")
+        assert runner.fate(actual["never#1"])[:2] == ("tests/tiles/test_some.py::test_least", "own")
+        assert runner.fate(actual["<=for<#1"])[:2] == ("", "")
         assert (runner.all_places[0].tree / "tiles/some.py").read_bytes() == data
     finally:
         runner.close()
@@ -207,7 +207,7 @@ def test_by_hand(small):
 
 
 def test_a_sample_has_all_kinds():
-    found = [m for path in ("tiles/ring.py", "tiles/layout.py") for m in made(path)[1]]
-    some = run.sampled(found, 30, seed=1)
-    assert len(set(some)) == 30 and some == run.sampled(found, 30, seed=1) != run.sampled(found, 30, seed=2)
+    actual = [m for path in ("tiles/ring.py", "tiles/layout.py") for m in made(path)[1]]
+    some = run.sampled(actual, 30, seed=1)
+    assert len(set(some)) == 30 and some == run.sampled(actual, 30, seed=1) != run.sampled(actual, 30, seed=2)
     assert len({run.fault(m) for m in some}) >= 25

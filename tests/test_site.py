@@ -44,11 +44,11 @@ def test_links_of_a_page():
     text = (
         "[a](../ops/grid.py#L3) [b](serving.md#pages) [c](../README.md) `[d](e.md)` x < y [f](https://g)\n\n- h\n  - <S, dS>\n"
     )
-    wanted = (
+    expected = (
         "[a](source/ops/grid.py.html#L3) [b](serving.md#pages) [c](repository/readme.md) `[d](e.md)` x &lt; y [f](https://g)\n\n"
         "- h\n    - &lt;S, dS>\n"
     )
-    assert PAGES["turned"](text, "docs/variants.md") == wanted
+    assert PAGES["turned"](text, "docs/variants.md") == expected
     assert PAGES["turned"]("[a](docs/speed.md) [b](docs/README.md)", "README.md") == "[a](../speed.md) [b](../README.md)"
 
 
@@ -65,7 +65,7 @@ def test_arguments_become_a_list(as_markdown):
         again
 
     ValueError: names [the] argument; docs/fp8.md says more."""
-    wanted = """O = P V of `q[0]` \\* 2. Options:
+    expected = """O = P V of `q[0]` \\* 2. Options:
 
 - **`causal`**: query i sees key j if j &lt;= i.
 - **`window`**: (left, right).
@@ -79,11 +79,11 @@ again
 ```
 
 - **`ValueError`**: names \\[the] argument; [docs/fp8.md](../fp8.md) says more."""
-    assert as_markdown(text, {"q", "k", "v"}) == wanted
+    assert as_markdown(text, {"q", "k", "v"}) == expected
 
 
 def test_broken_links_are_found(tmp_path):
     (tmp_path / "a.html").write_text('<h1 id="here"></h1><a href="#here"></a><a href="b.html#x"></a><img src="c.svg">')
     (tmp_path / "b.html").write_text('<a href="a.html#here"></a><a href="https://d"></a>')
-    found = runpy.run_path(str(SITE / "check_links.py"))["broken"](tmp_path)
-    assert found == ["a.html: b.html#x: there is no such place in the page", "a.html: c.svg: there is no such file"]
+    actual = runpy.run_path(str(SITE / "check_links.py"))["broken"](tmp_path)
+    assert actual == ["a.html: b.html#x: there is no such place in the page", "a.html: c.svg: there is no such file"]

@@ -94,8 +94,8 @@ def messages():
 def test_messages_name_no_file_that_it_lacks():
     """Where pip installed the wheel there are no docs, examples and tests."""
     lacking = re.compile(r"\b(docs|examples|bench|tests)/\w|\b(README|CONTRIBUTING)\b")
-    found = [(file.relative_to(ROOT).as_posix(), text) for file, text in messages() if lacking.search(text)]
-    assert found == []
+    actual = [(file.relative_to(ROOT).as_posix(), text) for file, text in messages() if lacking.search(text)]
+    assert actual == []
 
 
 def test_files_of_a_release_name_its_version():

@@ -65,8 +65,8 @@ class RecordingAllocator(Framework):
     def alike(self, arrays, shapes, strides):
         sorts = [x.form.dtype for x in arrays]
 
-        def same(wanted, found):
-            return len(wanted) == len(found) and all(n in (None, m) for n, m in zip(wanted, found))
+        def same(expected, actual):
+            return len(expected) == len(actual) and all(n in (None, m) for n, m in zip(expected, actual))
 
         def check(*others):
             return [x.form.dtype for x in others] == sorts and all(
@@ -168,12 +168,12 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
     return Lent(pointer + past, form)
 
 
-def fresh(call, *given):
+def fresh(call, *inputs):
     """The result of the call with empty caches."""
     tables = {name: getattr(programs, name) for name in ("GUARDED_CALLS", "REMEMBERED", "TRACED_PLANS")}
     vars(programs).update({name: LruTable(8) for name in tables})
     try:
-        return call(*given)
+        return call(*inputs)
     finally:
         vars(programs).update(tables)
 

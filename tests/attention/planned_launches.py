@@ -41,17 +41,17 @@ def form_of(x):
 def noted(monkeypatch, gpu):
     """Yields a list to which launches planned inside, for a GPU of this name, are appended. Results of calls have no memory
     either."""
-    found = []
+    actual = []
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
     def kernel_for(family, config, ordinal):
         return SimpleNamespace(bind=lambda grid, **kernel_args: SimpleNamespace(config=config, kernel_args=kernel_args))
 
     def call(self, stream, arrays, options, layout="bshd"):
-        given = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
-        problem, plan, results = self.steps(given, None, options, layout)
+        inputs = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}
+        problem, plan, results = self.steps(inputs, None, options, layout)
         arrays_by_name = dict(zip(self.names, arrays))
-        found.extend(
+        actual.extend(
             [PlannedLaunch(step.config, arrays_by_name, step.kernel_args) for step in plan.steps if hasattr(step, "config")]
         )
         out = [arrays_by_name[name] if arrays_by_name.get(name) is not None else made(*problem.made(name)) for name in results]
@@ -64,7 +64,7 @@ def noted(monkeypatch, gpu):
             if getattr(module, "kernel_for", None) is launching.kernel_for:
                 patched.setattr(module, "kernel_for", kernel_for)
         with torch.no_grad():
-            yield found
+            yield actual
 
 
 def made(shape, dtype):

@@ -53,9 +53,9 @@ def spoiled(x: np.ndarray, where: Any) -> np.ndarray:
 
 def only(x: np.ndarray, where: Any) -> np.ndarray:
     """A copy with poison everywhere except at this index."""
-    found = poisoned(x.shape, x.dtype)
-    found[where] = x[where]
-    return found
+    actual = poisoned(x.shape, x.dtype)
+    actual[where] = x[where]
+    return actual
 
 
 MASKING = "causal", "window", "mask", "aux", "blocks"
@@ -74,11 +74,11 @@ def unseen(
     axes = np.argsort(ORDER[layout])
     known = MASKING if cu_seqlens is None and lengths_k is None else MASKING[:2]
     variant = ReferenceVariant(**{name: options[name] for name in known if name in options}).cast(np.float64)
-    found = [poisoned(x.transpose(axes).shape, x.dtype) for x in (q, k, v)]
-    heads, kv_heads = found[0].shape[2], found[1].shape[2]
-    lies = found[0].shape, found[1].shape, cu_seqlens, cu_seqlens_k, lengths_k
+    actual = [poisoned(x.transpose(axes).shape, x.dtype) for x in (q, k, v)]
+    heads, kv_heads = actual[0].shape[2], actual[1].shape[2]
+    lies = actual[0].shape, actual[1].shape, cu_seqlens, cu_seqlens_k, lengths_k
     for b, place, queries, keys in sequence_slices(*lies):
-        found[0][place, queries] = q.transpose(axes)[place, queries]
+        actual[0][place, queries] = q.transpose(axes)[place, queries]
         i, j = np.arange(queries.stop - queries.start)[:, None], np.arange(keys.stop - keys.start)[None]
         for head in range(kv_heads):
             its = range(head * heads // kv_heads, (head + 1) * heads // kv_heads)
@@ -86,9 +86,9 @@ def unseen(
             if seen.size:
                 rows = np.arange(seen[0], seen[-1] + 1)
                 rows = keys.start + (rows if block is None else rows[np.isin(rows // block, seen // block)])
-                for made, x in zip(found[1:], (k, v)):
-                    made[place, rows, head] = x.transpose(axes)[place, rows, head]
-    return tuple(x.transpose(axes) for x in found)
+                for result, x in zip(actual[1:], (k, v)):
+                    result[place, rows, head] = x.transpose(axes)[place, rows, head]
+    return tuple(x.transpose(axes) for x in actual)
 
 
 def edges(*sizes: int, most: float = np.inf) -> list[int]:
@@ -135,9 +135,9 @@ class Packing:
     def spread(self, x: np.ndarray, axis: int = 1, fill: float | None = None) -> np.ndarray:
         """Rows of the sequences alone, along an axis, at their places; everything else is poison, or `fill`."""
         shape = (*x.shape[:axis], self.mine.size, *x.shape[axis + 1 :])
-        found = poisoned(shape, x.dtype) if fill is None else np.full(shape, fill, x.dtype)
-        found[(slice(None),) * axis + (self.mine,)] = x
-        return found
+        actual = poisoned(shape, x.dtype) if fill is None else np.full(shape, fill, x.dtype)
+        actual[(slice(None),) * axis + (self.mine,)] = x
+        return actual
 
     def gather(self, x: np.ndarray, axis: int = 1) -> np.ndarray:
         """The rows of the sequences alone."""

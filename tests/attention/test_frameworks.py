@@ -141,10 +141,10 @@ def test_a_stream_of_ones_own():
         tensors = [x + 0 for x in sources]
         out = attention.forward(*tensors)
         copy = out.clone()
-    given = attention.forward(*tensors, stream=stream)
+    call_inputs = attention.forward(*tensors, stream=stream)
     stream.synchronize()
     judge(from_torch(copy), inputs)
-    judge(from_torch(given), inputs)
+    judge(from_torch(call_inputs), inputs)
 
 
 @pytest.mark.gpu

@@ -120,10 +120,10 @@ SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspe
 @pytest.mark.parametrize("arch, module, config", SAMPLE, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
-    found = inspect.row(name, module, config, arch)
-    assert not inspect.has_faults(found)
-    assert found["shared_bytes"] <= parse_target(arch).shared_bytes
-    assert module is not forward_ampere or found["lines"] <= 90  # with the methods of ScoreContext, which parts call
+    actual = inspect.row(name, module, config, arch)
+    assert not inspect.has_faults(actual)
+    assert actual["shared_bytes"] <= parse_target(arch).shared_bytes
+    assert module is not forward_ampere or actual["lines"] <= 90  # with the methods of ScoreContext, which parts call
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
@@ -148,15 +148,15 @@ ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in 
 @pytest.mark.parametrize("module", [element_gradients, norm_gradients, backward_combine, sink_gradient, backward_narrow_hopper])
 def test_sums_that_have_the_same_bits_always(module):
     """Kernels add atomically only to dQ, and only without deterministic=True."""
-    found = inspect.row("", module, next(module.space(parse_target("sm_90a"), False)), "sm_90a")
-    assert bool(ADDS & set(found["instructions"])) == (module is backward_narrow_hopper)
+    actual = inspect.row("", module, next(module.space(parse_target("sm_90a"), False)), "sm_90a")
+    assert bool(ADDS & set(actual["instructions"])) == (module is backward_narrow_hopper)
 
 
 def test_processes_share_the_work():
     """Rows are in the order of the configurations, whatever the number of processes."""
     only = ("backward_convert_dq",)
-    asked = [str(config) for *_, config in inspect.configurations(False, "sm_80", only)]
-    assert [row["config"] for row in inspect.rows(False, "sm_80", 2, only)] == asked and len(asked) == 3
+    args = [str(config) for *_, config in inspect.configurations(False, "sm_80", only)]
+    assert [row["config"] for row in inspect.rows(False, "sm_80", 2, only)] == args and len(args) == 3
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -243,8 +243,8 @@ def test_what_there_is_nothing_of(words, message, capsys):
 
 
 def test_only_what_is_asked_for():
-    found = list(inspect.configurations(True, "sm_90a", ("linear", "gla", "Dk 128", "varlen")))
-    assert {module for _, module, _ in found} == {gla_hopper, gla_states_hopper} and all(
-        x.varlen and x.key_dim == 128 for *_, x in found
+    actual = list(inspect.configurations(True, "sm_90a", ("linear", "gla", "Dk 128", "varlen")))
+    assert {module for _, module, _ in actual} == {gla_hopper, gla_states_hopper} and all(
+        x.varlen and x.key_dim == 128 for *_, x in actual
     )
-    assert len(found) == 18
+    assert len(actual) == 18

@@ -89,10 +89,10 @@ CALLS = {
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
-def assert_same(got, wanted):
-    got, wanted = jax.tree.leaves(got), jax.tree.leaves(wanted)
-    assert len(got) == len(wanted) > 0
-    for x, y in zip(got, wanted):
+def assert_same(got, expected):
+    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
+    assert len(got) == len(expected) > 0
+    for x, y in zip(got, expected):
         assert isinstance(x, jax.Array) and (x.shape, x.dtype, x.devices()) == (y.shape, y.dtype, y.devices())
         assert jnp.array_equal(x, y)
 
@@ -178,15 +178,15 @@ def test_gradients(options, of):
             *arrays, dout = (x.swapaxes(1, 2) for x in (*arrays, dout))
         dlse = None if of == "out" else 3 * jax.random.normal(jax.random.key(9), (1, 4, TOKENS))
         loss = summed(None if of == "lse" else dout.astype(jnp.float32), dlse, **options)
-        given = [*arrays, *[sink] * (sink is not None)]
-        places = tuple(range(len(given)))
-        got = jax.grad(loss, places)(*given)
+        inputs = [*arrays, *[sink] * (sink is not None)]
+        places = tuple(range(len(inputs)))
+        got = jax.grad(loss, places)(*inputs)
         for way in jax.jit(jax.grad(loss, places)), jax.grad(jax.jit(loss), places), jax.grad(jax.checkpoint(loss), places):
-            assert_same(way(*given), got)
-        given = [np.asarray(x) for x in (dout * (of != "lse"), *arrays)]
+            assert_same(way(*inputs), got)
+        inputs = [np.asarray(x) for x in (dout * (of != "lse"), *arrays)]
         options |= {} if dlse is None else {"dlse": np.asarray(dlse)}
         options |= {} if sink is None else {"sink": np.asarray(sink)}
-        ref, low = (f(*given, **options) for f in (reference.backward, reference.backward_low))
+        ref, low = (f(*inputs, **options) for f in (reference.backward, reference.backward_low))
         for *three, name in zip(got, ref, low, ("dq", "dk", "dv", "dsink")):
             reference.assert_close(*map(np.asarray, three), factor=3, name=name)
 
@@ -217,8 +217,8 @@ def test_gradients_of_what_scores_read():
         options = dict(mask=lambda b, h, i, j, *aux: i // 8 != j // 8, score=score, causal=True)
 
         def loss(alibi, bias, table, **more):
-            given = dict(alibi=alibi, bias=bias, aux=(table, places), **options)
-            return attention.forward(q, k, v, **given, **more).astype(jnp.float32).sum()
+            inputs = dict(alibi=alibi, bias=bias, aux=(table, places), **options)
+            return attention.forward(q, k, v, **inputs, **more).astype(jnp.float32).sum()
 
         got = jax.grad(loss, (0, 1, 2))(*learned)
         alike = dict(alibi=learned[0], bias=learned[1], aux=(learned[2], places))
@@ -226,8 +226,8 @@ def test_gradients_of_what_scores_read():
         for way in jax.jit(jax.grad(loss, (0, 1, 2))), jax.grad(partial(loss, blocks=lists), (0, 1, 2)):
             assert_same(way(*learned), got)
         alibi, bias, table, *others = (np.asarray(x) for x in (*learned, q, k, v, places))
-        given = dict(alibi=alibi, bias=bias, aux=(table, others[3]), dalibi=True, dbias=True, daux=True, **options)
-        *_, dbias, dalibi, dtable = reference.backward(np.ones_like(others[0]), *others[:3], **given)
+        inputs = dict(alibi=alibi, bias=bias, aux=(table, others[3]), dalibi=True, dbias=True, daux=True, **options)
+        *_, dbias, dalibi, dtable = reference.backward(np.ones_like(others[0]), *others[:3], **inputs)
         for x, y in zip(got, (dalibi, dbias, dtable), strict=True):
             np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
 
@@ -237,11 +237,11 @@ def test_gradients_of_many_and_of_two_results():
         q, k, v = qkv()
         both = lambda q: attention.forward(q, k, v, return_lse=True)
         loss, many = lambda q: both(q)[0].astype(jnp.float32).sum(), jnp.stack([q, -q])
-        wanted = jnp.stack([jax.grad(loss)(x) for x in many])
-        assert_same(jax.vmap(jax.grad(loss))(many), wanted)
-        assert_same(jax.grad(lambda x: jax.vmap(loss)(x).sum())(many), wanted)
+        expected = jnp.stack([jax.grad(loss)(x) for x in many])
+        assert_same(jax.vmap(jax.grad(loss))(many), expected)
+        assert_same(jax.grad(lambda x: jax.vmap(loss)(x).sum())(many), expected)
         out, back = jax.vjp(lambda q: both(q)[0], q)
-        assert_same((out, *back(jnp.ones_like(out))), (both(q)[0], wanted[0]))
+        assert_same((out, *back(jnp.ones_like(out))), (both(q)[0], expected[0]))
 
 
 def test_what_has_no_gradient_says_so(monkeypatch):
@@ -283,9 +283,9 @@ def test_jit_on_the_card(name):
         pytest.skip("this JAX has no GPU")
     function, make = CALLS[name]
     arrays = make()
-    compiled, wanted = jax.jit(function), function(*arrays)
+    compiled, expected = jax.jit(function), function(*arrays)
     for _ in range(3):
-        assert_same(compiled(*arrays), wanted)
+        assert_same(compiled(*arrays), expected)
 
 
 @pytest.mark.gpu
@@ -298,8 +298,8 @@ def test_gradients_on_the_card():
     dlse = 3 * jax.random.normal(jax.random.key(9), (2, 4, 200))
     loss = summed(dout.astype(jnp.float32), dlse, causal=True)
     theirs = [torch.from_dlpack(x).clone().requires_grad_() for x in (q, k, v)]
-    made = attention.forward(*theirs, causal=True, return_lse=True)
-    torch.autograd.backward(made, [torch.from_dlpack(x) for x in (dout, dlse)])
+    result = attention.forward(*theirs, causal=True, return_lse=True)
+    torch.autograd.backward(result, [torch.from_dlpack(x) for x in (dout, dlse)])
     for way in jax.grad(loss, (0, 1, 2)), jax.jit(jax.grad(loss, (0, 1, 2))):
         for x, y in zip(way(q, k, v), theirs):
             torch.testing.assert_close(torch.from_dlpack(x), y.grad, rtol=2**-6, atol=2**-7)

@@ -44,7 +44,7 @@ class NewLengths(NamedTuple):
 @functools.cache
 def programs() -> dict[str, Program]:
     """{name of the schema: program} of all programs in attention."""
-    found: dict[str, Program] = {}
+    actual: dict[str, Program] = {}
     for module in pkgutil.walk_packages(attention.__path__, "attention."):
         if "__main__" in module.name or ".compat" in module.name:
             continue
@@ -55,8 +55,8 @@ def programs() -> dict[str, Program]:
         tables = [x.values() for x in values if isinstance(x, dict)]
         for value in [*values, *itertools.chain.from_iterable(tables)]:
             if isinstance(value, Program):
-                assert found.setdefault(value.schema.name, value).schema is value.schema, value.schema.name
-    return found
+                assert actual.setdefault(value.schema.name, value).schema is value.schema, value.schema.name
+    return actual
 
 
 HEADS = {"heads": 8, "heads_k": 2, "heads_qk": 10, "heads_qkv": 12, "alibi_heads": 8}
@@ -239,10 +239,10 @@ def test_new_lengths_are_planned_a_few_times(gpu, monkeypatch, name, n):
     monkeypatch.setattr(program, "_plan_and_compile", lambda *args: planned.append(1) or plans(*args))
     for call in range(CALLS):
         arguments = a_call(program, how, rng)
-        launches, made = gpu.call(program, *arguments)
-        assert not isinstance(launches, type), made  # an error and its text
+        launches, result = gpu.call(program, *arguments)
+        assert not isinstance(launches, type), result  # an error and its text
         if call % 8 == 7:
             count = len(planned)
-            assert (launches, made) == fresh(gpu.call, program, *arguments)
+            assert (launches, result) == fresh(gpu.call, program, *arguments)
             del planned[count:]
     assert 1 <= len(planned) <= how.plans

@@ -68,9 +68,9 @@ def plain(module, x, positions=None):
     return torch.nn.functional.linear(out.transpose(1, 2).flatten(-2), W["out.weight"], W.get("out.bias"))
 
 
-def assert_near(got, wanted, name):
+def assert_near(got, expected, name):
     """Close within the precision of bfloat16."""
-    assert (got.double() - wanted).abs().max() < 0.03 * wanted.abs().max() + 1e-6, name
+    assert (got.double() - expected).abs().max() < 0.03 * expected.abs().max() + 1e-6, name
 
 
 @every_case
@@ -136,10 +136,10 @@ def test_at_once_is_one_function(monkeypatch):
 @pytest.mark.parametrize("name", ["all", "at once", "at once, all"])
 def test_compiles_whole(name):
     module, options, x, _ = made(name)
-    wanted = torch.autograd.grad(module(x, **options).float().square().sum(), [x, *module.parameters()])
+    expected = torch.autograd.grad(module(x, **options).float().square().sum(), [x, *module.parameters()])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     got = torch.autograd.grad(compiled(x, **options).float().square().sum(), [x, *module.parameters()])
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert_near(a, b.double(), "gradient")
 
 
@@ -194,22 +194,22 @@ class Halved(torch.nn.RMSNorm):
 @pytest.mark.parametrize("how", ["class", "hook", "epsilon", "one"])
 def test_norms_that_are_others(rotary, how):
     """A replaced norm is called, and so is one with hooks: kernels support two RMSNorms of torch alone."""
-    module, wanted = (Attention(DIM, 1, head_dim=64, rotary=rotary, qk_norm=True, dtype=torch.bfloat16) for _ in range(2))
+    module, expected = (Attention(DIM, 1, head_dim=64, rotary=rotary, qk_norm=True, dtype=torch.bfloat16) for _ in range(2))
     x = torch.randn(1, 9, DIM).bfloat16()
-    wanted.load_state_dict(module.state_dict())
+    expected.load_state_dict(module.state_dict())
     with torch.no_grad():
         if how == "class":
             module.q_norm = Halved(64, 1e-6, dtype=torch.bfloat16)
-            wanted.q_norm.weight *= 0.5
+            expected.q_norm.weight *= 0.5
         elif how == "hook":
-            module.q_norm.register_forward_hook(lambda module, given, made: 0.5 * made)
-            wanted.q_norm.weight *= 0.5
+            module.q_norm.register_forward_hook(lambda module, inputs, made: 0.5 * made)
+            expected.q_norm.weight *= 0.5
         elif how == "epsilon":
             module.k_norm.eps, module.q_norm.eps = 1e12, None  # of its dtype
-            wanted.k_norm.weight *= 0.0
+            expected.k_norm.weight *= 0.0
         else:
-            module.k_norm, wanted.k_norm = None, torch.nn.Identity()
-        assert_near(module(x), wanted(x).double(), how)
+            module.k_norm, expected.k_norm = None, torch.nn.Identity()
+        assert_near(module(x), expected(x).double(), how)
 
 
 @pytest.mark.parametrize("shape", [(9, DIM), (1, 1, 9, DIM), (2, 9, DIM - 8)])

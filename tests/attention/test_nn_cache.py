@@ -53,19 +53,19 @@ def test_generates_in_pieces(name):
     """A prompt, single tokens and drafts, from a cache, are a call of all tokens; after a reset or a rewind the cache serves
     other tokens."""
     module, x = layer_of(name), inputs()
-    cache, wanted = module.new_cache(2, TOKENS + 2), exact(module, x)
-    assert_near(torch.cat([module(part, cache=cache) for part in x.split(PIECES, 1)], 1), wanted, name)
+    cache, expected = module.new_cache(2, TOKENS + 2), exact(module, x)
+    assert_near(torch.cat([module(part, cache=cache) for part in x.split(PIECES, 1)], 1), expected, name)
     assert cache.lengths.tolist() == [TOKENS] * 2 and cache.max_length == TOKENS + 2
     cache.lengths.sub_(4)
-    assert_near(module(x[:, -4:], cache=cache), wanted[:, -4:], "after a rewind")
+    assert_near(module(x[:, -4:], cache=cache), expected[:, -4:], "after a rewind")
     cache.reset()
-    assert_near(module(x, cache=cache), wanted, "after a reset")
+    assert_near(module(x, cache=cache), expected, "after a reset")
 
 
 def test_sequences_of_several_lengths():
     """Prompts are packed; then each sequence goes on from its own length, alone or with several tokens of others."""
     module, x = layer_of("all"), inputs(3)
-    cache, wanted = module.new_cache(3, TOKENS), exact(module, x)
+    cache, expected = module.new_cache(3, TOKENS), exact(module, x)
     packed = lambda *parts: dict(
         x=torch.cat([x[n : n + 1, a:b] for n, (a, b) in enumerate(parts)], 1),
         cu_seqlens=torch.tensor([0, *(b - a for a, b in parts)], dtype=torch.int32).cumsum(0, dtype=torch.int32),
@@ -73,16 +73,16 @@ def test_sequences_of_several_lengths():
     module(**packed((0, 3), (0, 9), (0, 5)), cache=cache)
     step = module(torch.stack([x[0, 3:4], x[1, 9:10], x[2, 5:6]]), cache=cache)
     for n, length in enumerate((3, 9, 5)):
-        assert_near(step[n], wanted[n, length : length + 1], n)
+        assert_near(step[n], expected[n, length : length + 1], n)
     out = module(**packed((4, 12), (10, 11), (6, 6)), cache=cache)
-    assert_near(out[0], torch.cat([wanted[0, 4:12], wanted[1, 10:11]]), "packed")
+    assert_near(out[0], torch.cat([expected[0, 4:12], expected[1, 10:11]]), "packed")
     assert cache.lengths.tolist() == [12, 11, 6]
 
 
 def test_pages():
     """Keys and values in the pools of a PagedCache, whose sequences share a prompt."""
     module, x = layer_of("all"), inputs(1)
-    wanted, rotary = exact(module, x), module.new_cache(1, 32).rotary
+    expected, rotary = exact(module, x), module.new_cache(1, 32).rotary
     pools = torch.zeros(2, 12, 4, 2, 16, dtype=torch.bfloat16)
     paged = PagedCache([(pools[0], pools[1])], sequences=2, tokens=32)
 
@@ -96,7 +96,7 @@ def test_pages():
     both = [first, paged.fork(first)]
     parts += [call(x[:, t : t + 1].expand(2, -1, -1), both) for t in range(6, 10)]
     for n in range(2):
-        assert_near(torch.cat([parts[0][0], *[part[n] for part in parts[1:]]]), wanted[0, :10], n)
+        assert_near(torch.cat([parts[0][0], *[part[n] for part in parts[1:]]]), expected[0, :10], n)
 
 
 @pytest.mark.parametrize("how", ["class", "epsilon"])
@@ -134,10 +134,10 @@ def test_autocast():
 
 def test_compiles_whole():
     module, x = layer_of("fused without a cache"), inputs()
-    cache, wanted = module.new_cache(2, TOKENS), exact(module, x)
+    cache, expected = module.new_cache(2, TOKENS), exact(module, x)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     parts = [compiled(part, cache=cache) for part in (x[:, :12], x[:, 12:13], x[:, 13:14])]
-    assert_near(torch.cat(parts, 1), wanted[:, :14], "compiled")
+    assert_near(torch.cat(parts, 1), expected[:, :14], "compiled")
     assert cache.lengths.tolist() == [14, 14]
 
 
@@ -200,7 +200,7 @@ def test_what_fits_no_call():
 def test_on_the_card(name):
     """A prompt, then steps of one CUDA graph, which the cache serves as it grows."""
     module, x = layer_of(name, "cuda"), inputs().cuda()
-    cache, wanted = module.new_cache(2, TOKENS), exact(module, x)
+    cache, expected = module.new_cache(2, TOKENS), exact(module, x)
     parts, token = [module(x[:, :12], cache=cache)], x[:, 12:13].clone()
     parts.append(module(token, cache=cache))
     graph = torch.cuda.CUDAGraph()
@@ -210,7 +210,7 @@ def test_on_the_card(name):
         token.copy_(x[:, t : t + 1])
         graph.replay()
         parts.append(out.clone())
-    assert_near(torch.cat(parts, 1).cpu(), wanted, name)
+    assert_near(torch.cat(parts, 1).cpu(), expected, name)
     assert cache.lengths.tolist() == [TOKENS] * 2
 
 

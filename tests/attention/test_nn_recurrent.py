@@ -146,10 +146,10 @@ def plain(layer, x):
     return PLAIN[type(layer)](layer, x)
 
 
-def assert_near(got, wanted, name="out", limit=0.03):
+def assert_near(got, expected, name="out", limit=0.03):
     """Close within the precision of bfloat16, by the root of the mean square."""
-    error = (got.double() - wanted).square().mean().sqrt()
-    assert error <= limit * wanted.square().mean().sqrt() + 1e-9, f"{name}: {error / wanted.square().mean().sqrt():.3g}"
+    error = (got.double() - expected).square().mean().sqrt()
+    assert error <= limit * expected.square().mean().sqrt() + 1e-9, f"{name}: {error / expected.square().mean().sqrt():.3g}"
 
 
 # ---- forward and backward --------------------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ def test_is_what_it_says(name):
     """The layer's output, and all gradients, in float16, which has three digits more than bfloat16 in binary."""
     layer, x = layer_of(name, torch.float16), inputs(1).half().requires_grad_()
     exact_layer, exact = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
-    out, wanted = layer(x), plain(exact_layer, exact)
+    out, expected = layer(x), plain(exact_layer, exact)
     assert out.shape == x.shape and out.dtype == x.dtype
-    assert_near(out, wanted, limit=0.003)
+    assert_near(out, expected, limit=0.003)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).half()
     out.backward(dout)
-    wanted.backward(dout.double())
+    expected.backward(dout.double())
     assert_near(x.grad, exact.grad, "x", 0.005)
     for key, parameter in layer.named_parameters():
         assert_near(parameter.grad, exact_layer.get_parameter(key).grad, key, 0.03 if key in ("A_log", "dt_bias") else 0.01)
@@ -213,9 +213,9 @@ def test_compiles_whole(name):
     layer, x = layer_of(name), inputs(1, 5).requires_grad_()
     loss = lambda layer: layer(x).float().square().sum()
     leaves = [x, *layer.parameters()]
-    wanted = torch.autograd.grad(loss(layer), leaves)
+    expected = torch.autograd.grad(loss(layer), leaves)
     got = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True, backend="aot_eager")), leaves)
-    for a, b in zip(got, wanted, strict=True):
+    for a, b in zip(got, expected, strict=True):
         assert_near(a, b.double(), "gradient")
 
 
@@ -238,9 +238,9 @@ def test_autocast(name):
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         out, cache = layer(x), layer.new_cache(1)
         steps = [layer(x[:, t : t + 1], cache=cache) for t in range(3)]
-    wanted = plain(copy.deepcopy(layer).double(), x.double())
-    assert_near(out, wanted, limit=0.015)
-    assert_near(torch.cat(steps, 1), wanted[:, :3], limit=0.015)
+    expected = plain(copy.deepcopy(layer).double(), x.double())
+    assert_near(out, expected, limit=0.015)
+    assert_near(torch.cat(steps, 1), expected[:, :3], limit=0.015)
     with pytest.raises(TypeError, match="dtype must be one of"):
         layer(x)
 
@@ -269,11 +269,11 @@ def test_trains_as_float64_does(name):
 def test_short_conv():
     """ShortConv with a cache, and what it prints."""
     conv, x = nn.ShortConv(24, 3, bias=True, activation=None, dtype=torch.bfloat16), inputs(1, 9)[..., :24]
-    wanted = F.conv1d(F.pad(x.transpose(1, 2).float(), (2, 0)), conv.weight[:, None].float(), conv.bias.float(), groups=24)
+    expected = F.conv1d(F.pad(x.transpose(1, 2).float(), (2, 0)), conv.weight[:, None].float(), conv.bias.float(), groups=24)
     with torch.no_grad():
         cache = torch.zeros(1, 24, 2, dtype=torch.bfloat16)
         steps = torch.cat([conv(part, cache=cache) for part in x.split([4, 1, 4], 1)], 1)
-    assert_near(conv(x), wanted.transpose(1, 2).double(), limit=0.005)
+    assert_near(conv(x), expected.transpose(1, 2).double(), limit=0.005)
     assert torch.equal(steps, conv(x)) and torch.equal(cache, x[:, -2:].transpose(1, 2))
     assert repr(conv) == "ShortConv(24, kernel_size=3, bias=True, activation=None)"
 
@@ -378,12 +378,12 @@ def test_on_the_card(name):
     """The GPU's results and gradients are close to plain torch's in float64, and so is generation."""
     layer, x = layer_of(name, device="cuda"), inputs(2, 300, "cuda").requires_grad_()
     exact_layer, exact = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
-    out, wanted = layer(x), plain(exact_layer, exact)
-    assert_near(out, wanted, limit=0.02)
+    out, expected = layer(x), plain(exact_layer, exact)
+    assert_near(out, expected, limit=0.02)
     out.float().square().sum().backward()
-    wanted.square().sum().backward()
+    expected.square().sum().backward()
     assert_near(x.grad, exact.grad, "x", 0.06)
     with torch.no_grad():
         cache = layer.new_cache(2)
         parts = [layer(x[:, :290], cache=cache), *[layer(x[:, t : t + 1], cache=cache) for t in range(290, 300)]]
-    assert_near(torch.cat(parts, 1), wanted, limit=0.02)
+    assert_near(torch.cat(parts, 1), expected, limit=0.02)

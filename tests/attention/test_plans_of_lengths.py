@@ -80,7 +80,7 @@ def calls(draw, name):
         row: dtype if argument.holds == "tile" else draw(st.sampled_from(argument.dtypes)) for row, argument in rows.items()
     }
     options = tuple(draw(OPTIONS[option, kind]) for option, kind in program.option_types.items())
-    made, before, gaps, grows = [], {}, {}, draw(st.sampled_from(GROWS))
+    result, before, gaps, grows = [], {}, {}, draw(st.sampled_from(GROWS))
     for n in range(draw(st.integers(2, 5) if grows is None else st.integers(4, 6))):
         extents = fixed | {"batch": draw(st.integers(1, 3)), "sequences": draw(st.integers(1, 5)), "1": 1}
         extents |= {axis: draw(LENGTH) for axis in LENGTHS} | {
@@ -113,8 +113,8 @@ def calls(draw, name):
             arrays[row] = lent(draw, schema.arguments[row], shape, kinds[row], layout, next(memory), gap, past)
         if "out" in arrays and draw(st.integers(0, 5)) == 0:
             arrays["out"].pointer = arrays[draw(st.sampled_from(list(arrays)))].pointer
-        made.append((tuple(arrays.get(row) for row in schema.names), options, layout))
-    return program, made
+        result.append((tuple(arrays.get(row) for row in schema.names), options, layout))
+    return program, result
 
 
 OPTIONS = {
@@ -152,12 +152,12 @@ def test_the_same_as_planned_anew(gpu, name, data):
         program._plan_and_compile = lambda *args: planned.append(1) or plans(*args)
         program.run = lambda *args: ran.append(1) or run(*args)
         try:
-            found = gpu.call(program, arrays, options, layout)
+            actual = gpu.call(program, arrays, options, layout)
         finally:
             del program._plan_and_compile, program.run
         event("planned" if planned else "by a function" if ran else "by what was written for its form")
-        event("refused" if isinstance(found[0], type) else "launched")
-        assert found == fresh(gpu.call, program, arrays, options, layout)
+        event("refused" if isinstance(actual[0], type) else "launched")
+        assert actual == fresh(gpu.call, program, arrays, options, layout)
 
 
 def tokens(batch, length, heads, columns, pointer=MEMORY, capacity=None, dtype="bfloat16"):
@@ -169,9 +169,9 @@ def tokens(batch, length, heads, columns, pointer=MEMORY, capacity=None, dtype="
 
 def planned(monkeypatch, program):
     """A list to which every planned call is appended."""
-    found, plans = [], program._plan_and_compile
-    monkeypatch.setattr(program, "_plan_and_compile", lambda *args: found.append(1) or plans(*args))
-    return found
+    actual, plans = [], program._plan_and_compile
+    monkeypatch.setattr(program, "_plan_and_compile", lambda *args: actual.append(1) or plans(*args))
+    return actual
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -186,9 +186,9 @@ def test_appends_are_planned_a_few_times(gpu, monkeypatch, paged):
         for n, (name, shape) in enumerate(integers.items(), 5):
             arrays[name] = Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "int32", 0, 4))
         given = tuple(arrays.values()), (False, True, 1e-6), "bshd"
-        found, count = gpu.call(_append, *given), len(plans)
-        ((launch, *_),), made = found
-        assert launch == -(-batch * new // 4) and made == [] and found == fresh(gpu.call, _append, *given)
+        actual, count = gpu.call(_append, *given), len(plans)
+        ((launch, *_),), result = actual
+        assert launch == -(-batch * new // 4) and result == [] and actual == fresh(gpu.call, _append, *given)
         del plans[count:]
     assert len(plans) <= 3  # of one token, of one sequence, and of more of both
 
@@ -200,9 +200,9 @@ def test_generation_is_planned_a_few_times(gpu, monkeypatch, causal):
     plans = planned(monkeypatch, _forward)
     for length in range(1, 5000, 7):
         q, k, v = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
-        launches, made = gpu.call(_forward, (q, k, v, None, None), (causal, None, False, None), "bshd")
-        assert made[0] == ((2, 1, 8, 128), "bfloat16")
-        assert len(made) == len(launches) == (1 if length < split_forward.LEAST else 2)
+        launches, result = gpu.call(_forward, (q, k, v, None, None), (causal, None, False, None), "bshd")
+        assert result[0] == ((2, 1, 8, 128), "bfloat16")
+        assert len(result) == len(launches) == (1 if length < split_forward.LEAST else 2)
     assert len(plans) <= 4
 
 
@@ -223,9 +223,9 @@ def test_steps_with_a_bias_are_planned_a_few_times(gpu, monkeypatch):
         for n, (name, shape, dtype) in enumerate((("lengths", (2,), "int32"), ("bias", (1, 8, 1, length), "float32")), 3):
             arrays[name] = Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), dtype, 0, 4))
         given = tuple(arrays.values()), tuple(options.values()), "bshd"
-        found, count = gpu.call(_decode_variant, *given), len(plans)
-        assert not isinstance(found[0], type), found
-        assert length % 10 or found == fresh(gpu.call, _decode_variant, *given)
+        actual, count = gpu.call(_decode_variant, *given), len(plans)
+        assert not isinstance(actual[0], type), actual
+        assert length % 10 or actual == fresh(gpu.call, _decode_variant, *given)
         del plans[count:]
     assert len(plans) <= 4
 
@@ -236,8 +236,8 @@ def test_prompts_are_planned_a_few_times(gpu, monkeypatch):
     plans = planned(monkeypatch, linear)
     for length in range(1, 9000, 13):
         q, k, v = (tokens(1, length, 2, 64, MEMORY + n * ROOM) for n in range(3))
-        launches, made = gpu.call(linear, (q, k, v, *[None] * 8), (None, False, False, None, False, "states"), "bshd")
-        assert len(made) == (1 if len(launches) == 1 else 2)  # all scratch memory is one array
+        launches, result = gpu.call(linear, (q, k, v, *[None] * 8), (None, False, False, None, False, "states"), "bshd")
+        assert len(result) == (1 if len(launches) == 1 else 2)  # all scratch memory is one array
     assert len(plans) <= 5
 
 
@@ -247,14 +247,14 @@ def test_gradients_of_norms_are_planned_a_few_times(gpu, monkeypatch):
     norm = [
         Lent(MEMORY + n * ROOM, Form(shape, contiguous(shape, 4), "float32", 0, 4)) for n, shape in ((2, (dim,)), (3, (2, dim)))
     ]
-    made, count = planned(monkeypatch, program), 0
+    result, count = planned(monkeypatch, program), 0
     for length in 1, 40, 700, 1024, 5000, 0, 41:
         rows = (tokens(3, length, 2, dim, MEMORY + n * ROOM) for n in range(2))
         given = (*rows, *norm, None, None, None), (1e-6, True), "bshd"
-        found, before = gpu.call(program, *given), len(made)
+        actual, before = gpu.call(program, *given), len(result)
         count += before
-        assert found == fresh(gpu.call, program, *given) and len(found[0]) == (2 if length == 0 else 5)
-        made.clear()
+        assert actual == fresh(gpu.call, program, *given) and len(actual[0]) == (2 if length == 0 else 5)
+        result.clear()
     assert count <= 3
 
 
@@ -262,7 +262,7 @@ def test_projections_are_planned_a_few_times(gpu, monkeypatch):
     """Queries, keys and values are columns of one array; parts of results lie in the same way, before all scratch memory."""
     heads, kv_heads, dim = 4, 2, 64
     both = projected, projected_backward
-    made, count = [planned(monkeypatch, program) for program in both], 0
+    result, count = [planned(monkeypatch, program) for program in both], 0
     for length in 40, 700, 4096, 41:
         whole, starts = tokens(2, length, heads + 2 * kv_heads, dim).form, (0, heads, heads + kv_heads)
         x = [
@@ -282,26 +282,26 @@ def test_projections_are_planned_a_few_times(gpu, monkeypatch):
             (projected_backward, (dout, *given, out, lse, rows, *[None] * 4), (*options, False, True, True, None), "bshd"),
         ]
         for call, launches in zip(calls, (2, 8)):
-            before = [*map(len, made)]
-            found = gpu.call(*call)
-            count += sum(map(len, made)) - sum(before)
-            assert found == fresh(gpu.call, *call) and len(found[0]) == launches
+            before = [*map(len, result)]
+            actual = gpu.call(*call)
+            count += sum(map(len, result)) - sum(before)
+            assert actual == fresh(gpu.call, *call) and len(actual[0]) == launches
     assert count <= 5
 
 
 def test_a_seed_is_no_length_and_no_option(gpu, monkeypatch):
     """A seed is written into one slot of the arguments, like addresses: a new seed is not planned, nor is a new length with
     it."""
-    plans, found = planned(monkeypatch, _variant), {}
+    plans, actual = planned(monkeypatch, _variant), {}
     options = dict.fromkeys(_variant.options) | {"causal": False, "norm_eps": 1e-6, "dropout": 0.5, "return_lse": False}
     for length, seed in (4000, 2**62 + 5), (4000, 0), (4000, 7), (3999, 7):
         arrays = tokens(2, 1, 8, 128), *(tokens(2, length, 2, 128, MEMORY + n * ROOM, 8192) for n in (1, 2))
         given = *arrays, *[None] * (len(_variant.names) - len(arrays)), tuple((options | {"seed_value": seed}).values())
         ((launch,), _) = gpu.call(_variant, given[:-1], given[-1], "bshd")
-        found[length, seed] = launch[-1]
-    differ = [(x, y, z) for x, y, z in zip(*list(found.values())[:3]) if not x == y == z]
+        actual[length, seed] = launch[-1]
+    differ = [(x, y, z) for x, y, z in zip(*list(actual.values())[:3]) if not x == y == z]
     assert differ == [tuple(seed.to_bytes(8, "little") for seed in (2**62 + 5, 0, 7))]
-    assert found[3999, 7] != found[4000, 7] and len(plans) == 1
+    assert actual[3999, 7] != actual[4000, 7] and len(plans) == 1
 
 
 def test_what_a_score_indexes_is_asked_of_every_length(gpu, monkeypatch):
@@ -329,7 +329,7 @@ def test_threads(gpu):
         return (q, k, v, out, None), (thread % 2 == 0, None, False, "sm_90"), "bshd"  # one launch
 
     calls = [(thread, length) for thread in range(8) for length in range(1, 4000, 97)]
-    wanted = {each: fresh(gpu.call, _forward, *arrays(*each))[0] for each in calls}
+    expected = {each: fresh(gpu.call, _forward, *arrays(*each))[0] for each in calls}
     gpu.launches.clear()
     start, failed = threading.Barrier(8), []
 
@@ -347,7 +347,7 @@ def test_threads(gpu):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and sorted(map(repr, gpu.launches)) == sorted(repr(one) for (one,) in wanted.values())
+    assert not failed and sorted(map(repr, gpu.launches)) == sorted(repr(one) for (one,) in expected.values())
 
 
 def test_functions_are_limited(gpu, monkeypatch):

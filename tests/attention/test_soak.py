@@ -41,8 +41,8 @@ def _heads(rng, batch, length):
 
 def _states(rng, batch, length):
     """For linear_step, where tokens are sequences, each with its state."""
-    made = {name: rng.standard_normal((batch, length, n, 16)).astype(BF16) for name, n in dict(q=1, k=1, v=2).items()}
-    return made | {"state": rng.standard_normal((batch, length, 2, 16, 16)).astype(F32)}
+    created = {name: rng.standard_normal((batch, length, n, 16)).astype(BF16) for name, n in dict(q=1, k=1, v=2).items()}
+    return created | {"state": rng.standard_normal((batch, length, 2, 16, 16)).astype(F32)}
 
 
 def _step(state, **arrays):
@@ -199,12 +199,12 @@ class Soak:
     def call(self, name, length, draw):
         """Call a member on so many tokens, at new addresses, and compare."""
         tokens, fixed = self.arrays[name]
-        given = {which: self.place.copy(x[:, :length], 16 * draw.randrange(64)) for which, x in tokens.items()}
-        given |= {which: self.place.copy(x, 16 * draw.randrange(64)) for which, x in fixed.items()}
-        found = hashlib.blake2b(digest_size=16)
-        for x in _flat(self.members[name].run(given)):
-            found.update(self.place.bytes_of(x))
-        if self.first.setdefault((name, length), found.digest()) != found.digest():
+        inputs = {which: self.place.copy(x[:, :length], 16 * draw.randrange(64)) for which, x in tokens.items()}
+        inputs |= {which: self.place.copy(x, 16 * draw.randrange(64)) for which, x in fixed.items()}
+        actual = hashlib.blake2b(digest_size=16)
+        for x in _flat(self.members[name].run(inputs)):
+            actual.update(self.place.bytes_of(x))
+        if self.first.setdefault((name, length), actual.digest()) != actual.digest():
             self.wrong.append((name, length))
         next(self.counts)
 

@@ -31,23 +31,23 @@ def test_torch_tensors_that_require_grad(of, options, device):
     """Gradients through autograd, under torch.compile and with checkpoints, of a loss of out, of lse and of both, equal
     attention.backward's."""
     torch = pytest.importorskip("torch")
-    given = torch_inputs(1, 24, 2, 64, device=device)
+    inputs = torch_inputs(1, 24, 2, 64, device=device)
     of_results, gradients = LOSSES[of]
 
     def loss(q, k, v):
         return of_results(*attention.forward(q, k, v, return_lse=True, **options))
 
-    got = torch.autograd.grad(loss(*given), given)
-    out, lse = (x.detach() for x in attention.forward(*given, return_lse=True, **options))
+    got = torch.autograd.grad(loss(*inputs), inputs)
+    out, lse = (x.detach() for x in attention.forward(*inputs, return_lse=True, **options))
     dout, dlse = gradients(out, lse)
-    wanted = attention.backward(dout, *given, out, lse, dlse=dlse, **options)
-    assert not any(x.requires_grad for x in wanted)
+    expected = attention.backward(dout, *inputs, out, lse, dlse=dlse, **options)
+    assert not any(x.requires_grad for x in expected)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    again = torch.autograd.grad(compiled(*given), given)
-    checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *given, use_reentrant=False)
-    functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in given])
-    for one in (got, again, torch.autograd.grad(checkpoint_loss, given), functional):
-        for x, y in zip(one, wanted, strict=True):
+    again = torch.autograd.grad(compiled(*inputs), inputs)
+    checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
+    functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in inputs])
+    for one in (got, again, torch.autograd.grad(checkpoint_loss, inputs), functional):
+        for x, y in zip(one, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
@@ -80,9 +80,9 @@ def test_what_lse_is_used_for(use):
     """A few optimiser steps give the formula's losses."""
     torch = pytest.importorskip("torch")
     function, of_results = USES[use]
-    given = torch_inputs(1, 2, 24, 64)
-    losses = [of_results(*[x.double() for x in one(*given)]) for one in (function, of_softmax)]
-    for x, y in zip(*(torch.autograd.grad(loss, given) for loss in losses), strict=True):
+    inputs = torch_inputs(1, 2, 24, 64)
+    losses = [of_results(*[x.double() for x in one(*inputs)]) for one in (function, of_softmax)]
+    for x, y in zip(*(torch.autograd.grad(loss, inputs) for loss in losses), strict=True):
         assert (x.double() - y.double()).norm() < 2**-7 * y.double().norm()
 
 
@@ -95,8 +95,8 @@ def test_lse_of_a_query_that_sees_nothing_has_no_part_in_gradients(options):
     out, lse = attended(q, k, v, causal=True, **options)
     got = torch.autograd.grad(out.float().sum() + lse.square().sum() + (lse - lse).sum(), (q, k, v))
     out, lse = attended(q[..., 8:, :], k, v, causal=True, **options)
-    wanted = torch.autograd.grad(out.float().sum() + lse.square().sum(), (q, k, v))
-    for x, y in zip(got, wanted, strict=True):
+    expected = torch.autograd.grad(out.float().sum() + lse.square().sum(), (q, k, v))
+    for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
     sink = torch.tensor([0.5], requires_grad=True)
     of_sink, of_keys = attended(q, k, v, causal=True, sink=sink, **options)[1].split([8, 16], -1)
@@ -150,16 +150,16 @@ def test_backward_of_tensors_that_require_grad():
     """Gradients are plain tensors, as torch.autograd.grad returns them. torch.func.grad would treat them as constants, so the
     error says that they have no derivatives."""
     torch = pytest.importorskip("torch")
-    given, ones = torch_inputs(1, 8, 1, 64), torch.ones(64, requires_grad=True)
+    inputs, ones = torch_inputs(1, 8, 1, 64), torch.ones(64, requires_grad=True)
     options = {"sink": ones[:1].detach().requires_grad_(), "q_norm": (ones.detach(), ones)}
     for more in {}, options:
-        out, lse = attention.forward(*given, return_lse=True, **more)
-        made = attention.backward(out, *given, out, lse, dlse=lse, **more)
+        out, lse = attention.forward(*inputs, return_lse=True, **more)
+        result = attention.backward(out, *inputs, out, lse, dlse=lse, **more)
         with torch.no_grad():
-            wanted = attention.backward(out, *given, out, lse, dlse=lse, **more)
-        flat = [[x for one in found for x in (one if isinstance(one, tuple) else (one,))] for found in (made, wanted)]
+            expected = attention.backward(out, *inputs, out, lse, dlse=lse, **more)
+        flat = [[x for one in actual for x in (one if isinstance(one, tuple) else (one,))] for actual in (result, expected)]
         assert not any(x.requires_grad for x in flat[0]) and all(map(torch.equal, *flat))
-    *rest, out, lse = (x.detach() for x in (*given, out, lse))
+    *rest, out, lse = (x.detach() for x in (*inputs, out, lse))
     twice = torch.func.grad(lambda q: attention.backward(out, q, *rest[1:], out, lse)[0].float().sum())
     with pytest.raises(NotImplementedError, match="^q: requires grad, but this call computes no gradient"):
         twice(rest[0])
@@ -176,10 +176,10 @@ def test_one_tensor_in_two_places(case):
     def once(q, k, v):
         return attention.forward(q, k, v, causal=True, **options) if options else attention.forward(k, k, k, causal=True)
 
-    given = (q, k, v) if options else (k,)
-    wanted = torch.autograd.grad(once(q, k, v).float().square().sum(), given)
-    got = torch.autograd.grad(torch.compile(once, fullgraph=True, backend="aot_eager")(q, k, v).float().square().sum(), given)
-    for x, y in zip(got, wanted, strict=True):
+    inputs = (q, k, v) if options else (k,)
+    expected = torch.autograd.grad(once(q, k, v).float().square().sum(), inputs)
+    got = torch.autograd.grad(torch.compile(once, fullgraph=True, backend="aot_eager")(q, k, v).float().square().sum(), inputs)
+    for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
@@ -207,18 +207,18 @@ OPTIONS = {
 def test_torch_tensors_with_options(case):
     """Gradients through autograd and under torch.compile equal attention.backward's."""
     torch = pytest.importorskip("torch")
-    given = torch_inputs(1, 24, 1, 64)
+    inputs = torch_inputs(1, 24, 1, 64)
     options = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in OPTIONS[case].items()}
 
     def loss(q, k, v):
         return attention.forward(q, k, v, **options).float().square().sum()
 
-    got = torch.autograd.grad(loss(*given), given)
-    again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*given), given)
+    got = torch.autograd.grad(loss(*inputs), inputs)
+    again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
     with torch.no_grad():
-        out, lse = attention.forward(*given, return_lse=True, **options)
-        wanted = attention.backward((2 * out.float()).bfloat16(), *given, out, lse, **options)
-    for x, y, z in zip(got, again, wanted, strict=True):
+        out, lse = attention.forward(*inputs, return_lse=True, **options)
+        expected = attention.backward((2 * out.float()).bfloat16(), *inputs, out, lse, **options)
+    for x, y, z in zip(got, again, expected, strict=True):
         torch.testing.assert_close(x, z, rtol=2**-6, atol=2**-8)
         torch.testing.assert_close(y, z, rtol=2**-6, atol=2**-8)
 
@@ -279,9 +279,9 @@ def test_gradients_are_added_to_tensors(slopes):
     names = "dq", "dk", "dv", *["dalibi"] * slopes
     eager, compiled = ([*(torch.ones(q.shape) for _ in range(3)), *[torch.ones(1)] * slopes] for _ in range(2))
 
-    def add(*made):
-        attention.backward(q, q, k, v, out, lse, accumulate=True, **dict(zip(names, made)), **options)
-        return made[0] + 0
+    def add(*result):
+        attention.backward(q, q, k, v, out, lse, accumulate=True, **dict(zip(names, result)), **options)
+        return result[0] + 0
 
     assert (add(*eager) == eager[0]).all()
     assert (torch.compile(add, fullgraph=True, backend="aot_eager")(*compiled) == eager[0]).all()
@@ -321,9 +321,9 @@ def test_what_would_be_forgotten_is_refused(name, options):
     """A failed call has neither written lse= nor added to any array."""
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
-    given = {"lse": {"lse": torch.zeros(1, 1, 8), "return_lse": True}, "accumulate": {"accumulate": True}}[name]
+    inputs = {"lse": {"lse": torch.zeros(1, 1, 8), "return_lse": True}, "accumulate": {"accumulate": True}}[name]
     with pytest.raises(NotImplementedError, match=f"{name}: is not supported for tensors that require grad"):
-        attention.forward(q, k, v, **given, **options)
+        attention.forward(q, k, v, **inputs, **options)
 
 
 def test_options_that_are_numpys():
@@ -335,7 +335,7 @@ def test_options_that_are_numpys():
         ({"dropout": 0.25, "seed": np.int64(3)}, {"dropout": 0.25, "seed": 3}),
         ({"cu_seqlens": np.array([0, 3, 8], np.int32)}, {"cu_seqlens": torch.tensor([0, 3, 8], dtype=torch.int32)}),
     ):
-        one, other = (torch.autograd.grad(attention.forward(q, k, v, **given).sum(), (k, v)) for given in (theirs, ours))
+        one, other = (torch.autograd.grad(attention.forward(q, k, v, **inputs).sum(), (k, v)) for inputs in (theirs, ours))
         assert all(map(torch.equal, one, other))
 
 
@@ -347,11 +347,11 @@ def test_options_that_are_numpys_may_change_before_the_backward_pass():
     seed, bias = np.array([3]), np.ones((1, 1, 8, 8), bf16.np)  # of which torch knows no dtype
     bias.setflags(write=False)
     out = attention.forward(q, k, v, dropout=0.25, seed=seed, bias=bias)
-    wanted = torch.autograd.grad(out.sum(), (k, v), retain_graph=True)
+    expected = torch.autograd.grad(out.sum(), (k, v), retain_graph=True)
     seed += 1
     bias.setflags(write=True)
     bias[..., :4] = 0
-    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (k, v)), wanted))
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), (k, v)), expected))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "cu_seqlens", "lengths_k"])
@@ -371,19 +371,19 @@ def test_keys_that_are_numpys(options):
     torch = pytest.importorskip("torch")
     q, k, v = torch_inputs(1, 8, 1, 64)
     numpy_k = k.detach().view(torch.int16).numpy().view(bf16.np)
-    wanted = torch.autograd.grad(attention.forward(q, k, v, **options).sum(), (q, v))
-    assert all(map(torch.equal, torch.autograd.grad(attention.forward(q, numpy_k, v, **options).sum(), (q, v)), wanted))
+    expected = torch.autograd.grad(attention.forward(q, k, v, **options).sum(), (q, v))
+    assert all(map(torch.equal, torch.autograd.grad(attention.forward(q, numpy_k, v, **options).sum(), (q, v)), expected))
 
 
 def test_lists_that_are_made_where_a_gradient_is_to_come():
     """Inside a module that is trained: they depend on no tensor that requires grad."""
     torch = pytest.importorskip("torch")
-    given, docs = torch_inputs(1, 24, 2, 64), torch.arange(24) // 9
+    inputs, docs = torch_inputs(1, 24, 2, 64), torch.arange(24) // 9
     call_options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
-    wanted = torch.autograd.grad(attention.forward(*given, **call_options).float().square().sum(), given)
-    lists = attention.block_lists(*given, **call_options)
-    got = torch.autograd.grad(attention.forward(*given, blocks=lists, **call_options).float().square().sum(), given)
-    for x, y in zip(got, wanted, strict=True):
+    expected = torch.autograd.grad(attention.forward(*inputs, **call_options).float().square().sum(), inputs)
+    lists = attention.block_lists(*inputs, **call_options)
+    got = torch.autograd.grad(attention.forward(*inputs, blocks=lists, **call_options).float().square().sum(), inputs)
+    for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 

@@ -157,9 +157,9 @@ def test_an_out_and_a_state_that_are_written_are_not_forgotten():
     (q, k, v), state = (x[:, 0] for x in Inputs().qkv()), torch.zeros(1, 1, HEAD, HEAD)
     mine = [state, q, k, v, torch.zeros_like(v)]
     again = cloned(mine)
-    wanted = step(*mine)
+    expected = step(*mine)
     torch._dynamo.reset()
-    assert_same(torch.compile(step, fullgraph=True, backend="aot_eager")(*again), wanted)
+    assert_same(torch.compile(step, fullgraph=True, backend="aot_eager")(*again), expected)
     assert_same(again, mine)
     assert state.abs().sum() > 0
 
@@ -184,9 +184,9 @@ def test_masks_of_a_graph():
     compiled = torch.compile(attention.forward, fullgraph=True, backend="aot_eager")
     for reach, mask in (0, lambda b, h, i, j: j <= i), (3, lambda b, h, i, j: j <= i + 3):
         assert_same(compiled(q, k, v, mask=mask), attention.forward(q, k, v, window=(None, reach)))
-    made = lambda reach: lambda b, h, i, j, more=reach: j <= i + reach - 1 + more
+    result = lambda reach: lambda b, h, i, j, more=reach: j <= i + reach - 1 + more
     for reach in 0, 1, 0, 0.5, 1.5:
-        assert_same(compiled(q, k, v, mask=made(reach)), attention.forward(q, k, v, mask=made(reach)))
+        assert_same(compiled(q, k, v, mask=result(reach)), attention.forward(q, k, v, mask=result(reach)))
     inside = lambda reach: attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + reach)
     assert_same(torch.compile(inside, fullgraph=True, backend="aot_eager")(3), inside(3))
     with pytest.raises(Exception, match=r"mask: captures \('inputs',\)"):
@@ -248,10 +248,10 @@ def test_inductor(name, mode):
     for _ in range(4):
         function, args, options = prepared(name, device="cuda", batch=1 if "sequences" in name else 2, tokens=256)
         again = cloned((args, options))
-        wanted = function(*args, **options)
+        expected = function(*args, **options)
         torch.compiler.cudagraph_mark_step_begin()
         got = compiled(*again[0], **again[1])
-        assert_same(cloned((got, again)), cloned((wanted, args, options)))  # what is written in place, too
+        assert_same(cloned((got, again)), cloned((expected, args, options)))  # what is written in place, too
 
 
 @pytest.mark.gpu
@@ -267,8 +267,8 @@ def test_cuda_graph(name):
         if isinstance(x, torch.Tensor):
             x.copy_(y)
     graph.replay()
-    wanted = function(*before[0], **before[1])
-    assert_same((got, cloned((args, options))), (wanted, before))
+    expected = function(*before[0], **before[1])
+    assert_same((got, cloned((args, options))), (expected, before))
 
 
 # ---- whole steps of training -----------------------------------------------------------------------------------------
@@ -280,14 +280,14 @@ def model(device, dtype=torch.bfloat16):
     layer = Attention(
         64, 4, 2, 32, causal=True, window=(99, 0), sink=True, qk_norm=True, rotary=100.0, dtype=dtype, device=device
     )
-    x, wanted = (torch.randn(2, 200 if device == "cuda" else 12, 64, device=device).to(dtype) for _ in range(2))
-    return layer, x, wanted
+    x, expected = (torch.randn(2, 200 if device == "cuda" else 12, 64, device=device).to(dtype) for _ in range(2))
+    return layer, x, expected
 
 
-def step(layer, optimiser, x, wanted):
+def step(layer, optimiser, x, expected):
     """One optimiser step; returns the loss."""
     optimiser.zero_grad(set_to_none=True)
-    loss = (layer(x).float() - wanted.float()).square().mean()
+    loss = (layer(x).float() - expected.float()).square().mean()
     loss.backward()
     optimiser.step()
     return loss.detach()
@@ -298,25 +298,25 @@ def test_checkpoints(reentrant):
     """Gradients from recomputed activations equal those from the kept ones."""
     layer, x, _ = model("cpu")
     x.requires_grad_()
-    given = [x, *layer.parameters()]
-    wanted = torch.autograd.grad(layer(x).float().square().sum(), given)
+    call_inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad(layer(x).float().square().sum(), call_inputs)
     torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant).float().square().sum().backward()
-    torch.testing.assert_close([y.grad for y in given], list(wanted), rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close([y.grad for y in call_inputs], list(expected), rtol=2**-6, atol=2**-6)
 
 
 def test_functional_transforms():
     """torch.func's vjp, jacrev and vmap of grad."""
     q, k, v = Inputs(tokens=4).qkv()
     loss = lambda q, k, v: attention.forward(q, k, v, causal=True).float().square().sum()
-    wanted = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+    expected = torch.func.grad(loss, (0, 1, 2))(q, k, v)
     out, back = torch.func.vjp(lambda *x: attention.forward(*x, causal=True), q, k, v)
-    torch.testing.assert_close(back((2 * out.float()).bfloat16()), wanted, rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(back((2 * out.float()).bfloat16()), expected, rtol=2**-6, atol=2**-6)
     again = lambda x: torch.func.vjp(lambda q: attention.forward(q, k, v), x)[1](x)[0].float().sum()
     for way in lambda: torch.func.grad(again)(q), lambda: again(q.clone().requires_grad_()):
         with pytest.raises(NotImplementedError, match="no second derivatives"):
             way()
     mapped = torch.vmap(torch.func.grad(loss), (0, None, None))(torch.stack([q, -q]), k, v)
-    torch.testing.assert_close(mapped[0], wanted[0], rtol=2**-6, atol=2**-6)
+    torch.testing.assert_close(mapped[0], expected[0], rtol=2**-6, atol=2**-6)
     rows = torch.func.jacrev(lambda q: attention.forward(q, k, v, causal=True)[..., :1].float().sum((0, 2, 3)))(q)
     assert rows.shape == (4, *q.shape) and not rows[0, :, 1:].any() and rows[3].any()
 
@@ -345,21 +345,21 @@ def test_cuda_graph_of_whole_steps():
     """Forward, backward and the optimiser in one graph, replayed on fresh inputs, beside the same steps without one."""
     runs = []
     for captured in False, True:
-        layer, x, wanted = model("cuda")
+        layer, x, expected = model("cuda")
         optimiser = torch.optim.AdamW(layer.parameters(), 1e-2, capturable=True)
         with torch.no_grad():  # a clone with a gradient would hold on to the parameter's accumulation, on the first stream
-            begun = cloned([x, wanted, *layer.parameters()])
+            begun = cloned([x, expected, *layer.parameters()])
         if captured:
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(3):
-                    step(layer, optimiser, x, wanted)
+                    step(layer, optimiser, x, expected)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             optimiser.zero_grad(set_to_none=True)
             with torch.cuda.graph(graph):
-                loss = step(layer, optimiser, x, wanted)
+                loss = step(layer, optimiser, x, expected)
             with torch.no_grad():  # as it was
                 for y, before in zip(layer.parameters(), begun[2:]):
                     y.copy_(before)
@@ -372,7 +372,7 @@ def test_cuda_graph_of_whole_steps():
             if captured:
                 graph.replay()
             else:
-                loss = step(layer, optimiser, x, wanted)
+                loss = step(layer, optimiser, x, expected)
             losses.append(loss.item())
         runs.append(losses)
     torch.testing.assert_close(*map(torch.tensor, runs), rtol=2e-2, atol=2e-3)
@@ -383,8 +383,8 @@ def test_cuda_graph_of_whole_steps():
 def test_inductor_trains():
     """A compiled layer's gradients are the layer's."""
     torch._dynamo.reset()
-    layer, x, wanted = model("cuda")
-    loss = lambda f: (f(x).float() - wanted.float()).square().sum()
+    layer, x, expected = model("cuda")
+    loss = lambda f: (f(x).float() - expected.float()).square().sum()
     plain = torch.autograd.grad(loss(layer), list(layer.parameters()))
     compiled = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True)), list(layer.parameters()))
     for mine, theirs in zip(compiled, plain, strict=True):
@@ -424,8 +424,8 @@ def test_forms_that_came_before(number):
     side.wait_stream(torch.cuda.current_stream(device))
     for call in calls:
         for n in (*[300] * 5, *range(200, 212), 300, 300):
-            given = torch.randn_like(q)
-            check(call(given, n), given, n)
+            call_inputs = torch.randn_like(q)
+            check(call(call_inputs, n), call_inputs, n)
         with torch.inference_mode():
             for _ in range(3):
                 out = call(q, 300)
@@ -435,11 +435,11 @@ def test_forms_that_came_before(number):
             for _ in range(3):
                 check(call(q, 300), q, 300)
     with torch.cuda.device(device):
-        graph, given = torch.cuda.CUDAGraph(), q.clone()
+        graph, call_inputs = torch.cuda.CUDAGraph(), q.clone()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            outs = [call(given, 300) for call in calls]
-        given.copy_(new)
+            outs = [call(call_inputs, 300) for call in calls]
+        call_inputs.copy_(new)
         graph.replay()
         for out in outs:
             check(out, new, 300)

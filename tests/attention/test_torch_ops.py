@@ -32,21 +32,21 @@ def test_opcheck(name):
 def test_compiles_whole(name):
     function, args, options = prepared(name)
     again = cloned((args, options))
-    wanted = function(*args, **options)
+    expected = function(*args, **options)
     torch._dynamo.reset()
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(*again[0], **again[1])
-    assert_same((got, again), (wanted, (args, options)))  # a state is written in place, all else as it was
+    assert_same((got, again), (expected, (args, options)))  # a state is written in place, all else as it was
 
 
 @every_call
 def test_fakes_are_like_the_real(name):
     function, args, options = prepared(name)
-    wanted = function(*args, **options)
+    expected = function(*args, **options)
     mode = torch._subclasses.FakeTensorMode()
     fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, options))
     with mode:
         got = function(*fakes[0], **fakes[1])
-    for x, y in zip(leaves(got), leaves(wanted), strict=True):
+    for x, y in zip(leaves(got), leaves(expected), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 
@@ -106,14 +106,14 @@ def test_a_tensor_that_requires_grad_is_refused_everywhere():
         "grad": lambda *x: torch.func.grad(lambda k: unsupported(q, k, v).float().sum())(k.detach()),
     }
     with torch.no_grad():
-        wanted = unsupported(q, k, v)
+        expected = unsupported(q, k, v)
     torch._dynamo.reset()
     for name, way in ways.items():
         with pytest.raises(Exception, match=REFUSED):
             way(q, k, v)
         if name not in ("grad", "op"):
             with torch.no_grad():
-                assert_same(leaves(way(q, k, v))[0].reshape(wanted.shape), wanted)
+                assert_same(leaves(way(q, k, v))[0].reshape(expected.shape), expected)
 
 
 def test_a_tangent_is_refused_everywhere():
@@ -150,14 +150,14 @@ def test_autocast(name, compiled):
     """float32 tiles are cast by autocast; gates and states stay float32."""
     seeded = lambda dtype: (torch.manual_seed(0), prepared(name, dtype=dtype))[1]
     (_, low, low_options), (function, args, options) = seeded(torch.bfloat16), seeded(torch.float32)
-    wanted = function(*low, **low_options)
+    expected = function(*low, **low_options)
     torch._dynamo.reset()
     with pytest.raises(TypeError, match="dtype must be one of"):
         function(*args, **options)
     if compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
     with autocast():
-        assert_same(function(*args, **options), wanted)
+        assert_same(function(*args, **options), expected)
 
 
 def test_autocast_of_some():

@@ -26,8 +26,8 @@ def test_vmap_of_forward(in_dims):
     function = lambda q, k, v: attention.forward(q, k, v, return_lse=True)
     arrays = [x.contiguous() for x in arrays]
     with contextlib.suppress(ValueError):  # the last axis is not contiguous in the element itself
-        wanted = mapped(lambda *x: function(*(y.contiguous() for y in x)), in_dims, arrays)
-    assert_same(torch.vmap(function, in_dims)(*arrays), wanted)
+        expected = mapped(lambda *x: function(*(y.contiguous() for y in x)), in_dims, arrays)
+    assert_same(torch.vmap(function, in_dims)(*arrays), expected)
 
 
 def test_vmap_is_one_call():
@@ -46,8 +46,8 @@ def test_gradients_through_vmap(in_dims, options):
     arrays = [x.contiguous().requires_grad_() for x in arrays]
     function = lambda q, k, v: leaves(attention.forward(q, k, v, **options))[0]
     gradients = []
-    for made in torch.vmap(function, in_dims)(*arrays), mapped(function, in_dims, arrays)[0]:
-        gradients.append(torch.autograd.grad(made.float().square().sum(), arrays))
+    for result in torch.vmap(function, in_dims)(*arrays), mapped(function, in_dims, arrays)[0]:
+        gradients.append(torch.autograd.grad(result.float().square().sum(), arrays))
     for a, b in zip(*gradients):
         torch.testing.assert_close(a, b, atol=0.05, rtol=0.02)
     with torch.no_grad():
@@ -85,8 +85,8 @@ def test_vmap_of_the_others(name, rates):
     places = [n for n, x in enumerate(flat) if tensor(x)]
 
     def call(*tensors):
-        given = dict(zip(places, tensors))
-        args, options = torch.utils._pytree.tree_unflatten([given.get(n, x) for n, x in enumerate(flat)], spec)
+        inputs = dict(zip(places, tensors))
+        args, options = torch.utils._pytree.tree_unflatten([inputs.get(n, x) for n, x in enumerate(flat)], spec)
         return function(*args, **options)
 
     pick = lambda values: [values[n] for n in places]
@@ -116,9 +116,9 @@ def test_vmap_writes_a_state_in_place(dim):
     (q, k, v), state = (x[:, 0] for x in Inputs(batch=2).qkv()), torch.randn(2, 1, HEAD, HEAD)
     states = torch.stack([state, -state], dim)
     again = states.clone()
-    wanted = mapped(attention.linear_step, (dim, None, None, None), (states, q, k, v))
+    expected = mapped(attention.linear_step, (dim, None, None, None), (states, q, k, v))
     got = torch.vmap(attention.linear_step, (dim, None, None, None))(again, q, k, v)
-    assert_same([got, again], [*wanted, states])
+    assert_same([got, again], [*expected, states])
     with pytest.raises(ValueError, match="state: is written in place, so it must be mapped over"):
         torch.vmap(attention.linear_step, (None, 0, None, None))(state, torch.stack([q, q]), k, v)
 

@@ -68,13 +68,13 @@ def test_no_import_statement_in_a_step(gpu, monkeypatch, name):
 def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch, name):
     """All that the backward pass launches. The errors of `meanwhile` are not heard of in a call, so that it is called here,
     with what the call gives it."""
-    prepared, given = [], []
-    monkeypatch.setattr(program, "_call_ignoring_errors", lambda *call: given.append(call))
+    prepared, inputs = [], []
+    monkeypatch.setattr(program, "_call_ignoring_errors", lambda *call: inputs.append(call))
     function, arguments = STEPS[name]
     out = function(*arguments(1024))
-    ((meanwhile, *rest),) = given
-    made = loaded_code.machine_code
-    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *of: prepared.append(title(kernel)) or made(kernel, *of))
+    ((meanwhile, *rest),) = inputs
+    result = loaded_code.machine_code
+    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *of: prepared.append(title(kernel)) or result(kernel, *of))
     meanwhile(*rest)
     assert prepared
     before = [*prepared]
@@ -98,7 +98,7 @@ def test_what_a_step_takes(gpu, monkeypatch, name):
     lengths = random.Random(0).sample(range(3001, 4000, 2), 40)
     assert usual_calls(step, lengths) <= known + 9 * launches
     ran, run = [], Program.run
-    monkeypatch.setattr(Program, "run", lambda self, *given: ran.append(self.schema.name) or run(self, *given))
+    monkeypatch.setattr(Program, "run", lambda self, *inputs: ran.append(self.schema.name) or run(self, *inputs))
     for length in lengths:
         step(length + 1)
     assert len(ran) <= 4, ran

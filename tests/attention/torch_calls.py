@@ -91,15 +91,15 @@ def normalised(q, *norm):
     return norm_programs.normalise_rows("q", q, norm if norm[1:] else norm[0], 1e-6, None, "bshd")
 
 
-def projecting(*given):
+def projecting(*call_inputs):
     """(out, lse, rows) of a projection."""
-    return projected_qkv.projected(None, (*given, None, None, None), (1e-6, True, 5, None, None, None, None))
+    return projected_qkv.projected(None, (*call_inputs, None, None, None), (1e-6, True, 5, None, None, None, None))
 
 
-def of_projection(*given):
+def of_projection(*call_inputs):
     """(dx, dq_norm, dk_norm, dsink) of a projection."""
     options = 1e-6, True, 5, None, None, None, True, True, True, None
-    return projected_qkv.projected_backward(None, (*given, *(None,) * 4), options)
+    return projected_qkv.projected_backward(None, (*call_inputs, *(None,) * 4), options)
 
 
 def norm_gradients(k, dy, *norm):
@@ -358,12 +358,12 @@ def leaves(tree):
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def assert_same(got, wanted):
+def assert_same(got, expected):
     """The results have equal numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a
     rounding.)"""
-    got, wanted = leaves(got), leaves(wanted)
-    assert len(got) == len(wanted) > 0
-    for x, y in zip(got, wanted):
+    got, expected = leaves(got), leaves(expected)
+    assert len(got) == len(expected) > 0
+    for x, y in zip(got, expected):
         assert (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
         torch.testing.assert_close(x, y)
 

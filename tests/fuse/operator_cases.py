@@ -44,8 +44,8 @@ def sample(name, rows, dtype, seed=0):
     """Random arguments for the operator `name`, which has so many rows."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
-    made = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
-    return [x.astype(DTYPES.get((name, n), dtype.np)) for n, x in enumerate(made)]
+    result = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
+    return [x.astype(DTYPES.get((name, n), dtype.np)) for n, x in enumerate(result)]
 
 
 def normal(*shape):

@@ -9,10 +9,10 @@ from tiles.testing import assert_close
 def compare(kernel, arrays, got, factor=2):
     """The error rule: the error may be `factor` times that of the definition with each step rounded to the arrays' dtype."""
     arrays = kernel._arguments(tuple(arrays))
-    found, shapes = kernel.trace(arrays), kernel._shapes(arrays)
-    given = {name: x.T if s.transposed else x for name, x, s in zip(kernel.names, arrays, shapes)}
+    actual, shapes = kernel.trace(arrays), kernel._shapes(arrays)
+    inputs = {name: x.T if s.transposed else x for name, x, s in zip(kernel.names, arrays, shapes)}
     dtype = next(x.dtype for x in arrays if hasattr(x, "dtype"))
-    wide = {name: np.asarray(x, np.float64) for name, x in given.items()}
-    ref, low = evaluate(found.roots, wide, NumPyArithmetic(np.float64)), evaluate(found.roots, given, NumPyArithmetic(dtype))
+    wide = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
+    ref, low = evaluate(actual.roots, wide, NumPyArithmetic(np.float64)), evaluate(actual.roots, inputs, NumPyArithmetic(dtype))
     for y, r, d in zip(got if isinstance(got, tuple) else (got,), ref, low, strict=True):
         assert_close(y, r, d, factor=factor)

@@ -214,9 +214,9 @@ def test_a_wrong_rule_is_caught(wrong):
 
     for definition, shapes in ((scaled, [(2, 6, 8)] * 3), (operators.mla_attention.definition, CASES[operators.mla_attention])):
         names = tuple(inspect.signature(definition).parameters)
-        found = trace_definition(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
-        forms = [form for form in rules.equivalent_forms(found.roots, found.table, [HEADS, rule]) if rule in form.rules]
-        caught += sum(not identity(found.roots, form.roots, points=1).equal for form in forms[:2])
+        actual = trace_definition(definition, names, tuple(Shape(s, "bfloat16") for s in shapes))
+        forms = [form for form in rules.equivalent_forms(actual.roots, actual.table, [HEADS, rule]) if rule in form.rules]
+        caught += sum(not identity(actual.roots, form.roots, points=1).equal for form in forms[:2])
     assert caught
 
 

@@ -42,6 +42,6 @@ def test_weights_that_lie_otherwise(monkeypatch):
 
 def test_proof():
     kernel, arrays = fuse.kernel(FUNCTIONS["three"][0]), (normal(70, 72), normal(72, 136), normal(72, 40), normal(72, 264))
-    found = kernel.trace(arrays)
-    proof = prove(kernel.name, found, candidates(found, H200)[0])
+    actual = kernel.trace(arrays)
+    proof = prove(kernel.name, actual, candidates(actual, H200)[0])
     assert proof.holds, proof

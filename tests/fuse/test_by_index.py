@@ -70,8 +70,8 @@ def test_a_narrow_product_of_deep_rows(monkeypatch):
 @CARDS
 def test_proof(card):
     kernel, arrays = operators.lora_linear_by_index, sample(70, 3, 24)
-    found = kernel.trace(kernel._arguments(arrays))
-    known = proof.prove(kernel.name, found, candidates(found, card)[0])
+    actual = kernel.trace(kernel._arguments(arrays))
+    known = proof.prove(kernel.name, actual, candidates(actual, card)[0])
     assert known.holds and "a (3, 24," in str(known), known
 
 
@@ -90,10 +90,10 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_caught(name):
     kernel, arrays = operators.lora_linear_by_index, sample(70)
-    found = kernel.trace(kernel._arguments(arrays))
-    forms = rules.equivalent_forms(found.roots, found.table, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
+    actual = kernel.trace(kernel._arguments(arrays))
+    forms = rules.equivalent_forms(actual.roots, actual.table, [BY_INDEX, rules.Rule(name, "", WRONG[name])])
     wrong = next(form for form in forms if len(form.rules) == 2)
-    assert not proof.identity(found.roots, wrong.roots).equal
+    assert not proof.identity(actual.roots, wrong.roots).equal
 
 
 @pytest.mark.parametrize("function", [operators.lora_linear_by_index, operators.lora_linear_by_index.run])

@@ -59,7 +59,7 @@ BAD = dict(spill_bytes=4), dict(local_bytes=8), dict(warnings=["C7510"]), dict(s
 @pytest.mark.parametrize("wrong", [{}, *BAD], ids=str)
 def test_a_bad_kernel_is_found(wrong, monkeypatch):
     """A spilling kernel among good ones makes the exit code of inspect 1."""
-    made = [Figures("k", "sm_90a", **GOOD | more, instructions={}, digest="") for more in ({}, wrong, {})]
-    monkeypatch.setattr(inspect, "compile_case", lambda case, arch: made)
+    result = [Figures("k", "sm_90a", **GOOD | more, instructions={}, digest="") for more in ({}, wrong, {})]
+    monkeypatch.setattr(inspect, "compile_case", lambda case, arch: result)
     text, bad = inspect.report_case("sm_90a", inspect.Case("gated_mlp", 16))
     assert bad == bool(wrong) and text.count("BAD") == len(wrong)

@@ -33,8 +33,8 @@ def test_numbers_have_their_defaults(monkeypatch):
     monkeypatch.setenv("TILES_CACHE", "0")
     function = fuse.__getattr__("operators").rms_norm_linear
     assert function is operators.rms_norm_linear
-    found, same = (function.compile((16, 64), (64,), (64, 64), *more) for more in ((), ((),)))
-    assert len(found) == len(same) == 1
+    actual, same = (function.compile((16, 64), (64,), (64, 64), *more) for more in ((), ((),)))
+    assert len(actual) == len(same) == 1
     with pytest.raises(TypeError, match="shapes must be tuples of integers, .* got '64'"):
         function.compile((16, 64), "64", (64, 64))
 
@@ -43,7 +43,7 @@ def test_a_scale_does_not_move_in_fp16():
     """x is large and its norm is not: in fp16 the norm must be the operand of the product."""
     x = np.full((3, 64), 60000, np.float16)
     w = np.full((64, 32), 1.0, np.float16)
-    found = operators.rms_norm_linear.candidates(x, np.full(64, 2.0, np.float16), w)
-    assert not any(candidate.rules for candidate in found)
+    actual = operators.rms_norm_linear.candidates(x, np.full(64, 2.0, np.float16), w)
+    assert not any(candidate.rules for candidate in actual)
     y = operators.rms_norm_linear.run(x / np.float16(300), np.full(64, 2.0, fp16.np), w)
     assert np.allclose(y, 128, rtol=1e-2)

@@ -57,12 +57,12 @@ def test_what_a_pickle_finds():
     """A function under its definition's name, the definition itself, a method, a part of a gradient."""
     assert pickle.loads(pickle.dumps(Holder.inside)) is Holder.inside
     assert pickle.loads(pickle.dumps(operators.rms_norm_linear)) is operators.rms_norm_linear
-    found = pickle.loads(pickle.dumps(by_another_name))
-    assert isinstance(found, fuse.Fused) and found.definition is tripled
+    actual = pickle.loads(pickle.dumps(by_another_name))
+    assert isinstance(actual, fuse.Fused) and actual.definition is tripled
     part = doubled.gradients.choose(("g",), (0,), 1)
-    found = pickle.loads(pickle.dumps(part))
+    actual = pickle.loads(pickle.dumps(part))
     x, g = ARRAYS
-    assert found.function is doubled and (found.run(x, g, x)[0] == part.run(x, g, x)[0]).all()
+    assert actual.function is doubled and (actual.run(x, g, x)[0] == part.run(x, g, x)[0]).all()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_another_process():
     """Unpickling works in a process that has imported nothing."""
     x, r, g = normal(3, 64), normal(3, 64), normal(64)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        found = pool.apply(operators.residual_rms_norm, (x, r, g))
-    assert all((a == b).all() for a, b in zip(found, operators.residual_rms_norm(x, r, g)))
+        actual = pool.apply(operators.residual_rms_norm, (x, r, g))
+    assert all((a == b).all() for a, b in zip(actual, operators.residual_rms_norm(x, r, g)))
 
 
 def test_modules_of_torch():
@@ -123,11 +123,11 @@ def with_hook(setter, getter):
         before = getter()
         setter(hook)
         try:
-            found = call()
+            actual = call()
             assert getter() is hook
         finally:
             setter(before)
-        return found, "definition" in called
+        return actual, "definition" in called
 
     return watched
 
@@ -162,8 +162,8 @@ def test_copied_and_profiled_on_the_card():
 
     x, g = map(to_torch, ARRAYS)
     kernel = fuse.kernel(doubled.definition)
-    found = [with_profile(lambda: copy.deepcopy(kernel)(x, g))[0] for _ in range(3)]
-    assert all((to_numpy(one) == to_numpy(found[0])).all() for one in found)
+    actual = [with_profile(lambda: copy.deepcopy(kernel)(x, g))[0] for _ in range(3)]
+    assert all((to_numpy(one) == to_numpy(actual[0])).all() for one in actual)
 
 
 def test_variables_of_a_definition():
@@ -180,8 +180,8 @@ def test_variables_of_a_definition():
         first = second * third
         return definition(first, 5.0) if n == 2.0 else first
 
-    found = fuse.kernel(lambda x: x)  # nothing has a name
-    assert found.trace([ARRAYS[0]]).local_names == ()
+    actual = fuse.kernel(lambda x: x)  # nothing has a name
+    assert actual.trace([ARRAYS[0]]).local_names == ()
     kernel = fuse.kernel(definition)
     local_names = dict(kernel._trace((*kernel._shapes([ARRAYS[0]]),)).local_names)
     assert {*local_names} == {"first", "second", "third", "x"}

@@ -50,8 +50,8 @@ def test_against_float64(rows, columns, card, monkeypatch):
     compare(kernel, arrays, got)
     scores = arrays[0].astype(np.float64) @ arrays[1].astype(np.float64)
     picked = scores[np.arange(rows), np.maximum(arrays[2], 0)] * (arrays[2] >= 0)
-    wanted = np.log(np.exp(scores).sum(-1)) - picked
-    assert np.abs(loss[:, 0] - wanted).max() <= 2**-7 * np.abs(scores).max()
+    expected = np.log(np.exp(scores).sum(-1)) - picked
+    assert np.abs(loss[:, 0] - expected).max() <= 2**-7 * np.abs(scores).max()
     assert (loss[1:] >= 0).all()
 
 
@@ -72,10 +72,10 @@ def test_forms(kernel, card, monkeypatch):
 def test_text_and_proof(card):
     """There are several blocks of columns, and the proof holds."""
     kernel, arrays = operators.linear_cross_entropy, sample(70, 264)
-    found = kernel.trace(arrays)
-    best = candidates(found, card)[0]
+    actual = kernel.trace(arrays)
+    best = candidates(actual, card)[0]
     assert len(best.plan.kernels) == 2 and len(best.rules) == 3
-    known = proof.prove(kernel.name, found, best)
+    known = proof.prove(kernel.name, actual, best)
     assert known.holds and "w (24, 264)" in str(known), known
 
 
@@ -103,9 +103,9 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_rule_is_caught(name):
-    found = operators.linear_cross_entropy.trace(sample(70, 264))
-    forms = rules.equivalent_forms(found.roots, found.table, [rules.Rule(name, "", WRONG[name])])
-    assert len(forms) > 1 and not any(proof.identity(found.roots, form.roots).equal for form in forms[1:])
+    actual = operators.linear_cross_entropy.trace(sample(70, 264))
+    forms = rules.equivalent_forms(actual.roots, actual.table, [rules.Rule(name, "", WRONG[name])])
+    assert len(forms) > 1 and not any(proof.identity(actual.roots, form.roots).equal for form in forms[1:])
 
 
 def test_far_below_0():
@@ -142,7 +142,7 @@ def test_mistakes(function):
 def test_what_is_picked_without_a_product():
     """Picking is then a masked sum of rows."""
     picked = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
-    given = normal(3, 40), np.array([1, -1, 5])
-    got = picked.run(*given)
-    assert "a picked element is a masked sum" in picked.explain(*given).lower()
+    inputs = normal(3, 40), np.array([1, -1, 5])
+    got = picked.run(*inputs)
+    assert "a picked element is a masked sum" in picked.explain(*inputs).lower()
     assert np.allclose(got[:, 0].astype(float), normal(3, 40)[[0, 1, 2], [1, 0, 5]].astype(float) * [2, 0, 2])

@@ -73,9 +73,9 @@ def test_ahead_of_a_product_and_behind_one():
     ],
 )
 def test_what_is_refused(definition, error, description):
-    given = np.ones((4, 8), np.float32), SEED
+    inputs = np.ones((4, 8), np.float32), SEED
     with pytest.raises(error, match=description):
-        fuse.kernel(definition).run(*given)
+        fuse.kernel(definition).run(*inputs)
 
 
 def test_another_seed_is_no_other_kernel():

@@ -25,13 +25,13 @@ def sample(rows):
 def wanted(x, router, gate, up, down):
     """The results in float64, row by row, from the row's two best experts only."""
     x, router, gate, up, down = (one.astype(np.float64) for one in (x, router, gate, up, down))
-    scores, found = x @ router, []
+    scores, actual = x @ router, []
     for row, its in zip(x, scores):
         best = np.argsort(its)[-2:]
         share = np.exp(its[best] - its.max()) / np.exp(its[best] - its.max()).sum()
         gated = [(lambda g: g / (1 + np.exp(-g)))(gate[e] @ row) * (up[e] @ row) for e in best]
-        found.append(sum(p * (h @ down[e]) for p, h, e in zip(share, gated, best)))
-    return np.stack(found)
+        actual.append(sum(p * (h @ down[e]) for p, h, e in zip(share, gated, best)))
+    return np.stack(actual)
 
 
 @pytest.mark.parametrize(("rows", "card"), [(3, H200), (70, H200), (17, A100)], ids=str)
@@ -68,10 +68,10 @@ def _spread(change):
 )
 def test_a_wrong_rule_is_caught(wrong):
     kernel = fuse.kernel(lambda p, x, g, w: fuse.weighted(p, (x @ fuse.transpose(g)) @ w))
-    found = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
-    forms = rules.equivalent_forms(found.roots, found.table, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
+    actual = kernel.trace((normal(5, EXPERTS), normal(5, INNER), *(normal(EXPERTS, ACROSS, INNER) for _ in range(2))))
+    forms = rules.equivalent_forms(actual.roots, actual.table, [EXPERTS_RULE, rules.Rule("wrong", "", wrong)])
     right, wrong = (next(form for form in forms if len(form.rules) == n) for n in (1, 2))
-    assert proof.identity(found.roots, right.roots).equal and not proof.identity(found.roots, wrong.roots).equal
+    assert proof.identity(actual.roots, right.roots).equal and not proof.identity(actual.roots, wrong.roots).equal
 
 
 def test_mistakes():

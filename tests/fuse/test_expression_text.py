@@ -29,10 +29,10 @@ DEFINITIONS = [
 @pytest.mark.parametrize("definition", DEFINITIONS, ids=range(len(DEFINITIONS)))
 def test_parentheses(definition):
     rng = np.random.default_rng(0)
-    given = {name: rng.uniform(0.5, 2, (4, 4)) for name in "xyw"}
-    found = trace_definition(definition, tuple("xyw"), tuple(Shape((4, 4), "float32") for _ in range(3)))
-    (want,) = evaluate(found.roots, given, NumPyArithmetic(np.float64))
+    inputs = {name: rng.uniform(0.5, 2, (4, 4)) for name in "xyw"}
+    actual = trace_definition(definition, tuple("xyw"), tuple(Shape((4, 4), "float32") for _ in range(3)))
+    (want,) = evaluate(actual.roots, inputs, NumPyArithmetic(np.float64))
     words = {"exp": np.exp, "maximum": np.maximum}
-    assert np.allclose(eval(expression(found.roots[0]), words, given), want)
-    exec(equations({"y": found.roots[0]}, {}), words, given)
-    assert np.allclose(given["y"], want)
+    assert np.allclose(eval(expression(actual.roots[0]), words, inputs), want)
+    exec(equations({"y": actual.roots[0]}, {}), words, inputs)
+    assert np.allclose(inputs["y"], want)

@@ -65,8 +65,8 @@ def test_scales(name, rows):
     best = kernel.candidates(*arrays)[0]
     if rows == 5:
         assert len(best.plan.kernels) == 1
-    found = kernel.trace(arrays)
-    assert proof.identity(found.roots, best.roots).equal
+    actual = kernel.trace(arrays)
+    assert proof.identity(actual.roots, best.roots).equal
 
 
 OTHERS = {
@@ -120,6 +120,6 @@ def test_a_wrong_scale_is_caught():
 
     definition = SCALED["of all"][0]
     shapes = Shape((4, 8), "bfloat16"), Shape((8, 8), "float8_e4m3fn"), Shape((8,), "float32")
-    found = trace_definition(definition, tuple(python.signature(definition).parameters), shapes)
-    forms = rules.equivalent_forms(found.roots, found.table, [rules.Rule("wrong", "", wrong)])[1:]
-    assert forms and not any(proof.identity(found.roots, form.roots).equal for form in forms)
+    actual = trace_definition(definition, tuple(python.signature(definition).parameters), shapes)
+    forms = rules.equivalent_forms(actual.roots, actual.table, [rules.Rule("wrong", "", wrong)])[1:]
+    assert forms and not any(proof.identity(actual.roots, form.roots).equal for form in forms)

@@ -174,9 +174,9 @@ def sample(name, rows):
 
 def compare(gradient, arrays, got):
     """The error rule with three times the definition's error in the arrays' dtype."""
-    given = gradient._arguments(arrays)
-    whole = gradient._trace_all(gradient._shapes(given))
-    named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, given, gradient._shapes(given))}
+    inputs = gradient._arguments(arrays)
+    whole = gradient._trace_all(gradient._shapes(inputs))
+    named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, inputs, gradient._shapes(inputs))}
     ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, NumPyArithmetic(np.float64))
     low = evaluate(whole.roots, named, NumPyArithmetic(bf16.np))
     for x, r, d in zip(got, ref, low, strict=True):
@@ -234,10 +234,10 @@ def test_cross_entropy_of_a_product():
     """The scores, their gradient and that of x are three kernels."""
     rng, rows = np.random.default_rng(0), 5
     x, w = (rng.standard_normal(s).astype(bf16.np) for s in ((rows, K), (K, N)))
-    given = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
+    inputs = x, w, np.array([3, -1, 0, N - 1, 7]), np.ones((rows, 1), np.float32)
     gradient = operators.linear_cross_entropy.gradients.choose(("x", "w"), (0,), 2)
-    assert gradient.source(*given).count("@cuda.jit") == 3
-    compare(gradient, given, gradient.run(*given))
+    assert gradient.source(*inputs).count("@cuda.jit") == 3
+    compare(gradient, inputs, gradient.run(*inputs))
 
 
 def test_leading_axes_and_weights_as_torch_has_them():
@@ -289,9 +289,9 @@ def test_no_rows_to_sum():
 
 def test_sums_of_some_rows_add_up():
     """Partial sums add up to the total, for any number of them."""
-    found = trace_definition(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
-    (x,) = found.roots
-    terms.TABLES.append(found.table)
+    actual = trace_definition(lambda x: x, ("x",), (Shape((5, 6), "bfloat16"),))
+    (x,) = actual.roots
+    terms.TABLES.append(actual.table)
     try:
         whole = term_operations.total_along(x, (-2,))
         parts = [term_operations.total_along(term_operations.partial_sums(x, n), (-2,)) for n in (1, 3, 7)]
@@ -316,9 +316,9 @@ def test_lengths_of_other_axes():
 @pytest.mark.parametrize(("name", "arch"), [("residual_layer_norm", "sm_90a"), ("normalised_step", "sm_80")])
 def test_no_spills(name, arch):
     """No spills and no atomic adds: sums over rows have the same bits each time."""
-    found = inspect.compile_case(inspect.Case(name, 4096, gradient=True), arch)
-    assert not any(map(inspect.is_bad, found))
-    assert not {"RED", "REDG", "ATOM", "ATOMG"} & {name for one in found for name in one.instructions}
+    actual = inspect.compile_case(inspect.Case(name, 4096, gradient=True), arch)
+    assert not any(map(inspect.is_bad, actual))
+    assert not {"RED", "REDG", "ATOM", "ATOMG"} & {name for one in actual for name in one.instructions}
 
 
 def test_kernels_are_found_for_all_shapes():
@@ -328,8 +328,8 @@ def test_kernels_are_found_for_all_shapes():
         for arch in ("sm_90a", "sm_80"):
             assert candidates(case.operator._trace(inspect.shapes(case)), card_of(arch)), (arch, case)
     case = inspect.Case("gated_mlp", 4096, gradient=True)
-    found = case.operator._trace(inspect.shapes(case))
-    text = generate_module("gradient", found, candidates(found, card(None))[0]).text
+    actual = case.operator._trace(inspect.shapes(case))
+    text = generate_module("gradient", actual, candidates(actual, card(None))[0]).text
     assert text.count("@cuda.jit") == 2 and "send(gFor_dgate" in text and "send(gFor_dup" in text
 
 
@@ -363,8 +363,8 @@ def test_sums_over_rows_on_the_card(name, kinds, rows):
     from tiles.testing.backends import to_numpy, to_torch
 
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 1536)
-    given = list(map(to_torch, arrays))
-    got, again = gradient(*given), gradient(*given)
+    inputs = list(map(to_torch, arrays))
+    got, again = gradient(*inputs), gradient(*inputs)
     torch.cuda.synchronize()
     compare(gradient, arrays, [to_numpy(x) for x in got])
     assert all(torch.equal(x, y) for x, y in zip(got, again))

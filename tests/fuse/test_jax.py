@@ -44,12 +44,12 @@ def test_what_no_template_computes():
     """An eager call returns a JAX array of the first one's dtype; under jax.jit it is refused when it is traced."""
     (x,) = arrays((3, 40))
     transposed, odd = fuse.kernel(lambda x: fuse.exp(fuse.transpose(x))), fuse.kernel(lambda x, w: (x @ w) * 2.0)
-    for function, given, want in (
+    for function, inputs, want in (
         (transposed, (x,), jnp.exp(x.T.astype(jnp.float32))),
         (odd, (x[:, :30], x[:, :30].T), 2.0 * x[:, :30].astype(jnp.float32) @ x[:, :30].T.astype(jnp.float32)),
     ):
-        found = function(*given)
-        assert isinstance(found, jax.Array) and found.dtype == jnp.bfloat16
-        assert jnp.abs(found - want).max() <= 2**-8 * jnp.abs(want).max()
+        actual = function(*inputs)
+        assert isinstance(actual, jax.Array) and actual.dtype == jnp.bfloat16
+        assert jnp.abs(actual - want).max() <= 2**-8 * jnp.abs(want).max()
         with pytest.raises(TypeError, match="under jax.jit it must be one: call it outside, or write it with jax.numpy"):
-            jax.jit(function)(*given)
+            jax.jit(function)(*inputs)

@@ -47,11 +47,11 @@ def test_arrays_that_do_not_fit():
         RuntimeWarning,
         match="must have one dtype, got x.dtype='float16', w.dtype='bfloat16': cast one of them; it runs by parts",
     ):
-        found = product.run(x.astype(F16), w)
-    assert found.dtype == F16 and (found == 64).all()
+        actual = product.run(x.astype(F16), w)
+    assert actual.dtype == F16 and (actual == 64).all()
     with pytest.warns(RuntimeWarning, match="w: .* float16, got bfloat16; it runs by parts"):
-        found = fuse.kernel(lambda x, w: (x * 2.0) @ w).run(x.astype(F16), w)
-    assert found.dtype == F16 and (found == 128).all()
+        actual = fuse.kernel(lambda x, w: (x * 2.0) @ w).run(x.astype(F16), w)
+    assert actual.dtype == F16 and (actual == 128).all()
 
 
 def test_what_is_no_function_or_shape():
@@ -97,10 +97,10 @@ def test_kernels_and_parts_give_back_what_the_definition_does(dtype):
         warnings.simplefilter("ignore", RuntimeWarning)
         for definition in (single_result, in_a_tuple, in_a_dictionary):
             function = fuse.kernel(definition)
-            for found in (function(x, w), function.run(x, w)):
-                assert isinstance(found, tuple) == (definition is not single_result)
-                (found,) = found if isinstance(found, tuple) else (found,)
-                assert found.shape == (4, 48) and (found == 64).all()
+            for actual in (function(x, w), function.run(x, w)):
+                assert isinstance(actual, tuple) == (definition is not single_result)
+                (actual,) = actual if isinstance(actual, tuple) else (actual,)
+                assert actual.shape == (4, 48) and (actual == 64).all()
 
 
 def test_out_is_written_by_parts_too():
@@ -136,10 +136,10 @@ def test_a_result_that_is_there_twice():
     """Two equal results run by parts; results that become equal by rewriting have another plan."""
     x, w = np.ones((4, 64), BF16), np.ones((64, 48), BF16)
     with pytest.warns(RuntimeWarning, match="two results are equal: x @ w, x @ w; it runs by parts"):
-        found = fuse.kernel(lambda x, w: (x @ w, x @ w)).run(x, w)
-    assert all((y == 64).all() for y in found)
-    found = fuse.kernel(lambda x, t, w: (x @ w + t @ w, (x + t) @ w)).run(x, x * BF16(2), w)
-    assert all((y == 192).all() for y in found)
+        actual = fuse.kernel(lambda x, w: (x @ w, x @ w)).run(x, w)
+    assert all((y == 64).all() for y in actual)
+    actual = fuse.kernel(lambda x, t, w: (x @ w + t @ w, (x + t) @ w)).run(x, x * BF16(2), w)
+    assert all((y == 192).all() for y in actual)
 
 
 def test_a_result_of_one_row_beside_others():
@@ -173,8 +173,8 @@ def test_no_rows(shape):
     x, w = np.ones(shape, BF16), np.ones((64, 48), BF16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for found in (product(x, w), product.run(x, w)):
-            assert found.shape == (*shape[:-1], 48)
+        for actual in (product(x, w), product.run(x, w)):
+            assert actual.shape == (*shape[:-1], 48)
 
 
 def test_numbers_of_other_sorts():
@@ -182,8 +182,8 @@ def test_numbers_of_other_sorts():
     scaled_by = fuse.kernel(lambda x, w, a: (x * a) @ w)
     x, w = np.ones((4, 64), BF16), np.ones((64, 32), BF16)
     for number, value in ((np.float32(2), 128), (np.float64(0.5), 32), (np.int64(3), 192), (True, 64)):
-        for found in (scaled_by(x, w, number), scaled_by.run(x, w, number)):
-            assert (found == value).all()
+        for actual in (scaled_by(x, w, number), scaled_by.run(x, w, number)):
+            assert (actual == value).all()
     for call in (scaled_by, scaled_by.run, scaled_by.explain):
         with pytest.raises(TypeError, match=r"^a: must be a number of Python's, .* of shape \(\): pass a.item\(\)"):
             call(x, w, np.array(2.0))
@@ -195,8 +195,8 @@ def test_what_runs_by_parts_has_the_first_arrays_dtype():
     x, w = (np.random.default_rng(n).standard_normal(shape).astype(BF16) for n, shape in enumerate([(4, 30), (30, 32)]))
     for function, arrays in ((gated, (x, w)), (narrow, (x,))):
         with pytest.warns(RuntimeWarning, match="it runs by parts"):
-            found = function.run(*arrays)
-        assert found.dtype == BF16 and (found == function(*arrays)).all()
+            actual = function.run(*arrays)
+        assert actual.dtype == BF16 and (actual == function(*arrays)).all()
     assert gated.run(x[:0], w).dtype == BF16
 
 
@@ -215,8 +215,8 @@ def test_arrays_of_several_frameworks():
     """NumPy's beside torch's on the host run in the interpreter."""
     torch = pytest.importorskip("torch")
     x, w = np.ones((4, 64), BF16), torch.ones(64, 32, dtype=torch.bfloat16)
-    found = product(x, w)
-    assert isinstance(found, np.ndarray) and (found == 64).all()
+    actual = product(x, w)
+    assert isinstance(actual, np.ndarray) and (actual == 64).all()
 
 
 @pytest.mark.parametrize(

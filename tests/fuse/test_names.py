@@ -232,13 +232,13 @@ def g({y}, other): return last_{y}
 def test_keys_that_are_no_names():
     """Keys of a dictionary of results become distinct identifiers."""
     keys = ["import", "a b", "a_b", 1, "", None, (1, 2), "x", "\N{MATHEMATICAL BOLD SMALL X}", "größe", "2 ü"]
-    made = names.identifiers(keys, ["x"])
-    assert made == ("import_2", "a_b", "a_b_2", "out_1", "out_", "None_2", "_1__2_", "x_2", "x_3", "größe", "out_2_ü")
+    result = names.identifiers(keys, ["x"])
+    assert result == ("import_2", "a_b", "a_b_2", "out_1", "out_", "None_2", "_1__2_", "x_2", "x_3", "größe", "out_2_ü")
     x, w = normal(5, 64), normal(64, 32)
     kernel = fuse.kernel(lambda x, w: {key: fuse.relu(x @ w) * float(n + 1) for n, key in enumerate(keys[:4])})
     found = kernel.run(x, w)
     compare(kernel, [x, w], found)
-    assert f"def launch(x, w, {', '.join(made[:4])}" in kernel.source(x, w)
+    assert f"def launch(x, w, {', '.join(result[:4])}" in kernel.source(x, w)
 
 
 @pytest.mark.parametrize("name", LISTED)

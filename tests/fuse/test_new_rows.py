@@ -81,9 +81,9 @@ def gpu(monkeypatch):
         noted.slow = collections.Counter()
 
         def count(name, function):
-            def counted(*given, **options):
+            def counted(*inputs, **options):
                 noted.slow[name] += 1
-                return function(*given, **options)
+                return function(*inputs, **options)
 
             monkeypatch.setattr(name, counted)
 
@@ -130,13 +130,13 @@ def test_once_for_each_class(gpu, name, gradient):
         function.run(*arrays_of(name, rows + 2, gradient))  # a plan that holds for others is made of the second
     arrays_by_rows = {rows: arrays_of(name, rows, gradient) for rows in (10, 15, 41, 299, 304, 2520, 2559, 11, 45)}
     gpu.slow.clear()
-    for rows, given in arrays_by_rows.items():
+    for rows, inputs in arrays_by_rows.items():
         gpu.launches.clear()
-        function.run(*given)
+        function.run(*inputs)
         has_launch = [*gpu.launches]
         assert not gpu.slow, (rows, gpu.slow)
         gpu.launches.clear()
-        fresh(function.run, *given)
+        fresh(function.run, *inputs)
         assert has_launch == gpu.launches
         gpu.slow.clear()
 
@@ -151,12 +151,12 @@ def test_few_kernels_for_all_rows(name):
         for n in {first, rows} if rows <= 1024 else {rows}:
             shapes = [Shape(x.shape, x.dtype) for x in arrays_of(name, n)]
             shapes += [Shape((), "float32")] * (len(operator.names) - len(shapes))
-            found, (best, *_) = operator._rank_plans(tuple(shapes), None)
+            actual, (best, *_) = operator._rank_plans(tuple(shapes), None)
             key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.plan.kernels)
             if key not in known or n < 4096:
-                made = generate_module(operator.name, found, best)
-                assert known.setdefault(key, made.text) == made.text
-                for label, code in made.code:
+                result = generate_module(operator.name, actual, best)
+                assert known.setdefault(key, result.text) == result.text
+                for label, code in result.code:
                     kernels[label].add(code)
         first = rows + 1
     assert max(map(len, kernels.values()), default=1) <= 10 + (name == "fp8_linear")  # one more for a single row
@@ -165,7 +165,7 @@ def test_few_kernels_for_all_rows(name):
 def test_classes_in_turns(gpu, monkeypatch):
     """More classes than the cache tries at once: the function compiled for each is used again in its turn."""
     function, compiled, real = function_of("rms_norm_linear", False), [], lengths._function
-    monkeypatch.setattr(lengths, "_function", lambda *given: compiled.append(given) or real(*given))
+    monkeypatch.setattr(lengths, "_function", lambda *inputs: compiled.append(inputs) or real(*inputs))
     classes = 2, 17, 33, 129, 257, 513
     for turn in range(8):
         for rows in classes:
@@ -176,7 +176,7 @@ def test_classes_in_turns(gpu, monkeypatch):
 def test_late_at_new_rows(gpu, monkeypatch):
     """A launch whose weights the previous one wrote is not early, also by a plan for other lengths."""
     product, attributes, launch = fuse.kernel(lambda x, w: x @ w), [], driver.cuLaunchKernelEx
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *given: attributes.append(given[0].numAttrs) or launch(*given))
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *inputs: attributes.append(inputs[0].numAttrs) or launch(*inputs))
     w, square, other = (Tensor(MEMORY + n * ROOM, c_ordered((256, 256), "bfloat16", 0)) for n in range(3))
     for rows in range(17, 33):
         x = Tensor(MEMORY + 4 * ROOM, c_ordered((rows, 256), "bfloat16", 0))
@@ -220,23 +220,23 @@ def test_what_is_not_like_the_last_call(monkeypatch):
         x, g, w = [torch.empty(x.shape, dtype=getattr(torch, x.dtype)) for x in arrays_of("rms_norm_linear", 2000)]
         function, turned = fuse.kernel(operators.rms_norm_linear.definition), w.T.contiguous().T
 
-        def passes(number, *given):
+        def passes(number, *inputs):
             noted.launches.clear()
-            function(*given)
+            function(*inputs)
             return any(slot[:4] == struct.pack("<f", number) for launch in noted.launches for slot in launch[-1])
 
-        for given in ((x, g, w, 0.5), (x, g, turned), *[(x, g, w)] * 4):
-            function(*given)
+        for inputs in ((x, g, w, 0.5), (x, g, turned), *[(x, g, w)] * 4):
+            function(*inputs)
         ran, run = [], programs.Program.run
-        monkeypatch.setattr(programs.Program, "run", lambda self, *given: ran.append(self) or run(self, *given))
+        monkeypatch.setattr(programs.Program, "run", lambda self, *inputs: ran.append(self) or run(self, *inputs))
         assert not function(x, g, w).requires_grad and not ran
         assert passes(0.5, x, g, w, 0.5) and passes(1e-5, x, g, w) and not passes(0.5, x, g, w)
         assert len(function(x, g, turned)) == 2000 and function.last.arrays[2] == (2, True)
         function(x, g, w)
         assert function(x, g, w.clone().requires_grad_()).requires_grad
-        for given in ((x, g), (x, g, w, torch.ones(3)), (x, "g", w)):
+        for inputs in ((x, g), (x, g, w, torch.ones(3)), (x, "g", w)):
             with pytest.raises((AttributeError, TypeError, ValueError)):
-                function(*given)
+                function(*inputs)
 
 
 def test_memory_stays(gpu, monkeypatch):
@@ -310,8 +310,8 @@ def test_what_asks_for_rows(case):
     for rows in (3, 5, 16):
         x = normal(rows, 64)
         assert np.abs(kernel.run(x).astype(float) - x.astype(float) * factor(x)).max() < 0.02
-        made, _ = kernel.gradient.run(x, x), kernel.source(x)
-        assert np.abs(made[0].astype(float) - x.astype(float) * factor(x)).max() < 0.02
+        result, _ = kernel.gradient.run(x, x), kernel.source(x)
+        assert np.abs(result[0].astype(float) - x.astype(float) * factor(x)).max() < 0.02
 
 
 def test_what_is_no_length():
@@ -351,8 +351,8 @@ def test_many_rows_on_the_card(name):
     function, numbers = function_of(name, False), [1, 2, 9, 16, 17, 40, 64, 65, 100, 128, 129, 200, 300, 301, 600, 1100]
     random.Random(0).shuffle(numbers)
     for rows in (*numbers, *numbers[::-1]):
-        given = [*map(to_torch, sample(name, rows, bf16))]
-        found, fresh_result = function(*given), function_of(name, False)(*given)
-        for mine, its in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, fresh_result)), strict=True):
+        inputs = [*map(to_torch, sample(name, rows, bf16))]
+        actual, fresh_result = function(*inputs), function_of(name, False)(*inputs)
+        for mine, its in zip(*(x if isinstance(x, tuple) else (x,) for x in (actual, fresh_result)), strict=True):
             assert to_numpy(mine).tobytes() == to_numpy(its).tobytes()
         torch.cuda.synchronize()

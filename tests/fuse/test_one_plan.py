@@ -100,18 +100,18 @@ DIFFERENTIABLE = [one for one in (*SERVED, *BY_PARTS) if one not in re.split(r",
 def verdict(call):
     """ "kernels", or "parts" if the call raises NoKernel."""
     try:
-        found = call()
+        actual = call()
     except NoKernel:
         return "parts"
-    return "parts" if isinstance(found, str) and found.startswith("A call with these arrays runs by parts") else "kernels"
+    return "parts" if isinstance(actual, str) and actual.startswith("A call with these arrays runs by parts") else "kernels"
 
 
 def ran(call):
     """(the result of a call, "kernels" or "parts" by its warnings)"""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = call()
-    return found, "parts" if any("it runs by parts" in str(one.message) for one in said) else "kernels"
+        actual = call()
+    return actual, "parts" if any("it runs by parts" in str(one.message) for one in said) else "kernels"
 
 
 @pytest.mark.parametrize("case", [*SERVED, *BY_PARTS])
@@ -138,8 +138,8 @@ def test_all_say_the_same_of_gradients(case, monkeypatch):
     monkeypatch.setenv("TILES_CHECK", "0")
     definition, shapes = (SERVED | BY_PARTS)[case]
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
-    made = kernel(*arrays)
-    arrays += [normal(*y.shape) for y in (made if isinstance(made, tuple) else (made,))]
+    result = kernel(*arrays)
+    arrays += [normal(*y.shape) for y in (result if isinstance(result, tuple) else (result,))]
     gradient = kernel.gradient
     got, how = ran(lambda: gradient.run(*arrays))
     for mine, want in zip(got, gradient(*arrays), strict=True):
@@ -180,7 +180,7 @@ def test_what_a_call_takes_is_what_is_printed(monkeypatch):
     first, second, *_ = kernel.candidates(*arrays)
     ways = kernel._rank_plans
     kernel.best.cache_clear()
-    monkeypatch.setattr(kernel, "_rank_plans", lambda *given: (ways(*given)[0], [second, first]))
+    monkeypatch.setattr(kernel, "_rank_plans", lambda *inputs: (ways(*inputs)[0], [second, first]))
     text, said = kernel.source(*arrays), kernel.explain(*arrays)
     assert text != fuse.kernel(kernel.definition).source(*arrays) and said == second.describe()
     planned = []
@@ -209,13 +209,13 @@ def test_served_on_the_card(case):
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
     there = [*map(to_torch, arrays)]
     assert verdict(lambda: kernel.source(*there)) == "kernels"
-    found, how = ran(lambda: kernel(*there))
+    actual, how = ran(lambda: kernel(*there))
     assert how == "kernels"
-    compare(kernel, arrays, tuple(map(to_numpy, found)) if isinstance(found, tuple) else to_numpy(found))
+    compare(kernel, arrays, tuple(map(to_numpy, actual)) if isinstance(actual, tuple) else to_numpy(actual))
     if case in DIFFERENTIABLE:
-        results = found if isinstance(found, tuple) else (found,)
-        given = [*arrays, *(normal(*y.shape) for y in results)]
-        for mine, want in zip(kernel.gradient(*map(to_torch, given)), kernel.gradient(*given), strict=True):
+        results = actual if isinstance(actual, tuple) else (actual,)
+        inputs = [*arrays, *(normal(*y.shape) for y in results)]
+        for mine, want in zip(kernel.gradient(*map(to_torch, inputs)), kernel.gradient(*inputs), strict=True):
             want = want.astype(float)
             assert np.abs(to_numpy(mine).astype(float) - want).max() <= 0.04 * np.abs(want).max() + 1e-6
 

@@ -18,9 +18,9 @@ from tiles import bf16, fp16
 
 def written(operator, arrays):
     """Arrays for the results and scratch of the best module."""
-    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
-    made = generate_module(operator.name, found, candidates(found, card(None))[0])
-    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in made.written]
+    actual = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
+    result = generate_module(operator.name, actual, candidates(actual, card(None))[0])
+    return [np.empty(x.extents, x.stored_dtype(arrays[0].dtype.name)) for x in result.written]
 
 
 def test_all_are_here():
@@ -64,8 +64,8 @@ def test_text_at_real_lengths(name, gradient):
     if gradient and name in inspect.BY_PARTS:
         pytest.skip("its gradient is that of its parts")
     case = inspect.Case(name, 4096, gradient=gradient)
-    found = case.operator._trace(inspect.shapes(case))
-    lines = generate_module(name, found, candidates(found, card(None))[0]).text.splitlines()
+    actual = case.operator._trace(inspect.shapes(case))
+    lines = generate_module(name, actual, candidates(actual, card(None))[0]).text.splitlines()
     assert len(lines) <= 80 * sum("@cuda.jit" in line for line in lines) and max(map(len, lines)) <= module_text.WIDTH
 
 
@@ -75,12 +75,12 @@ def test_what_was_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("TILES_CACHE", "1")
     monkeypatch.setattr("fuse.planning.definition.ordinal_of", lambda arrays: 0)
     monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card(None))
-    monkeypatch.setattr(tune, "measure", lambda name, made, *more: [1e-6 * (len(made) - n) for n in range(len(made))])
+    monkeypatch.setattr(tune, "measure", lambda name, result, *more: [1e-6 * (len(result) - n) for n in range(len(result))])
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)
-    found = operator.tune(*arrays)
-    assert str(found[0]).endswith("measured 1.0 us") and found[0].plan is by_roofline[len(found[: tune.FEW]) - 1].plan
-    assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in found]
+    actual = operator.tune(*arrays)
+    assert str(actual[0]).endswith("measured 1.0 us") and actual[0].plan is by_roofline[len(actual[: tune.FEW]) - 1].plan
+    assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in actual]
 
 
 @pytest.mark.parametrize("rows", [3, 150])
@@ -88,11 +88,11 @@ def test_every_candidate(rows):
     """Every candidate that tuning may choose is right."""
     operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
-    found = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
-    for one in candidates(found, card(None))[: tune.FEW]:
-        made, space = generate_module(operator.name, found, one), {}
-        exec(made.text, space)
-        written = [np.empty(x.extents, bf16.np) for x in made.written]
+    actual = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
+    for one in candidates(actual, card(None))[: tune.FEW]:
+        result, space = generate_module(operator.name, actual, one), {}
+        exec(result.text, space)
+        written = [np.empty(x.extents, bf16.np) for x in result.written]
         space["launch"](*arrays, *defaults, *written)
         compare(operator, arrays, written[0])
 
@@ -128,12 +128,12 @@ def test_tuned_on_the_card(rows, monkeypatch, tmp_path):
 
     monkeypatch.setenv("TILES_CACHE_DIR", str(tmp_path))
     operator, arrays, said = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", rows, bf16), []
-    given = list(map(to_torch, arrays))
-    found = operator.tune(*given, say=said.append)
-    measured = [one.measured for one in found if one.measured]
+    inputs = list(map(to_torch, arrays))
+    actual = operator.tune(*inputs, say=said.append)
+    measured = [one.measured for one in actual if one.measured]
     assert len(said) == len(measured) > 1 and measured == sorted(measured)
-    assert str(operator.candidates(*given)[0]) == str(found[0]) and "measured" in str(found[0])
-    compare(operator, arrays, to_numpy(operator(*given)))
+    assert str(operator.candidates(*inputs)[0]) == str(actual[0]) and "measured" in str(actual[0])
+    compare(operator, arrays, to_numpy(operator(*inputs)))
 
 
 @pytest.mark.gpu
@@ -154,20 +154,20 @@ def test_early_on_the_card(rows):
             meet()
             x = operators.lora_linear(x, w[0], a, b)
             meet()
-            made = operators.rms_norm_linear(w[1], g, w[2])
+            result = operators.rms_norm_linear(w[1], g, w[2])
             meet()
-            x = operators.gated_mlp_down(x, made, w[2], w[3])
+            x = operators.gated_mlp_down(x, result, w[2], w[3])
             meet()
         return x, h
 
-    wanted = chain(x, h, torch.cuda.synchronize)
+    expected = chain(x, h, torch.cuda.synchronize)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = chain(x, h)
     for run in [lambda: chain(x, h), lambda: (graph.replay(), captured)[1]] * 5:
         got = run()
         torch.cuda.synchronize()
-        assert all(map(torch.equal, got, wanted))
+        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 100, 64), (3, 104, 60), (70, 100, 64)])

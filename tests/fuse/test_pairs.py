@@ -57,5 +57,7 @@ def test_on_the_card(name):
     got, of_gradient = kernel(*map(to_torch, arrays)), kernel.gradient(*map(to_torch, (*arrays, dy)))
     torch.cuda.synchronize()
     compare(kernel, arrays, to_numpy(got))
-    for mine, wanted in zip(of_gradient, kernel.gradient(*arrays, dy)):
-        assert np.abs(to_numpy(mine).astype(float) - wanted.astype(float)).max() < 2**-5 * np.abs(wanted.astype(float)).max()
+    for mine, expected in zip(of_gradient, kernel.gradient(*arrays, dy)):
+        assert (
+            np.abs(to_numpy(mine).astype(float) - expected.astype(float)).max() < 2**-5 * np.abs(expected.astype(float)).max()
+        )

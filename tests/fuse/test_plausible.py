@@ -82,20 +82,20 @@ FUNCTIONS = {
 
 def sample(kinds, rows, columns, dtype, inner=72):
     """An argument for each letter."""
-    rng, found = np.random.default_rng(rows), []
+    rng, actual = np.random.default_rng(rows), []
     for kind in kinds:
         shape = {"x": (rows, columns), "m": (rows, columns), "p": (rows, inner), "w": (inner, columns), "e": (inner, columns)}
         shape |= {"g": (columns,), "h": (columns,), "c": (rows, 1), "1": (1,), "0": ()}
         if kind == "i":
-            found.append(rng.integers(0, columns, rows))
+            actual.append(rng.integers(0, columns, rows))
             continue
         x = rng.standard_normal(shape[kind]).astype(np.float32)
         if kind == "m":
             x = np.where(x > 1, -np.inf, 0)
             x[:, 0] = 0
         x = x / inner**0.5 if kind in "we" else x
-        found.append(0.7 if kind == "0" else x.astype(ml_dtypes.float8_e4m3fn if kind == "e" else dtype.np))
-    return found
+        actual.append(0.7 if kind == "0" else x.astype(ml_dtypes.float8_e4m3fn if kind == "e" else dtype.np))
+    return actual
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), [(17, 136, bf16), (1, 96, fp16), (70, 1056, bf16), (5, 704, fp32)])
@@ -119,9 +119,9 @@ def test_dtypes_in_any_order(order, columns):
         np.random.default_rng(n).standard_normal((3, columns)).astype(t) for n, t in enumerate((np.float32, BF16, np.float16))
     ]
     kernel = fuse.kernel(lambda x, y, z: (x - mean(y)) * z + greatest(x))
-    given = [arrays[n] for n in order]
-    got = kernel.run(*given)
-    assert got.dtype == given[0].dtype
-    want = kernel.definition(*[x.astype(np.float64) for x in given])
+    inputs = [arrays[n] for n in order]
+    got = kernel.run(*inputs)
+    assert got.dtype == inputs[0].dtype
+    want = kernel.definition(*[x.astype(np.float64) for x in inputs])
     error = np.abs(got.astype(np.float64) - want).max()
     assert error <= 2.0 ** -(20 if got.dtype == np.float32 else 10 if got.dtype == np.float16 else 7) * np.abs(want).max()

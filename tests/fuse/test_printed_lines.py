@@ -44,9 +44,9 @@ def formatted(text):
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
 def test_lines_that_are_too_long(line):
     """Broken lines parse to the same code, and ruff leaves them as they are."""
-    found = list(break_lines([line]))
-    assert found == LINES[line]
-    text, more = "\n".join(found), "\n    pass" * line.endswith(":")
+    actual = list(break_lines([line]))
+    assert actual == LINES[line]
+    text, more = "\n".join(actual), "\n    pass" * line.endswith(":")
     if line.count(" = ") == text.count(" = "):
         assert ast.dump(ast.parse((text + more).strip())) == ast.dump(ast.parse((line + more).strip()))
     text = f"if x:\n{text}\n" if line.startswith(" ") else f"{text}{more}\n"
@@ -78,9 +78,9 @@ def test_operators_take_80_lines(name):
     for arch, case in CASES:
         if case.name != name:
             continue
-        found = case.operator._trace(inspect.shapes(case))
-        if plans := candidates(found, card_of(arch)):
-            text = generate_module(case.name, found, plans[0]).text
+        actual = case.operator._trace(inspect.shapes(case))
+        if plans := candidates(actual, card_of(arch)):
+            text = generate_module(case.name, actual, plans[0]).text
             lines, kernels = len(text.splitlines()), max(1, text.count("@cuda.jit"))
             assert lines <= (83 if case.gradient and "gelu" in name else 80) * kernels, f"{arch} {case}: {lines} lines"
             texts.append(text)

@@ -61,9 +61,9 @@ def test_what_is_printed_is_what_runs():
     x = np.random.default_rng(0).standard_normal((5, 64)).astype(bf16.np)
     run = norm_linear.run(x, G, W)
     for change, same in ((lambda text: text, True), (lambda text: text.replace("1e-05", "1e-01"), False)):
-        found, out = {}, np.empty_like(run)
-        exec(compile(change(norm_linear.source(x, G, W)), "kept", "exec"), found)
-        found["launch"](x, G, W, out)
+        actual, out = {}, np.empty_like(run)
+        exec(compile(change(norm_linear.source(x, G, W)), "kept", "exec"), actual)
+        actual["launch"](x, G, W, out)
         assert (out.tobytes() == run.tobytes()) is same
 
 
@@ -113,13 +113,13 @@ def test_all_rules_hold():
     """Each rule holds wherever it applies in an operator: by identity, and in floats, where it loses no more than it declares,
     and loses that somewhere."""
     used, lost = set[str](), set[str]()
-    for found in _forms():
-        for form in rules.equivalent_forms(found.roots, found.table):
+    for actual in _forms():
+        for form in rules.equivalent_forms(actual.roots, actual.table):
             if len(form.rules) != 1:
                 continue
             (rule,) = form.rules
-            floats = float_check.compare_in_floats(found.roots, form.roots, [rule.loses] if rule.loses else [])
-            assert identity.identity(found.roots, form.roots).equal and floats.passed, (rule.name, str(floats))
+            floats = float_check.compare_in_floats(actual.roots, form.roots, [rule.loses] if rule.loses else [])
+            assert identity.identity(actual.roots, form.roots).equal and floats.passed, (rule.name, str(floats))
             used.add(rule.name)
             lost |= {rule.name} if floats.lost else set()
     assert used == {rule.name for rule in rules.RULES}

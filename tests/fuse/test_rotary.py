@@ -62,8 +62,8 @@ def test_no_registers_are_spilled(arch, dtype):
     """Launch bounds for many blocks cause no spills."""
     shapes = [Shape(shape, dtype) for shape in ((64, 512), (64, 256), (64, 256))]
     ((kernel, types, threads, shared),) = operators.rotary.launches(shapes, card_of(arch))
-    found = figures(kernel, types, arch, shared, threads)
-    assert not inspect.is_bad(found) and found.occupancy.warps >= 14
+    actual = figures(kernel, types, arch, shared, threads)
+    assert not inspect.is_bad(actual) and actual.occupancy.warps >= 14
 
 
 @pytest.mark.parametrize("dtype", [np.float32, fp16.np])

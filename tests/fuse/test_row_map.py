@@ -47,8 +47,8 @@ KERNELS = {rms_norm: "xg", layer_norm: "xxgg", softmax: "x", statistics: "x", ga
 def sample(rng, kind, rows, columns, dtype):
     """An argument: x a matrix, g a vector along its columns, n a number."""
     shape = {"x": (rows, columns), "g": (columns,), "n": ()}[kind]
-    found = rng.standard_normal(shape).astype(np.float32)
-    return found.astype(dtype.np) if shape else float(found)
+    actual = rng.standard_normal(shape).astype(np.float32)
+    return actual.astype(dtype.np) if shape else float(actual)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -162,15 +162,15 @@ def definitions(draw):
         for kind, a, b in steps:
             one, other = known[a % len(known)], known[b % len(known)]
             if kind == "unary":
-                made = getattr(fuse, UNARY[a % len(UNARY)])(fuse.minimum(one, 2.0))
+                result = getattr(fuse, UNARY[a % len(UNARY)])(fuse.minimum(one, 2.0))
             elif kind == "binary":
                 name = BINARY[b % len(BINARY)]
-                made = {"add": lambda p, q: p + q, "sub": lambda p, q: p - q, "mul": lambda p, q: p * q}.get(name)
-                made = (made or getattr(fuse, name))(one, other)
-                made = fuse.minimum(fuse.maximum(made, -4.0), 4.0)
+                result = {"add": lambda p, q: p + q, "sub": lambda p, q: p - q, "mul": lambda p, q: p * q}.get(name)
+                result = (result or getattr(fuse, name))(one, other)
+                result = fuse.minimum(fuse.maximum(result, -4.0), 4.0)
             else:
-                made = one - (fuse.max(one) if b % 2 else fuse.mean(one))
-            known.append(made)
+                result = one - (fuse.max(one) if b % 2 else fuse.mean(one))
+            known.append(result)
         return known[-1] + known[-2] * 0.5
 
     return definition
@@ -198,8 +198,8 @@ def test_powers(power):
     """Powers are products and roots, which have derivatives."""
     raised = fuse.kernel(lambda x: x**power)
     x = np.random.default_rng(0).uniform(0.5, 1.5, (3, 48)).astype(np.float32)
-    for found in (raised(x), raised.run(x)):
-        assert np.allclose(found, x.astype(float) ** power, rtol=1e-5)
+    for actual in (raised(x), raised.run(x)):
+        assert np.allclose(actual, x.astype(float) ** power, rtol=1e-5)
     (dx,) = raised.gradient(x, np.ones_like(x))
     assert np.allclose(dx, power * x.astype(float) ** (power - 1), rtol=1e-4) and raised.proof(x).holds
 

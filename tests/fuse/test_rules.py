@@ -45,33 +45,33 @@ DEFINITIONS = {
 
 @pytest.mark.parametrize("definition", DEFINITIONS)
 def test_what_is_found_is_equal(definition):
-    found = trace(definition, *DEFINITIONS[definition])
-    forms = rules.equivalent_forms(found.roots, found.table)
+    actual = trace(definition, *DEFINITIONS[definition])
+    forms = rules.equivalent_forms(actual.roots, actual.table)
     assert len(forms) > 1
     for form in forms:
-        assert proof.identity(found.roots, form.roots).equal, form
+        assert proof.identity(actual.roots, form.roots).equal, form
 
 
 def test_the_forms_that_count():
     """The forms that templates match are among those found."""
-    found = trace(norm_linear, (4, 8), (8,), (8, 6))
-    texts = [str(form.roots[0]) for form in rules.equivalent_forms(found.roots, found.table)]
+    actual = trace(norm_linear, (4, 8), (8,), (8, 6))
+    texts = [str(form.roots[0]) for form in rules.equivalent_forms(actual.roots, actual.table)]
     assert "((x * g) @ w) * rsqrt(sum(x * x) / 8 + 1e-05)" in texts
-    found = trace(lora, (4, 8), (8, 6), (8, 2), (2, 6))
-    assert len(rules.equivalent_forms(found.roots, found.table)) == 3
+    actual = trace(lora, (4, 8), (8, 6), (8, 2), (2, 6))
+    assert len(rules.equivalent_forms(actual.roots, actual.table)) == 3
 
 
 def test_a_division_by_zero():
-    found = trace(lambda x: x / (x - x), (4, 8))
+    actual = trace(lambda x: x / (x - x), (4, 8))
     with pytest.raises(ValueError, match="has a division by 0"):
-        proof.identity(found.roots, found.roots)
+        proof.identity(actual.roots, actual.roots)
 
 
 def test_exponents():
     """exp is a homomorphism, and has no other property: it is a function of its argument."""
-    found = trace(lambda x, y: fuse.exp(x + y) - fuse.exp(x) * fuse.exp(y), (4, 8), (4, 8))
-    (zero,) = found.roots
+    actual = trace(lambda x, y: fuse.exp(x + y) - fuse.exp(x) * fuse.exp(y), (4, 8), (4, 8))
+    (zero,) = actual.roots
     assert proof.identity([zero], [zero * 2.0]).equal
-    found = trace(lambda x: (fuse.exp(x), fuse.exp(x * 2.0), fuse.exp(x) * fuse.exp(x)), (4, 8))
-    single, twice, square = found.roots
+    actual = trace(lambda x: (fuse.exp(x), fuse.exp(x * 2.0), fuse.exp(x) * fuse.exp(x)), (4, 8))
+    single, twice, square = actual.roots
     assert proof.identity([twice], [square]).equal and not proof.identity([single], [twice]).equal

@@ -47,13 +47,13 @@ def test_against_float64(name, rows, lying, dtype, without_wgmma, monkeypatch):
 def test_text_and_proof(name):
     """The best module has a kernel of this template, needs nothing since Hopper, is short, and its proof holds."""
     operator = getattr(operators, name)
-    found = operator.trace(operator._arguments(sample(name, 17, bf16)))
-    best = candidates(found, A100)[0]
-    text = generate_module(name, found, best).text
+    actual = operator.trace(operator._arguments(sample(name, 17, bf16)))
+    best = candidates(actual, A100)[0]
+    text = generate_module(name, actual, best).text
     assert any(isinstance(kernel, SinceAmpere) for kernel in best.plan.kernels)
     assert not any(word in text for word in ("tensor", "warpgroup", "cluster"))
     assert len(text.splitlines()) <= 80 * text.count("@cuda.jit") and max(map(len, text.splitlines())) <= module_text.WIDTH
-    run = proof.check_kernels(name, found, best)
+    run = proof.check_kernels(name, actual, best)
     assert run.passed, run
 
 
@@ -145,12 +145,12 @@ def test_modules_have_all_names(arch):
     for case in inspect.cases(arch=arch):
         if case.rows in (1, 4096) and not case.transposed:
             operator = getattr(operators, case.name)
-            found = operator._trace(inspect.shapes(case))
-            made = module_text.load(generate_module(case.name, found, candidates(found, card_of(arch))[0]).text, case.name)
-            functions = [getattr(x, "py_func", x) for x in vars(made).values()]
-            codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(made)]
-            asked = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
-            assert codes and asked <= vars(made).keys() | vars(builtins).keys(), case
+            actual = operator._trace(inspect.shapes(case))
+            result = module_text.load(generate_module(case.name, actual, candidates(actual, card_of(arch))[0]).text, case.name)
+            functions = [getattr(x, "py_func", x) for x in vars(result).values()]
+            codes = [x.__code__ for x in functions if getattr(x, "__globals__", None) is vars(result)]
+            args = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+            assert codes and args <= vars(result).keys() | vars(builtins).keys(), case
 
 
 def test_nothing_spills():

@@ -78,8 +78,8 @@ def test_nothing_is_computed_twice():
 def test_other_products_do_not_leave_with_them():
     """One kernel's results have the same columns: results with others are other kernels'."""
     kernel = fuse.kernel(lambda x, a, b: (fuse.silu(x @ a), fuse.relu(x @ b)))
-    found = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
-    assert generate_module(kernel.name, found, candidates(found, H200)[0]).text.count("@cuda.jit") == 2
+    actual = kernel._trace(tuple(Shape(s, "bfloat16") for s in ((128, 64), (64, 128), (64, 256))))
+    assert generate_module(kernel.name, actual, candidates(actual, H200)[0]).text.count("@cuda.jit") == 2
 
 
 @pytest.mark.gpu

@@ -42,17 +42,17 @@ def test_compiled():
 @pytest.mark.parametrize(("dynamic", "graphs"), [(True, 1), (None, 2)])
 def test_compiled_for_all_rows(dynamic, graphs):
     """One graph serves all classes of rows. Without dynamic=True torch specialises on the first number."""
-    made = []
+    result = []
 
     def backend(graph, _):
-        made.append(graph)
+        result.append(graph)
         return graph.forward
 
     x, g, w = tensors((70, 40), (40,), (40, 24))
-    step = torch.compile(lambda *given: operators.rms_norm_linear(*given), fullgraph=True, backend=backend, dynamic=dynamic)
+    step = torch.compile(lambda *args: operators.rms_norm_linear(*args), fullgraph=True, backend=backend, dynamic=dynamic)
     for rows in (3, 5, 20, 70, 33):
         assert torch.equal(step(x[:rows], g, w), operators.rms_norm_linear(x[:rows], g, w))
-    assert len(made) == graphs
+    assert len(result) == graphs
 
 
 def test_compiled_with_names_that_are_not_ascii():
@@ -70,13 +70,13 @@ def test_other_dtypes_compiled():
     """fp8 in and out, scales of float32, a seed in memory."""
     x, r, g = tensors((5, 48), (5, 48), (48,))
     w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
-    quantise = torch.compile(lambda *given: operators.residual_rms_norm_quantise(*given), fullgraph=True, backend="aot_eager")
+    quantise = torch.compile(lambda *args: operators.residual_rms_norm_quantise(*args), fullgraph=True, backend="aot_eager")
     got, want = quantise(x, r, g), operators.residual_rms_norm_quantise(x, r, g)
     assert [y.dtype for y in got] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
-    linear = torch.compile(lambda *given: operators.fp8_linear(*given), fullgraph=True, backend="aot_eager")
+    linear = torch.compile(lambda *args: operators.fp8_linear(*args), fullgraph=True, backend="aot_eager")
     close(linear(x, w, scale), x.double() @ (w.double() * scale))
-    dropped = torch.compile(lambda *given: operators.dropout_residual_layer_norm(*given), fullgraph=True, backend="aot_eager")
+    dropped = torch.compile(lambda *args: operators.dropout_residual_layer_norm(*args), fullgraph=True, backend="aot_eager")
     results = [dropped(x, r, g, g, torch.tensor([seed]))[1] for seed in (5, 5, 6)]
     assert torch.equal(*results[:2]) and not torch.equal(*results[1:])
 
@@ -89,7 +89,7 @@ def test_gradient_by_parts_of_several_dtypes(compiled):
     x.requires_grad_()
     linear = operators.fp8_linear
     if compiled:
-        linear = torch.compile(lambda *given: operators.fp8_linear(*given), fullgraph=True, backend="aot_eager")
+        linear = torch.compile(lambda *args: operators.fp8_linear(*args), fullgraph=True, backend="aot_eager")
     y = linear(x, w, scale)
     y.sum().backward()
     assert y.dtype == torch.bfloat16
@@ -102,7 +102,7 @@ def test_gradients(compiled):
     r = torch.zeros_like(x)
     function = operators.residual_rms_norm
     if compiled:
-        function = torch.compile(lambda *given: operators.residual_rms_norm(*given), fullgraph=True, backend="aot_eager")
+        function = torch.compile(lambda *args: operators.residual_rms_norm(*args), fullgraph=True, backend="aot_eager")
     y, h = function(x, r, g)
     (y * h).sum().backward()
     x64, g64 = (t.detach().double().requires_grad_() for t in (x, g))
@@ -116,14 +116,14 @@ def test_gradients_by_kernels(monkeypatch):
     monkeypatch.setattr("fuse.calls.autograd.by_parts", None)
     monkeypatch.setattr(fuse.Fused, "_by_parts", None)
     norm = operators.residual_rms_norm
-    compiled = torch.compile(lambda *given: norm(*given), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda *args: norm(*args), fullgraph=True, backend="aot_eager")
     for lead in ((3,), (2, 4)):
         (x, r), g = [torch.randn(*lead, 40).bfloat16().requires_grad_() for _ in "xr"], tensors((40,))[0].requires_grad_()
-        found = [torch.autograd.grad((function(x, r, g)[0] * 2).sum(), (x, r, g)) for function in (norm, compiled)]
+        actual = [torch.autograd.grad((function(x, r, g)[0] * 2).sum(), (x, r, g)) for function in (norm, compiled)]
         x64, g64 = (t.detach().double().requires_grad_() for t in (x + r, g))
         (F.rms_norm(x64, (40,), g64, 1e-5) * 2).sum().backward()
-        for eager, made, ref in zip(*found, (x64, x64, g64)):
-            assert torch.equal(eager, made)
+        for eager, result, ref in zip(*actual, (x64, x64, g64)):
+            assert torch.equal(eager, result)
             close(eager, ref.grad, 5)
 
 
@@ -134,8 +134,8 @@ def test_pieces_by_parts():
     for got, want in zip(gradient._by_parts(*gradient._arguments((x, cos, cos, dy))), gradient(x, cos, cos, dy)):
         close(got, want)
     x, w, one = *tensors((5, 40), (40, 24)), torch.ones(5, 1)
-    gradient, given = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
-    for got, want in zip(gradient._by_parts(*gradient._arguments(given)), fuse.Fused.run(gradient, *given)):
+    gradient, args = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
+    for got, want in zip(gradient._by_parts(*gradient._arguments(args)), fuse.Fused.run(gradient, *args)):
         close(got, want)
 
 
@@ -156,8 +156,8 @@ def test_one_gradient_by_kernels_another_by_parts():
     function = fuse.kernel(lambda x, y: (fuse.silu(x) * 2.0, fuse.concatenate([y, y, y]) * 1.0))
     x, y = (t.requires_grad_() for t in tensors((3, 40), (3, 8)))
     with pytest.warns(RuntimeWarning, match="no template computes concat"):
-        given = function(x, y)
-    (given[0].sum() + given[1].sum()).backward()
+        args = function(x, y)
+    (args[0].sum() + args[1].sum()).backward()
     assert [*function.gradients.served_names.values()] == [("x",)]
     s = x.detach().double().sigmoid()
     close(x.grad, 2 * s * (1 + x.detach().double() * (1 - s)))
@@ -182,9 +182,9 @@ def test_backend(monkeypatch):
         h = F.rms_norm(x, x.shape[-1:], g, 1e-5)
         return torch.cumsum(x + (F.silu(h @ gate) * (h @ up)) @ down, 0)
 
-    given = tensors((3, 40), (40,), (40, 24), (40, 24), (24, 40))
+    args = tensors((3, 40), (40,), (40, 24), (40, 24), (24, 40))
     with torch.no_grad():
-        close(torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given), layer(*[t.double() for t in given]))
+        close(torch.compile(layer, backend=fuse.backend, fullgraph=True)(*args), layer(*[t.double() for t in args]))
     assert len(targets[0]) == 2 and "fused" in targets[0][0] and targets[0][1] is torch.cumsum
 
 
@@ -193,15 +193,15 @@ def test_gradients_with_the_backend(monkeypatch):
     aot = torch._dynamo.lookup_backend("aot_eager")
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs, **_: aot(graph, inputs))
     monkeypatch.setattr(fuse.Fused, "_by_parts", None)
-    given = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
+    args = [t.requires_grad_() for t in tensors((3, 40), (40,), (40, 24))]
 
     def layer(x, g, w):
         return torch.cumsum(F.rms_norm(x, x.shape[-1:], g, 1e-5) @ w, 0)
 
-    torch.compile(layer, backend=fuse.backend, fullgraph=True)(*given).sum().backward()
-    wide = [t.detach().double().requires_grad_() for t in given]
+    torch.compile(layer, backend=fuse.backend, fullgraph=True)(*args).sum().backward()
+    wide = [t.detach().double().requires_grad_() for t in args]
     layer(*wide).sum().backward()
-    for t, ref in zip(given, wide):
+    for t, ref in zip(args, wide):
         close(t.grad, ref.grad, 5)
 
 
@@ -230,21 +230,25 @@ def test_numbers_beside_a_mask():
 
 def test_experts():
     """The definition runs on torch's tensors, and its gradient reaches the experts."""
-    *given, down = tensors((3, 16), (16, 8), (8, 128, 16), (8, 128, 16), (8, 128, 16))
-    given = *given, down
-    close(operators.mixture_of_experts(*given), operators.mixture_of_experts.definition(*[t.double() for t in given]), 5)
+    *args, down = tensors((3, 16), (16, 8), (8, 128, 16), (8, 128, 16), (8, 128, 16))
+    args = *args, down
+    close(
+        operators.mixture_of_experts(*args),
+        operators.mixture_of_experts.definition(*[t.double() for t in args]),
+        5,
+    )
     down.requires_grad_()
-    operators.mixture_of_experts(*given).sum().backward()
+    operators.mixture_of_experts(*args).sum().backward()
     assert down.grad.isfinite().all() and (down.grad != 0).any(-1).any(-1).sum() >= 2
 
 
 def test_what_says_how_it_is_computed_takes_what_requires_grad():
     """explain, source and proof take tensors that require grad, as a model's weights do."""
-    given = [x.requires_grad_() for x in tensors((3, 40), (40,), (40, 24))]
-    plain = [x.detach() for x in given]
+    args = [x.requires_grad_() for x in tensors((3, 40), (40,), (40, 24))]
+    plain = [x.detach() for x in args]
     for name, how in ("explain", {}), ("source", {}), ("proof", {"seed": 1}):
         says = getattr(operators.rms_norm_linear, name)
-        assert str(says(*given, **how)) == str(says(*plain, **how))
+        assert str(says(*args, **how)) == str(says(*plain, **how))
 
 
 def test_what_has_no_kernel():
@@ -262,14 +266,14 @@ def test_gradient_of_cross_entropy(compiled):
     target = torch.tensor([3, 0, -100, 23, 7])
     function = operators.linear_cross_entropy
     if compiled:
-        function = torch.compile(lambda *given: operators.linear_cross_entropy(*given), fullgraph=True, backend="aot_eager")
+        function = torch.compile(lambda *args: operators.linear_cross_entropy(*args), fullgraph=True, backend="aot_eager")
     loss, lse = function(x, w, target)
     assert loss.dtype == lse.dtype == torch.float32 and loss.shape == (5, 1)
     loss[target >= 0].sum().backward()
     x64, w64 = (t.detach().double().requires_grad_() for t in (x, w))
-    wanted = F.cross_entropy(x64 @ w64, target, reduction="sum")
-    wanted.backward()
-    close(loss.detach()[target >= 0].sum(), wanted.detach())
+    expected = F.cross_entropy(x64 @ w64, target, reduction="sum")
+    expected.backward()
+    close(loss.detach()[target >= 0].sum(), expected.detach())
     close(x.grad, x64.grad, 5)
     close(w.grad, w64.grad, 5)
 
@@ -300,9 +304,9 @@ def test_transforms_of_torch_func():
     outside = [x.clone().requires_grad_(), g.clone().requires_grad_()]
     torch.vmap(scaled_norm)(*outside).float().square().sum().backward()
     inside = torch.vmap(torch.func.grad(total, (0, 1)))(x, g)
-    for wanted, a, b in zip(each, outside, inside, strict=True):
+    for expected, a, b in zip(each, outside, inside, strict=True):
         for got in a.grad, b:
-            close(got, wanted.grad, bits=5)  # parts round after each
+            close(got, expected.grad, bits=5)  # parts round after each
 
 
 def test_a_tangent_of_a_fused_function_is_refused():

@@ -55,8 +55,8 @@ def test_products_side_by_side_do_not(rows_on_left, monkeypatch):
 
 def test_proof(rows_on_left):
     kernel, arrays = operators.rms_norm_linear, (normal(64, 200), normal(200), normal(200, 136))
-    found = kernel.trace(kernel._arguments(arrays))
-    proof = prove(kernel.name, found, candidates(found, H200)[0])
+    actual = kernel.trace(kernel._arguments(arrays))
+    proof = prove(kernel.name, actual, candidates(actual, H200)[0])
     assert proof.holds, proof
 
 
@@ -79,9 +79,9 @@ def test_on_the_card(name, rows, transposed):
     kernel = fuse.kernel(FUNCTIONS[name])
     sizes = (rows, 1000), (1000, 6136), (1000,), (rows, 6136), (6136,)
     arrays = [normal(*s) for s in sizes]
-    given = [*map(to_torch, arrays)]
-    given[1] = given[1].t().contiguous().t() if transposed else given[1]
-    assert f"= 64, {UPRIGHT}, " in kernel.source(*given)
-    got = kernel(*given)
+    inputs = [*map(to_torch, arrays)]
+    inputs[1] = inputs[1].t().contiguous().t() if transposed else inputs[1]
+    assert f"= 64, {UPRIGHT}, " in kernel.source(*inputs)
+    got = kernel(*inputs)
     torch.cuda.synchronize()
     compare(kernel, arrays, to_numpy(got))

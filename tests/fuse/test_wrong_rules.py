@@ -31,14 +31,14 @@ def trace(function, *shapes, dtype="bfloat16"):
 def answers(function, shapes, rule):
     """[(identity, floats)] of every form that the rule leads to, of which there is at least one. Arrays are float32, which has
     digits to lose."""
-    found = trace(function, *shapes, dtype="float32")
+    actual = trace(function, *shapes, dtype="float32")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rules, "MOST", 3)
-        forms = rules.equivalent_forms(found.roots, found.table, [rule])[1:]
+        forms = rules.equivalent_forms(actual.roots, actual.table, [rule])[1:]
     assert forms, "the rule says nothing of its definition"
     declared = [rule.loses] if rule.loses else []
     return [
-        (identity.identity(found.roots, form.roots), float_check.compare_in_floats(found.roots, form.roots, declared))
+        (identity.identity(actual.roots, form.roots), float_check.compare_in_floats(actual.roots, form.roots, declared))
         for form in forms
     ]
 
@@ -274,15 +274,15 @@ DIVIDES_BY_0 = {  # (definition, shapes, rule, a kind of rows where they differ)
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_wrong_rule_is_refused(name):
-    for found, _ in answers(*REFUSED[name][:2], Rule(name, "", REFUSED[name][2])):
-        assert not found.equal and "NOT the definition" in str(found)
+    for actual, _ in answers(*REFUSED[name][:2], Rule(name, "", REFUSED[name][2])):
+        assert not actual.equal and "NOT the definition" in str(actual)
 
 
 @pytest.mark.parametrize("name", LOSES)
 def test_a_rule_that_loses_range_is_refused_or_named(name):
     definition, shapes, rule, place = LOSES[name]
-    for found, floats in answers(definition, shapes, Rule(name, "", rule)):
-        assert found.equal and floats.lost and not floats.wrong and not floats.passed
+    for actual, floats in answers(definition, shapes, Rule(name, "", rule)):
+        assert actual.equal and floats.lost and not floats.wrong and not floats.passed
         assert "NO rule declares" in str(floats) and any(f"rows {place}" in one for one in floats.lost), floats.lost
     for _, floats in answers(definition, shapes, Rule(name, "", rule, loses="where it is great")):
         assert floats.passed and "LOSES rows" in str(floats) and "as declared: where it is great" in str(floats)
@@ -291,8 +291,8 @@ def test_a_rule_that_loses_range_is_refused_or_named(name):
 @pytest.mark.parametrize("name", DIVIDES_BY_0)
 def test_a_rule_that_divides_by_0_is_refused(name):
     definition, shapes, rule, place = DIVIDES_BY_0[name]
-    for found, floats in answers(definition, shapes, Rule(name, "", rule, loses="everything")):
-        assert found.equal and not floats.passed and any(f"rows {place}" in one for one in floats.wrong), floats
+    for actual, floats in answers(definition, shapes, Rule(name, "", rule, loses="everything")):
+        assert actual.equal and not floats.passed and any(f"rows {place}" in one for one in floats.wrong), floats
 
 
 ROWS = np.full((4, 64), 1e-4, bf16.np)
@@ -313,20 +313,20 @@ def test_the_proof_of_a_kernel_by_a_wrong_rule_does_not_hold(name, monkeypatch):
     """The kernel is right at the numbers of its run; the proof still reports the wrong rule."""
     monkeypatch.setattr(rules, "RULES", (Rule(name, "", KERNELS[name][2]),))
     function, arrays, _ = KERNELS[name]
-    found = fuse.kernel(function)._plan_call(arrays)[0]
+    actual = fuse.kernel(function)._plan_call(arrays)[0]
     candidates.candidates.cache_clear()
-    wrong = [one for one in candidates.candidates(found, card(None)) if one.rules]
+    wrong = [one for one in candidates.candidates(actual, card(None)) if one.rules]
     candidates.candidates.cache_clear()
     assert wrong
-    known = proof.prove(name, found, wrong[0])
+    known = proof.prove(name, actual, wrong[0])
     assert not known.holds and ("NOT the definition" in str(known) or "NO rule declares" in str(known))
-    assert proof.prove(name, found, wrong[0]._replace(roots=found.roots, rules=())).identity.equal
+    assert proof.prove(name, actual, wrong[0]._replace(roots=actual.roots, rules=())).identity.equal
 
 
 # ---- what the proof says of itself -----------------------------------------------------------------------------------
 def test_a_proof_is_repeated_by_its_seed():
-    found = trace(norm, X, VECTOR)
-    one, again, other = (identity.identity(found.roots, found.roots, seed) for seed in (7, 7, None))
+    actual = trace(norm, X, VECTOR)
+    one, again, other = (identity.identity(actual.roots, actual.roots, seed) for seed in (7, 7, None))
     assert one == again and one.seed == 7 and one.fields != other.fields
     assert "seed 7" in str(one) and len({p for p, _ in one.fields}) == identity.POINTS
     for p, q in one.fields:
@@ -361,8 +361,8 @@ def test_constants_are_exact_and_apart(monkeypatch):
 
 
 def test_infinite_constants_are_told_apart():
-    found = trace(lambda x: (fuse.where(x > 0.0, x, -math.inf), fuse.where(x > 0.0, x, math.inf)), X)
-    least, greatest = found.roots
+    actual = trace(lambda x: (fuse.where(x > 0.0, x, -math.inf), fuse.where(x > 0.0, x, math.inf)), X)
+    least, greatest = actual.roots
     assert identity.identity([least], [least]).equal and not identity.identity([least], [greatest]).equal
 
 
@@ -378,9 +378,9 @@ def test_infinite_constants_are_told_apart():
 )
 def test_degrees_are_counted(function, shapes, up, down):
     """The degrees of numerators and denominators of the results, counted by hand."""
-    found = trace(function, *shapes)
-    axes = identity.base_axes(name for x in identity.walk(*found.roots) for name in x.axes)
-    size = identity._degree_bounds(found.roots, dict.fromkeys(axes, 4))[found.roots[0]]
+    actual = trace(function, *shapes)
+    axes = identity.base_axes(name for x in identity.walk(*actual.roots) for name in x.axes)
+    size = identity._degree_bounds(actual.roots, dict.fromkeys(axes, 4))[actual.roots[0]]
     assert (size.up, size.down) == (up, down)
 
 

@@ -144,8 +144,8 @@ class Runner:
         environment = SEEN | {"TILES_CACHE_DIR": self.kernel_cache}
         arguments = [*tests, f"--timeout={self.test_limit:g}"]
         with tempfile.NamedTemporaryFile() as said:
-            given = (str(place.tree), arguments, environment, sending, said.name, mutation.path, mutation.function)
-            process = SERVER.Process(target=_pytest, args=(*given, self.order, avoided))
+            inputs = (str(place.tree), arguments, environment, sending, said.name, mutation.path, mutation.function)
+            process = SERVER.Process(target=_pytest, args=(*inputs, self.order, avoided))
             process.start()
             sending.close()
             try:
@@ -202,9 +202,9 @@ def chosen(words: list[str]) -> list[Mutation]:
     a path, and makes none for files of other paths."""
     parts = [path for path, _, _ in (word.partition("::") for word in words) if "/" in path]
     files = [path for path in sources() if all(part in path for part in parts)]
-    made = (mutation for path in files for mutation in mutations(SourceFile(path, (ROOT / path).read_bytes())))
-    found = itertools.chain(by_hand(), made)
-    return [m for m in found if all(word in m.name for word in words) and not why_neutral(m.name)]
+    result = (mutation for path in files for mutation in mutations(SourceFile(path, (ROOT / path).read_bytes())))
+    actual = itertools.chain(by_hand(), result)
+    return [m for m in actual if all(word in m.name for word in words) and not why_neutral(m.name)]
 
 
 def fault(mutation: Mutation) -> str:
@@ -212,10 +212,10 @@ def fault(mutation: Mutation) -> str:
     return mutation.name.rpartition("::")[2].partition("#")[0]
 
 
-def sampled(found: list[Mutation], count: int, seed: int) -> list[Mutation]:
+def sampled(actual: list[Mutation], count: int, seed: int) -> list[Mutation]:
     """So many at random, of each kind of fault as many as of the others as long as there are some."""
     rng, kinds = random.Random(seed), defaultdict(list)
-    for mutation in rng.sample(found, len(found)):
+    for mutation in rng.sample(actual, len(actual)):
         kinds[fault(mutation) if "#" in mutation.name else "by hand"].append(mutation)
     deals = itertools.zip_longest(*rng.sample(list(kinds.values()), len(kinds)))
     return list(itertools.islice((mutation for deal in deals for mutation in deal if mutation), count))
@@ -244,46 +244,46 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=240, help="seconds of tests for each mutation")
     parser.add_argument("--others", action="store_true", help="what its own tests let pass is shown to other files' tests")
     parser.add_argument("--log", type=Path, help="keep fates here as they come; what is found dead here is not tried again")
-    given = parser.parse_args()
-    found = chosen(given.words)
-    found = found if given.sample is None else sampled(found, given.sample, given.seed)
-    if given.list:
-        print(*(mutation.name for mutation in found), sep="\n")
-        if len(found) == 1:
-            print(difference(found[0]))
+    inputs = parser.parse_args()
+    actual = chosen(inputs.words)
+    actual = actual if inputs.sample is None else sampled(actual, inputs.sample, inputs.seed)
+    if inputs.list:
+        print(*(mutation.name for mutation in actual), sep="\n")
+        if len(actual) == 1:
+            print(difference(actual[0]))
         return 0
-    return tried(found, given)
+    return tried(actual, inputs)
 
 
-def tried(found: list[Mutation], given) -> int:
+def tried(actual: list[Mutation], inputs) -> int:
     """Try these, say what becomes of each, and show what survives."""
     fates = {}
-    if given.log and given.log.exists():
-        fates = {name: Fate(*fate) for name, fate in json.loads(given.log.read_text()).items()}
+    if inputs.log and inputs.log.exists():
+        fates = {name: Fate(*fate) for name, fate in json.loads(inputs.log.read_text()).items()}
     SERVER.set_forkserver_preload(IMPORTED)
-    runner = Runner(given.jobs, given.limit, others=given.others)
+    runner = Runner(inputs.jobs, inputs.limit, others=inputs.others)
     for known, fate in fates.items():
         if fate.how == "own":
             path, function, _ = known.split("::", 2)
             runner.order.noticed(path, function, fate.test)
     try:
-        with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-            todo = [m for m in found if not fates.get(key(m), Fate("", "", 0)).test]
+        with concurrent.futures.ThreadPoolExecutor(inputs.jobs) as pool:
+            todo = [m for m in actual if not fates.get(key(m), Fate("", "", 0)).test]
             running = {pool.submit(runner.fate, mutation): mutation for mutation in todo}
             for number, done in enumerate(concurrent.futures.as_completed(running), 1):
                 mutation, fate = running[done], done.result()
                 fates[key(mutation)] = fate
                 what = f"{fate.how} {fate.test}" if fate.test else "SURVIVES " + fate.how
                 print(f"{number}/{len(todo)} {mutation.name}: {what} ({fate.seconds:.0f} s)", flush=True)
-                if given.log:
-                    given.log.write_text(json.dumps(fates))
+                if inputs.log:
+                    inputs.log.write_text(json.dumps(fates))
     finally:
         runner.close()
-    alive = [m for m in found if not fates[key(m)].test]
-    weak = [m for m in found if fates[key(m)].how == "other"]
+    alive = [m for m in actual if not fates[key(m)].test]
+    weak = [m for m in actual if fates[key(m)].how == "other"]
     for mutation in alive:
         print(f"\n{mutation.name} survives {', '.join(own_tests(mutation.path))}\n{difference(mutation)}")
     for mutation in weak:
         print(f"found by a test of another file alone: {mutation.name}: {fates[key(mutation)].test}")
-    print(f"{len(found)} mutations: {len(alive)} survive, {len(weak)} are found by tests of other files alone")
+    print(f"{len(actual)} mutations: {len(alive)} survive, {len(weak)} are found by tests of other files alone")
     return int(bool(alive))

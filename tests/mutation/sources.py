@@ -73,29 +73,29 @@ class SourceFile:
     def between(self, left: ast.AST, right: ast.AST, old: str, new: str) -> Edit | None:
         """The operator `old` between two operands becomes `new`; comments there do not count."""
         start, end = self.span(left)[1], self.span(right)[0]
-        gap = COMMENT.sub(lambda found: b" " * len(found[0]), self.data[start:end])
-        found = re.search(rb"\s+".join(map(re.escape, old.encode().split())), gap)
-        return found and Edit(start + found.start(), start + found.end(), new.encode())
+        gap = COMMENT.sub(lambda actual: b" " * len(actual[0]), self.data[start:end])
+        actual = re.search(rb"\s+".join(map(re.escape, old.encode().split())), gap)
+        return actual and Edit(start + actual.start(), start + actual.end(), new.encode())
 
     @functools.cached_property
     def functions(self) -> dict[str, ast.AST]:
         """{name: function, class or, under "", the module}."""
-        found = {"": self.tree}
+        actual = {"": self.tree}
 
         def walk(node, above):
             for child in ast.iter_child_nodes(node):
                 if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                    name = given = ".".join(filter(None, [above, own_name(child)]))
+                    name = inputs = ".".join(filter(None, [above, own_name(child)]))
                     count = 1
-                    while name in found:  # one that is defined again, such as a property's setter
-                        name = f"{given}~{(count := count + 1)}"
-                    found[name] = child
+                    while name in actual:  # one that is defined again, such as a property's setter
+                        name = f"{inputs}~{(count := count + 1)}"
+                    actual[name] = child
                     walk(child, name)
                 elif not isinstance(child, ast.expr):
                     walk(child, above)
 
         walk(self.tree, "")
-        return found
+        return actual
 
     @functools.cached_property
     def names(self) -> dict[ast.AST, str]:

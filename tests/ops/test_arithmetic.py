@@ -53,8 +53,8 @@ def test_every_combination(run, sample, name, shape, dtype, side):
     run(body, x, y, c, r, 0.7, *outs)
     X, Y, C, R = wide(x), wide(y), wide(c)[:, None], wide(r)
     number = np.float32(0.7)
-    given = [(X, Y), (X, C), (C, X), (X, R), (R, X), (X, number), (1.5, X), (C[:, 0], C[:, 0] * 2), (C[:, 0], 3), (R * 2, R)]
-    for out, args in zip(outs, given, strict=True):
+    inputs = [(X, Y), (X, C), (C, X), (X, R), (R, X), (X, number), (1.5, X), (C[:, 0], C[:, 0] * 2), (C[:, 0], 3), (R * 2, R)]
+    for out, args in zip(outs, inputs, strict=True):
         close(out, reference(*args), ulp=max(ulp, 0.5 if dtype is not fp32 or name in ("maximum", "minimum") else 1))
 
 

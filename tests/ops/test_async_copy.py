@@ -92,13 +92,13 @@ def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
         (k,) = smem.open()
         warp = cuda.threadIdx.x // 32
         for j in range(stages):
-            found = k.look_up(pages, pool.shape[1], (1, 3 + 32 * j), last)
-            k.fill_pages(j, pool, found, (3 + 32 * j, 2, 0), last, count, piece)
+            actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * j), last)
+            k.fill_pages(j, pool, actual, (3 + 32 * j, 2, 0), last, count, piece)
         for j in range(count):
             store(out, load(k.own(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
             cuda.syncwarp()
-            found = k.look_up(pages, pool.shape[1], (1, 3 + 32 * (j + stages)), last)
-            k.fill_pages(j + stages, pool, found, (3 + 32 * (j + stages), 2, 0), last, count, piece)
+            actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * (j + stages)), last)
+            k.fill_pages(j + stages, pool, actual, (3 + 32 * (j + stages), 2, 0), last, count, piece)
 
     pool = np.full((2 * most + 1, size, 3, columns + 8), np.nan, bf16.np)[..., piece // 2 : piece // 2 + columns]
     rows, pages = sample((last, columns), bf16), np.full((2, most), -(2**20), dtype)
@@ -123,8 +123,8 @@ def test_vectors_of_numbers_any_stride_apart(run, sample, size, warps):
     @inlined
     def fill(d, j, x, pages):
         if PAGED:
-            found = d.look_up(pages, x.shape[1], (1, 2 + length * j), last)
-            d.fill_pages(j, x, found, (2 + length * j, 1), last, count)
+            actual = d.look_up(pages, x.shape[1], (1, 2 + length * j), last)
+            d.fill_pages(j, x, actual, (2 + length * j, 1), last, count)
         else:
             d.fill(j, truncate(x, 1, last), (1, 2 + length * j, 1), cols=1, end=count)
 
@@ -176,8 +176,8 @@ def test_warps_gather_rows_for_others(run, sample, size):
             rank = warpgroup.rank()
             for j in range(COUNT):
                 row = 64 * j + 16 * rank
-                found = look_up(PART, pages, pool.shape[1], (1, row), LAST, BEGIN)
-                copy_pages(subtile(k.claim(j), 16, rank), pool, found, (row, 0), LAST)
+                actual = look_up(PART, pages, pool.shape[1], (1, row), LAST, BEGIN)
+                copy_pages(subtile(k.claim(j), 16, rank), pool, actual, (row, 0), LAST)
                 commit_group()
                 wait_group()
                 k.publish(j)
@@ -191,12 +191,12 @@ def test_warps_gather_rows_for_others(run, sample, size):
     pages[1, : BEGIN // size] = -(2**20)
     out = blank((64 * COUNT, 64), fp32)
     run(body, x, pool, pages, out, warps=8, shared=smem)
-    wanted = np.zeros((64 * COUNT, 64), np.float32)
+    expected = np.zeros((64 * COUNT, 64), np.float32)
     for j in range(COUNT):
         part = rows[64 * j : 64 * (j + 1)].astype(np.float32)
-        wanted[64 * j : 64 * (j + 1), : len(part)] = x.astype(np.float32) @ part.T
-    out[:64, :BEGIN] = wanted[:64, :BEGIN]
-    np.testing.assert_allclose(out, wanted, rtol=2**-20, atol=2**-16)
+        expected[64 * j : 64 * (j + 1), : len(part)] = x.astype(np.float32) @ part.T
+    out[:64, :BEGIN] = expected[:64, :BEGIN]
+    np.testing.assert_allclose(out, expected, rtol=2**-20, atol=2**-16)
 
 
 def test_what_a_pipeline_of_vectors_refuses():
@@ -299,8 +299,8 @@ def test_pipelines_compile_for_every_gpu(arch, piece):
         k.fill(0, x, (0, 0), end=n, piece=piece)
         k.wait(0)
 
-    found = compile_kernel(body, [parameter("x", blank((64, 128), bf16)).type, parameter("n", 1).type], arch)
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    actual = compile_kernel(body, [parameter("x", blank((64, 128), bf16)).type, parameter("n", 1).type], arch)
+    assert (actual.local_bytes, actual.spill_bytes, actual.warnings) == (0, 0, [])
 
 
 def refused(body, words, *args):

@@ -322,11 +322,11 @@ def test_giving_a_shared_slot_back_costs_no_fence():
 
     x = blank((64, 64), bf16)
     args = tensor(x, S), tensor(x, smem.items["r"].part), blank((64, 64)), 1
-    found = compile_kernel(body, [parameter("an argument", a).type for a in args], "sm_90a").cubin
-    loop = {i.opcode for i in sass.main_loop(found)}
+    actual = compile_kernel(body, [parameter("an argument", a).type for a in args], "sm_90a").cubin
+    loop = {i.opcode for i in sass.main_loop(actual)}
     assert any(opcode.startswith("HGMMA") for opcode in loop) and "SYNCS.ARRIVE.TRANS64.RED.A1T0" in loop
     assert not any(opcode.startswith(("MEMBAR", "ERRBAR", "FENCE")) for opcode in loop)
-    loads = Counter(i.opcode for i in sass.listing(found) if i.mnemonic == "UTMALDG")
+    loads = Counter(i.opcode for i in sass.listing(actual) if i.mnemonic == "UTMALDG")
     assert set(loads) == {"UTMALDG.2D", "UTMALDG.2D.MULTICAST"} and len({*loads.values()}) == 1
 
 

@@ -45,9 +45,9 @@ def test_every_block_gets_the_sums(run, sample, blocks, rows):
         parts, full = smem.open()
         cluster.sync()
         sums.send(load(x, band, (cluster.rank(), warpgroup.rank(), 0)), parts, full)
-        found = sums.receive(parts, full)
+        actual = sums.receive(parts, full)
         if warpgroup.rank() == 0:
-            store(y, found, (cluster.rank(), 0))
+            store(y, actual, (cluster.rank(), 0))
 
     x, y = sample((blocks, 4, 16)), blank((blocks, rows))
     run(body, x, y, warps=4, shared=smem, cluster=blocks)
@@ -68,9 +68,9 @@ def test_a_band_s_sums(run, sample, blocks, rows):
         cluster.sync()
         sums.send(load(x, band.col_vec, (cluster.rank(), warpgroup.rank(), 0)), parts, full)
         mine = warpgroup.rank() % sums.bands
-        found = sums.receive_band(mine, parts, full)
+        actual = sums.receive_band(mine, parts, full)
         if warpgroup.rank() < sums.bands:
-            store(y, found, (cluster.rank(), 16 * mine))
+            store(y, actual, (cluster.rank(), 16 * mine))
 
     x, y = sample((blocks, 4, 16)), blank((blocks, rows))
     run(body, x, y, warps=4, shared=smem, cluster=blocks)

@@ -50,10 +50,10 @@ plan = tiles.shared(x=st(16, 128, fp32), y=st(16, 128, bf16), h=st(16, 128, fp16
 
 def code(kernel, *args):
     """The cubin for sm_90a of a kernel with these arguments, which must have no local memory and no warning."""
-    found = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
-    assert not {"LDL", "STL"} & set(sass.instructions(found.cubin))
-    return found.cubin
+    actual = compile_kernel(kernel, [parameter(f"argument {k}", a).type for k, a in enumerate(args)], "sm_90a")
+    assert (actual.local_bytes, actual.spill_bytes, actual.warnings) == (0, 0, [])
+    assert not {"LDL", "STL"} & set(sass.instructions(actual.cubin))
+    return actual.cubin
 
 
 def opcodes(cubin):
@@ -81,9 +81,9 @@ def made_of(function):
         x, _, _ = plan.open()
         store(x, function(load(x, T), scale, n))
 
-    found = opcodes(code(body, 1.0, 1))
-    found.subtract(around())
-    return {opcode: n for opcode, n in found.items() if n > 0 and opcode.split(".")[0] not in OVERHEAD}
+    actual = opcodes(code(body, 1.0, 1))
+    actual.subtract(around())
+    return {opcode: n for opcode, n in actual.items() if n > 0 and opcode.split(".")[0] not in OVERHEAD}
 
 
 # addresses, thread numbers and arguments; which of their forms ptxas picks changes with what stands around
@@ -232,10 +232,10 @@ def test_two_byte_tiles_move_by_matrices(same, spec):
         items = plan.open()
         store(items[target], load(items[k], spec))
 
-    found = opcodes(code(body))
-    assert found["LDSM.16.M88.4"] == 8 and found["F2FP.BF16.F32.PACK_AB"] == 0
-    assert (found["STSM.16.M88.4"], found["STS.64"]) == ((8, 0) if same else (0, 32))
-    assert not any(opcode.startswith("LDS.") for opcode in found)
+    actual = opcodes(code(body))
+    assert actual["LDSM.16.M88.4"] == 8 and actual["F2FP.BF16.F32.PACK_AB"] == 0
+    assert (actual["STSM.16.M88.4"], actual["STS.64"]) == ((8, 0) if same else (0, 32))
+    assert not any(opcode.startswith("LDS.") for opcode in actual)
 
 
 FORMS = ["mm_ABt", "mma_AB", "mm_AB", "mma_ABt"]
@@ -288,8 +288,8 @@ def test_tma_takes_one_instruction_a_panel():
         warpgroup.store_wait()
 
     x = tensor(blank((128, 128), bf16), S)
-    found = sass.instructions(code(body, x, x))
-    assert (found["UTMALDG"], found["UTMASTG"]) == (2, 2)
+    actual = sass.instructions(code(body, x, x))
+    assert (actual["UTMALDG"], actual["UTMASTG"]) == (2, 2)
 
 
 def test_the_loop_of_an_online_softmax():
@@ -325,7 +325,7 @@ def test_the_loop_of_an_online_softmax():
 
     args = tensor(blank((64, 128), bf16), Q), tensor(blank((128 * rounds, 128), bf16), K)
     loop = sass.main_loop(code(body, *args, args[1], blank((64, 128)), rounds, 1.0))
-    found = Counter(i.opcode for i in loop)
+    actual = Counter(i.opcode for i in loop)
     needs = {
         "HGMMA.64x128x16.F32.BF16": 16,
         "FMNMX.FTZ": ELEMENTS + 4,  # 62 in the lane, 4 across the quad, 2 with the old maximum
@@ -336,7 +336,7 @@ def test_the_loop_of_an_online_softmax():
         "F2FP.BF16.F32.PACK_AB": ELEMENTS // 2,
         "SHFL.BFLY": 4,
     }
-    assert {opcode: found[opcode] for opcode in needs} == needs
+    assert {opcode: actual[opcode] for opcode in needs} == needs
     assert len(loop) <= sum(needs.values()) + 80
 
 

@@ -32,8 +32,8 @@ def corners(to):
 def values(dtype):
     """All finite numbers of an fp8 dtype, ascending from 0, and whether the last bit of each is 0."""
     bits = np.arange(128, dtype=np.uint8)
-    found = wide(bits.view(dtype.np))
-    return found[np.isfinite(found)], bits[np.isfinite(found)] % 2 == 0
+    actual = wide(bits.view(dtype.np))
+    return actual[np.isfinite(actual)], bits[np.isfinite(actual)] % 2 == 0
 
 
 def rounded(x, to):

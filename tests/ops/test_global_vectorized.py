@@ -250,8 +250,8 @@ def test_one_instruction_for_eight_columns():
         store(y, load(x, T, (0, 0)), (0, 0), aligned=True)
 
     x, y = np.zeros((16, 128), np.float32), np.zeros((16, 128), bf16.np)
-    found = compile_kernel(body, [parameter("x", x).type, parameter("y", y).type], "sm_90a")
-    stores = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic == "STG"]
+    actual = compile_kernel(body, [parameter("x", x).type, parameter("y", y).type], "sm_90a")
+    stores = [i.opcode for i in sass.listing(actual.cubin) if i.mnemonic == "STG"]
     assert len(stores) == 8 and all(".128" in opcode for opcode in stores)
 
 
@@ -264,7 +264,7 @@ def test_a_copy_in_fp32_moves_16_bytes_an_instruction():
         store(y, load(x, T, (0, 0), aligned=True), (0, 0), aligned=True)
 
     x = np.zeros((32, 32), np.float32)
-    found = compile_kernel(body, [parameter("x", x).type, parameter("y", x).type], "sm_90a")
-    moves = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic in ("LDG", "STG")]
+    actual = compile_kernel(body, [parameter("x", x).type, parameter("y", x).type], "sm_90a")
+    moves = [i.opcode for i in sass.listing(actual.cubin) if i.mnemonic in ("LDG", "STG")]
     assert len(moves) == 16 and all(".128" in opcode for opcode in moves)
     assert [opcode[:3] for opcode in moves] == ["LDG"] * 8 + ["STG"] * 8

@@ -95,9 +95,9 @@ def test_four_together_lie_at_multiples_of_16_bytes(backend, adds):
     sums, y = np.zeros(512, np.float32), np.zeros((16, 16), np.float32)
     kernel, arrays = (add_four, (sums,)) if adds else (load_four, (sums, y))
     backend(kernel, *arrays, 4)
-    with pytest.raises(Hazard, match="no multiple") as found:
+    with pytest.raises(Hazard, match="no multiple") as actual:
         backend(kernel, *arrays, 6)
-    assert found.value.kind == "bounds"
+    assert actual.value.kind == "bounds"
 
     @cuda.jit
     def rounded(sums):

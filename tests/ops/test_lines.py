@@ -29,10 +29,10 @@ def test_rows_of_an_array(run, sample, cols, dtype, aligned):
 
     x, y, sums = sample((2, 3, 144), dtype), blank((1, 2, 144), dtype), blank((3, cols))
     run(body, x, y, sums)
-    wanted = np.zeros((3, cols))
-    wanted[:, : min(cols, 80)] = wide(x)[1, :, 64 : 64 + cols]
-    close(sums, wanted)
-    close(y[0, :, 64 : 64 + cols], wanted[:2, :80][:, : min(cols, 80)])
+    expected = np.zeros((3, cols))
+    expected[:, : min(cols, 80)] = wide(x)[1, :, 64 : 64 + cols]
+    close(sums, expected)
+    close(y[0, :, 64 : 64 + cols], expected[:2, :80][:, : min(cols, 80)])
     assert np.isnan(wide(y)[..., :64]).all()
 
 

@@ -65,12 +65,12 @@ def kernel_of(name, m, n, k, dtypes, placed):
 
 def products():
     """Every place of the operands in every form, dtypes and shapes in turn: (op, dtypes of a and b, places, (m, n, k))."""
-    turns = [itertools.cycle(found) for found in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE)]
-    shapes = {itemsize: itertools.cycle(found) for itemsize, found in SHAPES.items()}
+    turns = [itertools.cycle(actual) for actual in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE)]
+    shapes = {itemsize: itertools.cycle(actual) for itemsize, actual in SHAPES.items()}
     for form in TRANSPOSED:
-        found = cells(f"mma_{form}")
+        actual = cells(f"mma_{form}")
         for turn in turns:
-            for left, right in itertools.product(*found[next(turn)]):
+            for left, right in itertools.product(*actual[next(turn)]):
                 dtypes = next(turn)
                 yield f"mma_{form}", dtypes, left.__name__[0] + right.__name__[0], next(shapes[dtypes[0].itemsize])
 
@@ -154,15 +154,15 @@ def test_every_cell_compiles_for_every_gpu_that_has_it(name, dtypes, places, arc
     placed = "".join(kinds[-1].__name__[0] for kinds in places)
     body, _, left, right = kernel_of(name, 32, 32, 32, dtypes, placed)
     arrays = blank(left, dtypes[0]), blank(right, dtypes[1]), blank((32, 32)), blank((32, 32))
-    found = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    actual = compile_kernel(body, [parameter("x", a).type for a in arrays], arch)
+    assert (actual.local_bytes, actual.spill_bytes, actual.warnings) == (0, 0, [])
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(16, 80, 96), (64, 128, 256), (32, 256, 128)])
 def test_a_rows_bits_do_not_depend_on_its_place(m, n, k):
     """This holds in the interpreter, whatever BLAS does: tests compare attention of part of the queries bit by bit."""
     a, b = (np.random.default_rng(0).standard_normal(shape, np.float32) for shape in ((m, k), (k, n)))
-    found = product(a, b)
-    close(found, a.astype(np.float64) @ b, atol=EPS[fp32] * (np.abs(a) @ np.abs(b)).max() * (k + 2))
+    actual = product(a, b)
+    close(actual, a.astype(np.float64) @ b, atol=EPS[fp32] * (np.abs(a) @ np.abs(b)).max() * (k + 2))
     for by in range(1, m):
-        assert np.array_equal(np.roll(product(np.roll(a, by, 0), b), -by, 0), found), by
+        assert np.array_equal(np.roll(product(np.roll(a, by, 0), b), -by, 0), actual), by

@@ -80,7 +80,7 @@ def test_a_whole_tile_or_vector_gives_a_number(run, sample, shape, dtype, side):
     run(body, x, c, r, out)
     X, C, R = wide(x), wide(c), wide(r)
     wants = [X.max(), X.min(), X.sum(), C.prod(), C.sum(), R.sum(), R.max()]
-    errors = [0, 0, *(error_of(*given, None) for given in (("sum", X), ("prod", C), ("sum", C), ("sum", R))), 0]
+    errors = [0, 0, *(error_of(*inputs, None) for inputs in (("sum", X), ("prod", C), ("sum", C), ("sum", R))), 0]
     for got, want, error in zip(out, wants, errors, strict=True):
         close(got, np.full(16, want), atol=error)
 

@@ -123,9 +123,9 @@ def test_always_true(bits):
 def test_no_arithmetic_makes_the_mark():
     """The mark is a NaN that no operation returns here; the GPU's own is 0x7FFFFFFF."""
     with np.errstate(all="ignore"):
-        made = np.array([np.inf], np.float32) * np.float32(0)
+        result = np.array([np.inf], np.float32) * np.float32(0)
     assert np.isnan(np.array([MARK], np.uint32).view(np.float32)).all()
-    assert made.view(np.uint32)[0] not in (MARK, 0)
+    assert result.view(np.uint32)[0] not in (MARK, 0)
 
 
 def test_the_compiler_keeps_the_comparison():
@@ -149,8 +149,8 @@ def test_the_compiler_keeps_the_comparison():
     x, out = tensor(np.zeros((64, 64), bf16.np), S), blank(16)
     marked = []
     for after in (True, False):
-        found = compile_kernel(kernel(after), [parameter("x", x).type, parameter("out", out).type], "sm_90a")
-        text = [str(i).lower() for i in sass.listing(found.cubin)]
+        actual = compile_kernel(kernel(after), [parameter("x", x).type, parameter("out", out).type], "sm_90a")
+        text = [str(i).lower() for i in sass.listing(actual.cubin)]
         marked.append(any(f"{MARK:#x}" in line for line in text))
     assert marked == [True, False]
 
@@ -214,8 +214,8 @@ def test_the_slot_of_a_wait_is_uniform():
             warpgroup.store(out, o, (0, 0))
 
     args = tensor(np.zeros((64, 64), bf16.np), S), blank((64, 64)), np.zeros(2, np.int32), 3
-    found = compile_kernel(body, [parameter("argument", a).type for a in args], "sm_90a")
-    loop = [i.mnemonic for i in sass.main_loop(found.cubin)]
+    actual = compile_kernel(body, [parameter("argument", a).type for a in args], "sm_90a")
+    loop = [i.mnemonic for i in sass.main_loop(actual.cubin)]
     products, moves = loop.count("HGMMA"), loop.count("R2UR")
     assert products % 4 == 0 and moves <= products // 2
 

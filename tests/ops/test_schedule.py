@@ -140,8 +140,8 @@ def test_compiles_to_32_bits():
     def kernel(r, out):
         store(out, full(V, persistent_tile(r)), (0,))
 
-    found = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
-    assert not found.local_bytes and not found.warnings
+    actual = compile_kernel(kernel, [types.int32, types.Array(types.float32, 1, "A")], "sm_90a")
+    assert not actual.local_bytes and not actual.warnings
     assert OPS[op_function].type(types.int32, 1)[0] == types.int32
 
 
@@ -219,8 +219,8 @@ def test_sequences_one_behind_the_other(sequences, most, padded):
     begins = rng.integers(0, 3, sequences).astype(np.int32)
 
     @cuda.jit
-    def body(lengths, begins, found):
-        for tile in range(found.shape[0]):
+    def body(lengths, begins, actual):
+        for tile in range(actual.shape[0]):
             sequence, before, end = 0, 0, 0
             for first in range(0, lengths.shape[0], 32):
                 if padded:
@@ -230,14 +230,14 @@ def test_sequences_one_behind_the_other(sequences, most, padded):
                 sequence, before = sequence + passed, last
                 if end > tile:
                     break
-            found[tile, 0], found[tile, 1] = sequence, before
+            actual[tile, 0], actual[tile, 1] = sequence, before
 
     elements = np.minimum(lengths + 5 - begins if padded else lengths, most)
     ends = np.cumsum(np.maximum(-(-elements // 16), 1))
     tiles = np.arange(ends[-1])
     owner = np.searchsorted(ends, tiles, side="right")
-    wanted = np.stack([owner, np.concatenate([[0], ends])[owner]], 1)
+    reference_values = np.stack([owner, np.concatenate([[0], ends])[owner]], 1)
     for run in (interpret, emulate):
-        found = np.full((len(tiles), 2), -1, np.int32)
-        run(body, (1, 1, 1), 32, [lengths, begins, found])
-        np.testing.assert_array_equal(found, wanted)
+        actual = np.full((len(tiles), 2), -1, np.int32)
+        run(body, (1, 1, 1), 32, [lengths, begins, actual])
+        np.testing.assert_array_equal(actual, reference_values)

@@ -81,9 +81,9 @@ def test_rounded_on_the_way(run, sample, dtype, axis):
         store(array, v, (0,))
 
     x = sample(n, other)
-    found = blank(n), blank(n), blank(n, dtype)
-    run(body, x, *found, shared=smem)
-    for got in found:
+    actual = blank(n), blank(n), blank(n, dtype)
+    run(body, x, *actual, shared=smem)
+    for got in actual:
         assert (wide(got) == wide(dtype.round(wide(x).astype(np.float32)))).all()
 
 

@@ -222,9 +222,9 @@ def test_parts_that_do_not_come_once_each_in_order(order, seed):
             consume(k, 2 if order == "next tile" else 1)
 
     x = np.zeros((64, 64), bf16.np)
-    with pytest.raises(Hazard, match=words) as found:
+    with pytest.raises(Hazard, match=words) as actual:
         interpret(body, (1, 1, 1), 256, [tensor(x, PAGE)], RING, seed)
-    assert "k.fill(j, x, (part, 0), part, 4)" in str(found.value)
+    assert "k.fill(j, x, (part, 0), part, 4)" in str(actual.value)
 
 
 def test_two_producers_of_one_tile():
@@ -282,6 +282,6 @@ def test_mistakes_about_pages():
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
 def test_paged_compiles_for_newer_gpus(arch):
     body, _ = sums(Paged(PAGES), block)
-    given = tensor(np.zeros((30, 16, 3, 64), bf16.np), PAGE, 1, 3), np.zeros((2, 12), np.int32), blank((64, 64))
-    found = compile_kernel(body, [parameter(f"x{k}", a).type for k, a in enumerate(given)], arch)
-    assert (found.local_bytes, found.spill_bytes, found.warnings) == (0, 0, [])
+    inputs = tensor(np.zeros((30, 16, 3, 64), bf16.np), PAGE, 1, 3), np.zeros((2, 12), np.int32), blank((64, 64))
+    actual = compile_kernel(body, [parameter(f"x{k}", a).type for k, a in enumerate(inputs)], arch)
+    assert (actual.local_bytes, actual.spill_bytes, actual.warnings) == (0, 0, [])

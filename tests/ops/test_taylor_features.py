@@ -23,8 +23,8 @@ def test_taylor(run, sample, dtype):
     x, y = sample((16, 16), dtype), sample((16, 16), dtype)
     queries, keys = blank((16, FEATURES), dtype), blank((16, FEATURES), dtype)
     run(body, x, y, queries, keys)
-    for features, given, squares in ((queries, wide(x), 1), (keys, wide(y), 0.5)):
-        want = np.concatenate([given * np.roll(given, -d, axis=1) for d in range(9)] + [given], axis=1)
+    for features, inputs, squares in ((queries, wide(x), 1), (keys, wide(y), 0.5)):
+        want = np.concatenate([inputs * np.roll(inputs, -d, axis=1) for d in range(9)] + [inputs], axis=1)
         want[:, :16] *= squares
         want[:, 136:144] = np.eye(8)[0]
         close(features, want, ulp=0.5)

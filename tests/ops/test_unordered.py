@@ -32,10 +32,10 @@ def test_maps_and_sums_of_rows(run, sample, shape, array_dtype, dtype, first):
     )
     z, sums = blank((shape[0], shape[1] + first), array_dtype), blank((shape[0], 1))
     run(kernel, x if first else np.ascontiguousarray(x[:, :-1]), y, z, sums)
-    wanted = x[:, first:][:, : shape[1]].astype(np.float32)
-    assert (sums[:, 0] == wanted.sum(1)).all()
-    wanted[:9] -= y[:, first : first + shape[1]].astype(np.float32)
-    assert (z[:, first:] == wanted).all()
+    expected = x[:, first:][:, : shape[1]].astype(np.float32)
+    assert (sums[:, 0] == expected.sum(1)).all()
+    expected[:9] -= y[:, first : first + shape[1]].astype(np.float32)
+    assert (z[:, first:] == expected).all()
 
 
 @pytest.mark.parametrize("array_dtype, dtype", [(fp32, fp32), (bf16, fp32), (fp32, fp16)], ids=str)
@@ -56,9 +56,9 @@ def test_element_by_element(run, sample, array_dtype, dtype):
     x, weights, bias = x.astype(bf16.np), weights.astype(array_dtype.np), bias.astype(array_dtype.np)
     y, z, last = blank((16, 64), bf16), blank((60, 3), array_dtype), blank((1, 61), array_dtype)
     run(kernel, x, weights, bias, y, z, last)
-    wanted = x.astype(np.float32) + bias[:, 1].astype(np.float32)
-    wanted[13:, :60] += weights.T.astype(np.float32)
-    assert (y == wanted.astype(bf16.np)).all() and (z == weights).all() and (last[0] == bias[:61, 1]).all()
+    expected = x.astype(np.float32) + bias[:, 1].astype(np.float32)
+    expected[13:, :60] += weights.T.astype(np.float32)
+    assert (y == expected.astype(bf16.np)).all() and (z == weights).all() and (last[0] == bias[:61, 1]).all()
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_vectors_along_columns(run, sample, array_dtype, dtype, first):
     z = blank((16, 97), array_dtype)
     run(kernel, x[:, :96].copy() if not first else x, y, z)
     width = y.shape[1] - first
-    wanted = x[:, first : first + width].astype(np.float32) * y[1, first:].astype(np.float32)
-    assert (z[:, first : first + width] == wanted.astype(array_dtype.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
+    expected = x[:, first : first + width].astype(np.float32) * y[1, first:].astype(np.float32)
+    assert (z[:, first : first + width] == expected.astype(array_dtype.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
 
 
 @pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])
@@ -92,8 +92,8 @@ def test_to_bytes(run, sample, first, rows):
 
     x, y = sample((16, 64)).astype(bf16.np), np.full((rows, 64), np.nan, fp8e4m3.np)
     run(kernel, x, y)
-    wanted = fp8e4m3.round(x.astype(np.float32) * np.float32(100))
-    assert (y[:, first:] == wanted[:rows, : 64 - first]).all() and np.isnan(y[:, :first].astype(np.float32)).all()
+    expected = fp8e4m3.round(x.astype(np.float32) * np.float32(100))
+    assert (y[:, first:] == expected[:rows, : 64 - first]).all() and np.isnan(y[:, :first].astype(np.float32)).all()
 
 
 def test_order_is_not_the_arrays(sample):
@@ -140,8 +140,8 @@ def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, 
     def body(x, pool, pages, out):
         _, t = smem.open()
         store_widened(subtile(t, 16, 0), load_unordered(x, HELD, (1, 4, 0), aligned=True))
-        found = look_up(PART, pages, SIZE, (1, 16), LAST)
-        store_widened(subtile(t, 16, 1), load_pages(pool, HELD, found, (16, 2, 0), LAST))
+        actual = look_up(PART, pages, SIZE, (1, 16), LAST)
+        store_widened(subtile(t, 16, 1), load_pages(pool, HELD, actual, (16, 2, 0), LAST))
         cuda.syncwarp()
         store(out, load(subtile(t, 16, 0), WIDE), (0, 0))
         store(out, load(subtile(t, 16, 1), WIDE), (16, 0))
@@ -150,11 +150,11 @@ def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, 
     pages = np.full((2, 11), -(2**20), np.int32)
     pages[1, : -(-LAST // SIZE)] = np.random.default_rng(1).permutation(11)[: -(-LAST // SIZE)]
     run(body, x, pool, pages, out, shared=smem)
-    wanted = np.zeros((32, 128), np.float32)
-    wanted[:14] = x[1, 4:]
+    expected = np.zeros((32, 128), np.float32)
+    expected[:14] = x[1, 4:]
     for row in range(16, LAST):
-        wanted[row] = pool[pages[1, row // SIZE], row % SIZE, 2]
-    assert (out == wanted.astype(to.np)).all()
+        expected[row] = pool[pages[1, row // SIZE], row % SIZE, 2]
+    assert (out == expected.astype(to.np)).all()
 
 
 def test_what_widening_refuses():

@@ -214,8 +214,8 @@ def rms_norm():
 def test_rms_norm(arch):
     """Without any promise, all loads and stores but those of the word-by-word loops are of 128 bits."""
     x = np.zeros((16, 128), bf16.np)
-    found = compile_kernel(rms_norm(), [parameter("argument", a).type for a in (x, x[0], x, 1e-6)], arch)
-    assert found.registers <= 100 and not found.spill_bytes and not found.local_bytes
-    code = [i.opcode for i in sass.listing(found.cubin) if i.mnemonic in ("LDG", "STG")]
+    actual = compile_kernel(rms_norm(), [parameter("argument", a).type for a in (x, x[0], x, 1e-6)], arch)
+    assert actual.registers <= 100 and not actual.spill_bytes and not actual.local_bytes
+    code = [i.opcode for i in sass.listing(actual.cubin) if i.mnemonic in ("LDG", "STG")]
     whole = [opcode for opcode in code if ".128" in opcode]
     assert len(whole) == 3 * 8 + 4 and len(code) - len(whole) == 2 * len(whole)  # a round moves a word, two elements, of each

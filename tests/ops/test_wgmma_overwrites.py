@@ -81,10 +81,10 @@ def test_a_is_loaded_ahead(given):
     args, want = given
     meaning(ahead, *args, warps=4, shared=plan)
     close(args[2], want, atol=1e-2)
-    found = compile_kernel(ahead, types_of(ahead, parameters(ahead, args)), "sm_90a")
-    (said,) = found.warnings
+    actual = compile_kernel(ahead, types_of(ahead, parameters(ahead, args)), "sm_90a")
+    (said,) = actual.warnings
     assert "test_wgmma_overwrites.py" in said and "`left = warpgroup.load(a.wait(j), T)`" in said and "mma_AB in" in said
-    pairs = overwritten(found.cubin)
+    pairs = overwritten(actual.cubin)
     assert {mma.mnemonic for mma, _ in pairs} == {"HGMMA"} and "LDSM" in {other.mnemonic for _, other in pairs}
     with pytest.raises(Hazard, match="in flight: A's registers were written") as hazard:
         emulated(ahead, args)

@@ -40,9 +40,9 @@ def instead(pattern, other, which=None):
     """An edit: these statements, of instructions that begin so, become others."""
 
     def edit(text):
-        found = list(re.finditer(rf"(?m)^[ \t]*(?:@\S+\s+)?{pattern}[^;]*;", text))
-        assert found, f"{pattern} is not in {text}"
-        for match in reversed(found if which is None else [found[which]]):
+        actual = list(re.finditer(rf"(?m)^[ \t]*(?:@\S+\s+)?{pattern}[^;]*;", text))
+        assert actual, f"{pattern} is not in {text}"
+        for match in reversed(actual if which is None else [actual[which]]):
             text = text[: match.start()] + re.sub(pattern, other, match[0]) * bool(other) + text[match.end() :]
         return text
 

@@ -86,7 +86,7 @@ def on_device(*shape, dtype=np.float32):
 def encoded(gpu, monkeypatch):
     """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
     address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
-    asked = []
+    options = []
 
     class DriverMap:
         def __init__(self, _ptr):
@@ -96,7 +96,7 @@ def encoded(gpu, monkeypatch):
             return self.at
 
     def encode(place, dtype, rank, pointer, *_):
-        asked.append(("encode", pointer))
+        options.append(("encode", pointer))
         assert place % 64 == 0
         if gpu.current != 1234:
             return int(INVALID_CONTEXT)
@@ -104,7 +104,7 @@ def encoded(gpu, monkeypatch):
         return int(gpu.status)
 
     def move(tensor_map, pointer):
-        asked.append(("move", pointer))
+        options.append(("move", pointer))
         assert tensor_map.at % 64 == 0
         if gpu.current != 1234:
             return (INVALID_CONTEXT,)
@@ -114,7 +114,7 @@ def encoded(gpu, monkeypatch):
     monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: encode)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
     monkeypatch.setattr(driver, "CUtensorMap", DriverMap)
-    return asked
+    return options
 
 
 INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT

@@ -74,10 +74,10 @@ def tensors(*shape, n=2):
 def warm(call, *arrays, **options):
     """Calls, until another one of the form is not read in full."""
     for _ in range(3):
-        found = call(*arrays, **options)
+        actual = call(*arrays, **options)
     count = call.read
     call(*arrays, **options)
     assert call.read == count, "it is expected"
     RUNS.clear()
     call.read = call.planned = 0
-    return found
+    return actual

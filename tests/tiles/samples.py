@@ -19,9 +19,9 @@ def sample(dtype="bfloat16", shape=(2, 5, 3, 8)):
 
 def made_like(array, shape, dtype):
     """A result of this array's kind and place, described; `.owner` is the new object."""
-    made = describe(array.kind.allocator(array.kind.placement(array), shape, dtype)(), "out")
-    assert array.kind.address(made.owner) == made.pointer
-    return made._replace(form=made.form._replace(readonly=False))  # JAX's, until it is handed out
+    result = describe(array.kind.allocator(array.kind.placement(array), shape, dtype)(), "out")
+    assert array.kind.address(result.owner) == result.pointer
+    return result._replace(form=result.form._replace(readonly=False))  # JAX's, until it is handed out
 
 
 class Exporter:

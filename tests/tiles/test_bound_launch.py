@@ -95,8 +95,8 @@ def test_a_launch_keeps_its_frame(gpu, encoded, monkeypatch, collect):
     bound(3, 16, 32, 48), bound(3, 16, 32, 48)
     monkeypatch.setattr(driver, "cuLaunchKernelEx", interrupted)
     bound(3, 1600, 3200, 4800)
-    found = [(stream, slots[0], slots[5], slots[8]) for stream, slots, _ in gpu.launches[1:]]
-    assert found == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(frames_of(bound)) == 3
+    actual = [(stream, slots[0], slots[5], slots[8]) for stream, slots, _ in gpu.launches[1:]]
+    assert actual == [(3, 16, 32, 48), (5, 160, 320, 480), (3, 1600, 3200, 4800)] and len(frames_of(bound)) == 3
 
 
 def test_frames_are_limited(gpu):

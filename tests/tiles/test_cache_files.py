@@ -37,14 +37,14 @@ def umask():
 @pytest.fixture
 def give(monkeypatch):
     """give(path) makes it a stranger's: root does, others see it through os.stat and os.fstat."""
-    given = set()
+    inputs = set()
 
     def seen(real):
         def call(what, **options):
-            found = real(what, **options)
-            if (found.st_dev, found.st_ino) not in given:
-                return found
-            return SimpleNamespace(**{n: getattr(found, n) for n in dir(found) if n.startswith("st_")} | {"st_uid": STRANGER})
+            actual = real(what, **options)
+            if (actual.st_dev, actual.st_ino) not in inputs:
+                return actual
+            return SimpleNamespace(**{n: getattr(actual, n) for n in dir(actual) if n.startswith("st_")} | {"st_uid": STRANGER})
 
         return call
 
@@ -52,8 +52,8 @@ def give(monkeypatch):
         if os.geteuid() == 0:
             os.chown(path, STRANGER, -1)
         else:
-            found = os.lstat(path)
-            given.add((found.st_dev, found.st_ino))
+            actual = os.lstat(path)
+            inputs.add((actual.st_dev, actual.st_ino))
 
     monkeypatch.setattr(cache_files.os, "stat", seen(os.stat))
     monkeypatch.setattr(cache_files.os, "fstat", seen(os.fstat))
@@ -162,10 +162,10 @@ def test_replaced_after_it_was_opened(place, monkeypatch):
     real = os.fstat
 
     def slow(descriptor):
-        found = real(descriptor)
+        actual = real(descriptor)
         if theirs.exists():
             os.replace(theirs, file)
-        return found
+        return actual
 
     monkeypatch.setattr(cache_files.os, "fstat", slow)
     assert cache.load("a") == OURS

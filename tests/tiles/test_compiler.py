@@ -25,8 +25,8 @@ TENSOR = Value(tiles.tensor(np.zeros((64, 64), bf16.np), TILE).spec)
 def parameters(cubin):
     """(address in the constant bank, bytes) of each parameter of a cubin's one kernel, from its EIATTR_KPARAM_INFO records."""
     records = re.findall(rb"\x04\x17\x0c\x00(.{12})", cubin, re.DOTALL)
-    found = sorted(struct.unpack("<IHHI", record) for record in records)  # index, ordinal, offset, flags
-    return [(BANK + offset, flags >> 18) for _, _, offset, flags in found]
+    actual = sorted(struct.unpack("<IHHI", record) for record in records)  # index, ordinal, offset, flags
+    return [(BANK + offset, flags >> 18) for _, _, offset, flags in actual]
 
 
 plan = shared(a=ring(TILE, 2))

@@ -166,16 +166,16 @@ def test_a_kernel_without_annotations_is_no_kernel_of_names():
 
 
 def test_a_kernel_is_made_once_for_a_configuration():
-    made = []
+    result = []
 
     class Config(NamedTuple):
         threads: int
 
     class Family:
-        make = staticmethod(lambda config: made.append(config) or (declares, None))
+        make = staticmethod(lambda config: result.append(config) or (declares, None))
 
     kernels = [launching.kernel_for(Family, Config(96), ordinal) for ordinal in (0, 0, None, None)]
-    assert kernels[0] is kernels[1] is not kernels[2] is kernels[3] and len(made) == 2
+    assert kernels[0] is kernels[1] is not kernels[2] is kernels[3] and len(result) == 2
     assert [kernel.ordinal for kernel in kernels[::2]] == [0, None] and kernels[0].threads == 96
 
 

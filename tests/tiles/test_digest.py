@@ -234,7 +234,7 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     real = list(sources.FOLDERS)
 
-    def found():
+    def actual():
         monkeypatch.setattr(sources, "FOLDERS", [tmp_path / "tiles", tmp_path / "ops"])
         monkeypatch.setattr(sources, "IMPORTED", content := sources.content())
         digest._sources.cache_clear()
@@ -244,17 +244,17 @@ def test_the_sources_of_tiles_and_ops(module, monkeypatch, tmp_path):
         return content
 
     try:
-        digests = [found()]
+        digests = [actual()]
         for file in ("ops/elementwise/arithmetic.py", "tiles/compiling/ptx.py", "tiles/compiling/compiler.py"):
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
-            digests.append(found())
+            digests.append(actual())
         (tmp_path / "ops/new.py").write_text("")
-        digests.append(found())
+        digests.append(actual())
         for file in ("tiles/doctor.py", "tiles/interpreter/warp.py", "tiles/launching/launch.py"):  # these keep the last
             with open(tmp_path / file, "a") as f:
                 f.write("# changed\n")
-            digests.append(found())
+            digests.append(actual())
     finally:
         digest._sources.cache_clear()
     assert len(set(digests)) == len(set(digests[:5])) == 5 and len(set(keys)) == len(set(keys[:5])) == 5 and None not in keys
@@ -269,7 +269,7 @@ def test_what_takes_part_in_compiling_is_digested():
         (chunk_ampere, next(c for n, m, c in inspect.configurations(False, "sm_80") if m is chunk_ampere), "sm_80"),
     ]
     for module, config, arch in kernels:
-        kernel, *_ = made if isinstance(made := module.make(config), tuple) else (made,)
+        kernel, *_ = result if isinstance(result := module.make(config), tuple) else (result,)
         types_of_it = signature(kernel)
         with cProfile.Profile() as profile:
             lowered = Lowered(kernel, types_of_it, arch)

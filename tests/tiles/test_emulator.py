@@ -202,8 +202,8 @@ SNIPPETS["shuffle and say whether"] = (
 def run_snippet(name):
     body, want = SNIPPETS[name]
     out = np.zeros(32, np.uint32)
-    given = ".reg .b32 x, y, o;\nld.global.b32 x, [%p0];\nld.global.b32 y, [%p1];\n"
-    counts = execute(each_thread("u4", 0, 1, 2) + given + body + "\nst.global.b32 [%p2], o;", x, y, out, shared=PLAN)
+    inputs = ".reg .b32 x, y, o;\nld.global.b32 x, [%p0];\nld.global.b32 y, [%p1];\n"
+    counts = execute(each_thread("u4", 0, 1, 2) + inputs + body + "\nst.global.b32 [%p2], o;", x, y, out, shared=PLAN)
     return counts, out, want
 
 
@@ -215,13 +215,13 @@ def test_snippet(name):
 
 def asleep():
     """What is executed where one warp asks, and sleeps, until the other has said that it may go on."""
-    found = np.zeros(2, np.uint32)
+    actual = np.zeros(2, np.uint32)
     body = """.reg .pred p, q; .reg .b32 f; setp.lt.u32 p, %t, 32; @p bra ask;
         red.release.gpu.global.add.u32 [%a0], 1; bra end;
         ask: ld.acquire.gpu.global.b32 f, [%a0]; setp.ge.u32 q, f, 32; @q bra told; nanosleep.u32 20; bra ask;
         told: st.global.b32 [%a0+4], f; end:"""
-    counts = execute(body, found, warps=2)
-    assert found.tolist() == [32, 32]
+    counts = execute(body, actual, warps=2)
+    assert actual.tolist() == [32, 32]
     return counts.executed
 
 
@@ -261,9 +261,9 @@ def test_addresses_of_a_cluster_have_their_blocks_number():
     """From bit 24 on, a block's own too; mapa puts another's there. Offsets are the same in all."""
     body = ".reg .b32 a, r, s; mov.u32 s, dynamic_smem; mov.u32 r, %ctaid.x; mapa.shared::cluster.u32 a, s, 1;\n"
     body += ".reg .b64 d; mad.wide.u32 d, r, 8, %a0; st.global.v2.b32 [d], {s, a};"
-    found = np.zeros((2, 2), np.uint32)
-    execute(body, found, shared=PLAN, blocks=2)
-    (local, mapped), (its, same) = found & 0xFFFFFF, found >> 24
+    actual = np.zeros((2, 2), np.uint32)
+    execute(body, actual, shared=PLAN, blocks=2)
+    (local, mapped), (its, same) = actual & 0xFFFFFF, actual >> 24
     assert len({*local, *mapped}) == 1 and its.tolist() == [0, 1] and same.tolist() == [1, 1]
 
 
@@ -320,11 +320,11 @@ def test_a_threads_own_memory():
     mov.u64 here, depot; cvta.local.u64 d, here; and.b32 x, %t, 3; mad.wide.u32 here, x, 4, here;
     st.local.b32 [here], %t; ld.b32 y, [here]; ld.local.v2.b32 {x, z}, [d+16]; and.b32 y, y, z; st.global.b32 [%p0], y;"""
     )
-    found = np.zeros(32, np.uint32)
-    execute(body, found)
-    assert (found == np.arange(32)).all()
+    actual = np.zeros(32, np.uint32)
+    execute(body, actual)
+    assert (actual == np.arange(32)).all()
     beyond = body.replace("d+16", "d+24")
-    stops("bounds", "8 bytes at 24 to 24 of a thread's own memory, which ends at 24", execute, beyond, found)
+    stops("bounds", "8 bytes at 24 to 24 of a thread's own memory, which ends at 24", execute, beyond, actual)
 
 
 def test_generic_addresses():
@@ -342,11 +342,11 @@ def test_generic_addresses():
     st.global.u32 [%p1], x;"""
     )
     assemble(written(body, 1, 1))
-    given, found = np.zeros((2, 32), np.uint32)
-    execute(body, given, found, shared=PLAN)
+    inputs, actual = np.zeros((2, 32), np.uint32)
+    execute(body, inputs, actual, shared=PLAN)
     lane = np.arange(32)
-    assert (found == (lane + 100) * np.where(lane % 4 == 2, 2, 1)).all()
-    assert (given == np.where((lane % 4 == 1) | (lane % 4 == 2), 0, lane + 100)).all()
+    assert (actual == (lane + 100) * np.where(lane % 4 == 2, 2, 1)).all()
+    assert (inputs == np.where((lane % 4 == 1) | (lane % 4 == 2), 0, lane + 100)).all()
 
 
 @cuda.jit

@@ -339,16 +339,16 @@ def test_instruction(opcode):
 @pytest.mark.parametrize(("with_", "p", "q"), [("", "x < y", "x >= y"), (".and", "x < y and c", "x >= y and c")])
 def test_a_comparison_of_two_results(with_, p, q):
     """p|q: the comparison, and its contrary, each with the third operand."""
-    found = [np.zeros(32, np.uint32) for _ in "pq"]
+    actual = [np.zeros(32, np.uint32) for _ in "pq"]
     operands = "p|q, %t, 9" + ", c" * bool(with_)
     execute(
         each_thread(np.uint32, 0, 1)
         + f""".reg .pred p, q, c; .reg .b32 x, y; and.b32 x, %t, 1; setp.ne.u32 c, x, 0;
         setp.lt{with_}.u32 {operands}; selp.u32 x, 1, 0, p; selp.u32 y, 1, 0, q;
         st.global.b32 [%p0], x; st.global.b32 [%p1], y; setp.eq.u32 p|_, x, y;""",
-        *found,
+        *actual,
     )
-    for got, want in zip(found, (p, q)):
+    for got, want in zip(actual, (p, q)):
         assert got.tolist() == [int(eval(want, {"x": t, "y": 9, "c": t & 1})) for t in range(32)]
 
 

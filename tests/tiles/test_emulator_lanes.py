@@ -127,7 +127,7 @@ def test_a_side_runs_for_its_lanes_alone():
 @pytest.mark.parametrize("what", ["bar.warp.sync 0xffffffff;", "bar.sync 0;", "shfl.sync.bfly.b32 x, x, 1, 31, -1;"])
 def test_half_a_warp_cannot_meet(what):
     body = f".reg .pred p; .reg .b32 x; mov.b32 x, %t;\nsetp.lt.u32 p, %t, 16;\n@p bra over;\n{what}\nover:"
-    found = stops(
+    actual = stops(
         "divergence", "takes all lanes of a warp, and lanes 0 .. are elsewhere", execute, body, np.zeros(32, np.uint32)
     )
-    assert what[:-1] in found.line
+    assert what[:-1] in actual.line

@@ -69,8 +69,8 @@ FORBIDDEN = {  # PTX: (kind, words)
 @pytest.mark.parametrize("body", FORBIDDEN)
 def test_forbidden(body):
     kind, words = FORBIDDEN[body]
-    found = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
-    assert re.search(r"PTX line \d+ `", found.line)
+    actual = stops(kind, words, execute, SHARED + body, np.zeros(32, np.uint32), shared=PLAN)
+    assert re.search(r"PTX line \d+ `", actual.line)
 
 
 @pytest.mark.parametrize(

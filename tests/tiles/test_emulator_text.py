@@ -23,22 +23,22 @@ def only(body):
 # ---- statements ----------------------------------------------------------------------------------------------------
 def test_parameters_lie_as_the_driver_puts_them():
     """Numbers at multiples of their size, maps of 64 bytes, whatever stands between."""
-    found = program("ret;", ".param .u32 n,\n.param .u64 p,\n.param .align 64 .b8 map[128],\n.param .f32 x").parameters
-    assert found == {"n": (0, 4), "p": (8, 8), "map": (64, 128), "x": (192, 4)}
+    actual = program("ret;", ".param .u32 n,\n.param .u64 p,\n.param .align 64 .b8 map[128],\n.param .f32 x").parameters
+    assert actual == {"n": (0, 4), "p": (8, 8), "map": (64, 128), "x": (192, 4)}
 
 
 def test_registers_by_number_and_by_name():
-    found = program(
+    actual = program(
         ".reg .b64 %rd<3>;\n.reg .pred %p<2>;\n.reg .b16 lo, hi;\nmov.b64 %rd1, %rd2;\nmov.b16 lo, hi;\nmov.b64 %rd2, %rd1;"
     )
-    first, second, third = (at.operands for at in found.code)
+    first, second, third = (at.operands for at in actual.code)
     assert [reg.width for reg in first + second] == [8, 8, 2, 2]
     assert first == third[::-1] and len({reg.slot for reg in first + second}) == 4
 
 
 def test_scopes_have_registers_and_labels_of_their_own():
     """As inline assembly opens them: the same names twice, and the outer ones inside."""
-    found = program(
+    actual = program(
         """
         .reg .b32 x, y;
         mov.b32 x, y;
@@ -47,15 +47,15 @@ def test_scopes_have_registers_and_labels_of_their_own():
         mov.b32 x, y;
         """
     )
-    outer, inner, _, other, _, last = found.code
+    outer, inner, _, other, _, last = actual.code
     assert outer.operands == last.operands and outer.operands[1] == inner.operands[1]
     assert len({at.operands[0].slot for at in (outer, inner, other)}) == 3 and other.operands[0].width == 8
-    assert [at.target for at in found.code] == [None, None, 1, None, 3, None]
+    assert [at.target for at in actual.code] == [None, None, 1, None, 3, None]
 
 
 def test_a_jump_forward_and_one_out_of_a_scope():
-    found = program("bra end;\n{ bra end; }\n$L_1: bra $L_1;\nend: ret;")
-    assert [at.target for at in found.code] == [3, 3, 2, None]
+    actual = program("bra end;\n{ bra end; }\n$L_1: bra $L_1;\nend: ret;")
+    assert [at.target for at in actual.code] == [3, 3, 2, None]
     with pytest.raises(ValueError, match="no label nowhere"):
         program("bra nowhere;")
 
@@ -92,11 +92,11 @@ def test_vectors_addresses_and_names():
 
 def test_lines_of_python_and_of_the_text():
     """An instruction comes from the line named last; one of line 0 is the compiler's own, and belongs to the one before."""
-    found = program(
+    actual = program(
         ".loc 1 12 3\nret;\n.loc 2 7 0, function_name info, inlined_at 1 12 3\nret;\n// a note; ret;\n.loc 1 0 0\nret;"
     ).code
-    assert [at.place for at in found] == [("one.py", 12), ("dir/two.py", 7), ("dir/two.py", 7)]
-    assert [at.number for at in found] == [7, 9, 12]
+    assert [at.place for at in actual] == [("one.py", 12), ("dir/two.py", 7), ("dir/two.py", 7)]
+    assert [at.number for at in actual] == [7, 9, 12]
     assert program("ret;").code[0].place == ("?", 0)
 
 
@@ -114,10 +114,10 @@ def test_an_instruction_without_a_meaning_is_named():
 # ---- where lanes meet ----------------------------------------------------------------------------------------------
 def met(body):
     """The instruction, by its text, before which the lanes that part at each guarded branch meet."""
-    found = program(".reg .pred p, q;\n" + body)
-    where = meets(found)
-    name = lambda k: found.code[k].text if k < len(found.code) else "the end"
-    return [name(where[k]) for k, at in enumerate(found.code) if at.guard is not None]
+    actual = program(".reg .pred p, q;\n" + body)
+    where = meets(actual)
+    name = lambda k: actual.code[k].text if k < len(actual.code) else "the end"
+    return [name(where[k]) for k, at in enumerate(actual.code) if at.guard is not None]
 
 
 def test_if():

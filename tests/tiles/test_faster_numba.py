@@ -17,16 +17,16 @@ OWN = [x for x in compiler.INSTEAD if x[1] == "get_func_def_lineno"]  # without 
 def both(monkeypatch):
     """What Numba makes of a kernel with the table and without, or says of it."""
 
-    def made(kernel):
+    def result(kernel):
         for table in (compiler.INSTEAD, OWN):
             monkeypatch.setattr(compiler, "INSTEAD", table)
             try:
-                found = compiler.Lowered(kernel, signature(kernel), "sm_90a")
-                yield found.ptx().replace(found.name, "kernel")
+                actual = compiler.Lowered(kernel, signature(kernel), "sm_90a")
+                yield actual.ptx().replace(actual.name, "kernel")
             except Exception as error:
                 yield f"{type(error).__name__}: {error}"
 
-    return made
+    return result
 
 
 @pytest.mark.parametrize(

@@ -71,24 +71,24 @@ def file(tmp_path_factory):
 
 
 def test_annotations_say_what_a_kernel_takes(file):
-    found = find(f"{file}:declared")
-    assert found.kernel.py_func.__name__ == "declared" and found[1:] == ((), None, None)
+    actual = find(f"{file}:declared")
+    assert actual.kernel.py_func.__name__ == "declared" and actual[1:] == ((), None, None)
 
 
 def test_expressions_for_arguments(file):
-    found = find(f"{file}:plain", "array(2, bf16), tiled(BOX), 1.0")
-    assert found.args == (array(2, bf16), tiled(st(64, 64, bf16)), 1.0)
+    actual = find(f"{file}:plain", "array(2, bf16), tiled(BOX), 1.0")
+    assert actual.args == (array(2, bf16), tiled(st(64, 64, bf16)), 1.0)
     assert find(f"{file}:plain", "array(T.rows // 8, fp32),").args == (array(2),) and rt(16, 16, fp32).rows == 16
 
 
 def test_a_factory_gives_the_plan_too(file):
-    found = find(f"{file}:make(32)")
-    assert found.kernel.py_func.__name__ == "made" and found.shared.nbytes == 8192 + 1024
+    actual = find(f"{file}:make(32)")
+    assert actual.kernel.py_func.__name__ == "made" and actual.shared.nbytes == 8192 + 1024
 
 
 def test_a_script_runs_up_to_the_first_launch(file, capsys):
-    found = find(f"{file}:hidden")
-    assert found.args == (array(1),) and (found.block, found.shared) == (64, None)
+    actual = find(f"{file}:hidden")
+    assert actual.args == (array(1),) and (actual.block, actual.shared) == (64, None)
     said = capsys.readouterr()
     assert said.out == "" and "not what was asked for" in said.err
 
@@ -160,21 +160,21 @@ def test_what_is_printed(file, capsys, tmp_path, monkeypatch):
         return Inspection("plain", arch, len(args), 0, 0, shared.nbytes, block, [], {"RET": 1}, "", (line,), (line,))
 
     monkeypatch.setattr(command, "inspect", look)
-    given = [f"{file}:plain", "--args", "array(2), array(1), 0.5", "--block", "128", "--shared", "4096"]
-    assert tiles_main(["inspect", *given, "--json"]) == 0
+    inputs = [f"{file}:plain", "--args", "array(2), array(1), 0.5", "--block", "128", "--shared", "4096"]
+    assert tiles_main(["inspect", *inputs, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "title": "plain", "arch": "sm_90a", "registers": 3, "spill_bytes": 0, "local_bytes": 0, "shared_bytes": 4096,
         "threads": 128, "warnings": [], "instructions": {"RET": 1}, "digest": "",
     }  # fmt: skip
     page = tmp_path / "page.html"
-    assert main([*given, "--html", str(page), "--diff", "sm_80"]) == 0
+    assert main([*inputs, "--html", str(page), "--diff", "sm_80"]) == 0
     assert "plain for sm_80 <small>and</small> plain for sm_90a" in page.read_text()
-    assert main([*given, "--diff", "sm_80", "--json"]) == 0
+    assert main([*inputs, "--diff", "sm_80", "--json"]) == 0
     assert {name: one["arch"] for name, one in json.loads(capsys.readouterr().out.partition("\n")[2]).items()} == {
         "before": "sm_80",
         "after": "sm_90a",
     }
-    assert main([*given, "--diff", f"{file}:declared", "--sass"]) == 0
+    assert main([*inputs, "--diff", f"{file}:declared", "--sass"]) == 0
     assert "RET R6" in capsys.readouterr().out
 
 

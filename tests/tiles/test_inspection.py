@@ -166,8 +166,8 @@ def test_arguments_are_those_of_a_launch(types_seen):
     copy, _ = copies(st(64, 64, bf16), 2, 0)
     source = np.zeros((64, 64), bf16.np)
     tile, matrix = st(64, 64, bf16), array(2)
-    given, arch = types_seen(copy, tiles.tensor(source, tile), tiles.tensor(source, tile), 1, 2)
-    assert types_seen(copy, tiled(tile, 2, 0, 1), tiles.tensor(source, tile), INT, 2) == (given, arch) and arch == "sm_90a"
+    inputs, arch = types_seen(copy, tiles.tensor(source, tile), tiles.tensor(source, tile), 1, 2)
+    assert types_seen(copy, tiled(tile, 2, 0, 1), tiles.tensor(source, tile), INT, 2) == (inputs, arch) and arch == "sm_90a"
     assert types_seen(plain, MATRIX, matrix, arch="sm_80") == ((matrix, matrix), "sm_80")
     assert types_seen(product) == ((matrix,), "sm_90a")
 

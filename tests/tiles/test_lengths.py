@@ -75,9 +75,9 @@ class Pair(NamedTuple):
 def test_tuples_keep_their_kind_and_constants_their_identity():
     thing = object()
     function = watched(lambda a: Pair([a, (a + 1, thing)], Pair(thing, {"x": 1})), 1)
-    found = function((5,))
-    assert found == Pair([5, (6, thing)], Pair(thing, {"x": 1})) and type(found.second) is Pair
-    assert found.first is not function((5,)).first, "lists are made anew"
+    actual = function((5,))
+    assert actual == Pair([5, (6, thing)], Pair(thing, {"x": 1})) and type(actual.second) is Pair
+    assert actual.first is not function((5,)).first, "lists are made anew"
 
 
 def test_nothing_is_computed_that_nobody_uses():
@@ -132,7 +132,7 @@ def test_blocks_that_stay():
     for more, limit in (((), 3), ((2,), 6), ((1, 2), 2)):
         trace = Trace()
         count = persistent_blocks(trace.variable("n0", 1), x, *more)
-        found = trace.function("n0,", count)
+        actual = trace.function("n0,", count)
         cluster = more[1] if len(more) > 1 else 1
-        assert [found((n,)) for n in (1, 2, 100)] == [min(cluster * n, limit) for n in (1, 2, 100)]
+        assert [actual((n,)) for n in (1, 2, 100)] == [min(cluster * n, limit) for n in (1, 2, 100)]
         assert persistent_blocks(100, x, *more) == limit

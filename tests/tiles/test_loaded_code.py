@@ -55,19 +55,19 @@ def called(copies):
 
 def test_kernels_of_a_plan_are_compiled_at_once(gpu, monkeypatch):
     """Each waits for the other; the second call finds them."""
-    both, made = threading.Barrier(2, timeout=60), []
+    both, result = threading.Barrier(2, timeout=60), []
 
     def machine_code(kernel, *_):
         both.wait()
-        made.append(kernel)
+        result.append(kernel)
         return Compiled(b"", "k", "")
 
     monkeypatch.setattr(loaded_code, "machine_code", machine_code)
     gpu.count = 18
     called(copying(one, two))
-    assert sorted(x.py_func.__name__ for x in made) == ["one", "two"] and len(gpu.launches) == 2
+    assert sorted(x.py_func.__name__ for x in result) == ["one", "two"] and len(gpu.launches) == 2
     called(copying(two, one))
-    assert len(made) == 2 and len(gpu.launches) == 4
+    assert len(result) == 2 and len(gpu.launches) == 4
 
 
 def test_numba_takes_kernels_in_the_order_they_were_asked_for(gpu, monkeypatch):
@@ -116,7 +116,7 @@ def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):
 
 def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
     """The second program's kernel is being made when the first one is launched, and is made once, whoever asks first."""
-    begun, go_on, made = threading.Event(), threading.Event(), []
+    begun, go_on, result = threading.Event(), threading.Event(), []
 
     def machine_code(kernel, *_):
         if kernel is two:
@@ -124,22 +124,22 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
             assert go_on.wait(60)
         else:
             assert begun.wait(60)
-        made.append(kernel)
+        result.append(kernel)
         return Compiled(b"", "k", "")
 
     monkeypatch.setattr(loaded_code, "machine_code", machine_code)
     second, gpu.count = copying(two), 18
     heard = []
 
-    def prepare_next(arrays, made, options, layout):
-        heard.append(([*arrays], arrays["x"].shape, made["out"].shape, options, layout))
+    def prepare_next(arrays, result, options, layout):
+        heard.append(([*arrays], arrays["x"].shape, result["out"].shape, options, layout))
         second.prepare({"x": arrays["x"].form}, (), layout)
         raise ValueError("of which nobody hears")
 
     called(copying(one, prepare_next=prepare_next))
-    assert made == [one] and len(gpu.launches) == 1
+    assert result == [one] and len(gpu.launches) == 1
     threading.Timer(0.05, go_on.set).start()
     called(second)
-    assert made == [one, two] and len(gpu.launches) == 2 and heard == [(["x", "out"], (4, 8), (4, 8), {}, "bshd")]
+    assert result == [one, two] and len(gpu.launches) == 2 and heard == [(["x", "out"], (4, 8), (4, 8), {}, "bshd")]
     called(copying(one, prepare_next=prepare_next))
     assert len(heard) == 1, "all was there"

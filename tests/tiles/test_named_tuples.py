@@ -89,9 +89,9 @@ def run(kernel, blocks=3, width=64):
 
 def code(kernel, arch="sm_90a"):
     array = parameter("x", np.zeros((16, 64), np.float32)).type
-    found = compile_kernel(kernel, (array, array, parameter("n", 3).type), arch)
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
-    return found
+    actual = compile_kernel(kernel, (array, array, parameter("n", 3).type), arch)
+    assert (actual.spill_bytes, actual.local_bytes, actual.warnings) == (0, 0, [])
+    return actual
 
 
 def test_a_value_through_a_loop():
@@ -139,8 +139,8 @@ def test_fields_join_as_variables_do():
         store(y, warpgroup.wait(state.o) * float(state.count), (0, 0))
 
     array = parameter("y", np.zeros((64, 64), np.float32)).type
-    found = compile_kernel(kernel, (array, parameter("n", 3).type), "sm_90a")
-    assert (found.local_bytes, found.warnings) == (0, [])
+    actual = compile_kernel(kernel, (array, parameter("n", 3).type), "sm_90a")
+    assert (actual.local_bytes, actual.warnings) == (0, [])
 
 
 def test_mistakes_are_named():

@@ -33,11 +33,11 @@ def forks(request, monkeypatch):
     monkeypatch.setenv("TILES_CHECK", "0")
     monkeypatch.setenv("TILES_JOBS", "2" if request.param == "in processes" else "1")
     monkeypatch.setattr(processes, "WORTH", -1)
-    made, fork = [], os.fork
-    monkeypatch.setattr(os, "fork", lambda: made.append(fork()) or made[-1])
-    yield made if request.param == "in processes" else None
+    result, fork = [], os.fork
+    monkeypatch.setattr(os, "fork", lambda: result.append(fork()) or result[-1])
+    yield result if request.param == "in processes" else None
     if request.param == "in order":
-        assert not made
+        assert not result
 
 
 def rows(blocks=BLOCKS):
@@ -121,12 +121,12 @@ def test_a_block_that_waits_for_another(forks):
 
 def test_views_of_one_array(forks):
     x = rows(BLOCKS + 1)
-    wanted = x.copy()
+    expected = x.copy()
     for block in range(BLOCKS):
-        part = wanted[16 * block : 16 * block + 16]
-        wanted[16 * block + 16 : 16 * block + 32] = 2 * part
+        part = expected[16 * block : 16 * block + 16]
+        expected[16 * block + 16 : 16 * block + 32] = 2 * part
     launch(double, BLOCKS, 32)(x[:-16], x[16:], np.zeros(BLOCKS, np.int32))
-    assert (x == wanted).all()
+    assert (x == expected).all()
 
 
 # ---- what they find and say ------------------------------------------------------------------------------------------
@@ -140,12 +140,12 @@ def two_faults(x, out):
 
 
 def test_the_first_fault_is_found_and_what_was_said_before(forks, capsys):
-    with pytest.raises(tiles.Hazard) as found:
+    with pytest.raises(tiles.Hazard) as actual:
         launch(two_faults, BLOCKS, 32)(np.zeros(9, np.int32), np.zeros(BLOCKS, np.int32))
-    assert str(found.value).startswith("bounds: index 30 is out of range for axis 0 of an array of shape (9,)\n  at warp 0")
-    assert "of block (3, 0, 0), test_processes.py:" in str(found.value)
+    assert str(actual.value).startswith("bounds: index 30 is out of range for axis 0 of an array of shape (9,)\n  at warp 0")
+    assert "of block (3, 0, 0), test_processes.py:" in str(actual.value)
     assert capsys.readouterr().out == "".join(f"[block ({k}, 0, 0), warp 0] {k}\n" for k in range(4))
-    assert "two_faults" in [entry.name for entry in found.traceback]  # a debugger finds the kernel's own frame
+    assert "two_faults" in [entry.name for entry in actual.traceback]  # a debugger finds the kernel's own frame
 
 
 @cuda.jit
@@ -159,9 +159,9 @@ def to_one_place(x, last):
 def test_blocks_that_store_to_one_element(forks, other):
     """In whichever processes they ran, that here among them: the race is found, and both are named."""
     x = np.zeros((BLOCKS, 3), np.float32)[:, ::2]
-    with pytest.raises(tiles.Hazard, match=f"stores 5 where another warp stored {other}, and nothing orders") as found:
+    with pytest.raises(tiles.Hazard, match=f"stores 5 where another warp stored {other}, and nothing orders") as actual:
         launch(to_one_place, BLOCKS, 32)(x, other)
-    assert [place.block for place in found.value.places] == [(5, 0, 0), (other, 0, 0)]
+    assert [place.block for place in actual.value.places] == [(5, 0, 0), (other, 0, 0)]
     assert list(x[:, 0]) == [*range(BLOCKS - 1), 0]
 
 

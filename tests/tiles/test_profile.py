@@ -68,11 +68,11 @@ def weighed(stages):
     x = np.random.default_rng(0).standard_normal((ROUNDS * 64, 64), np.float32).astype(bf16.np)
     x[...] = x * 0.1
     y = np.zeros((64, 64), np.float32)
-    found = tiles.profile(tiles.launch(weigh, 1, 256, shared=smem), x[:64], tensor(x, A), y, ROUNDS)
+    actual = tiles.profile(tiles.launch(weigh, 1, 256, shared=smem), x[:64], tensor(x, A), y, ROUNDS)
     wide = x.astype(np.float32)
     weights = (2 ** (wide[:64] @ wide.T)).astype(bf16.np).astype(np.float32)
     assert np.allclose(y, weights @ wide, rtol=1e-2, atol=1e-2)  # it ran
-    return found
+    return actual
 
 
 def waits(timeline, what):
@@ -177,9 +177,9 @@ def test_warps_that_copy_for_themselves():
             store(y, acc, (16 * (cuda.threadIdx.x // 32), 0))
 
         x, y = np.ones((4 * 64, 64), bf16.np), np.zeros((64, 64), np.float32)
-        found = tiles.profile(tiles.launch(multiply, 1, 128, shared=smem), x, y, 4)
-        assert found.launches[0].counts.flop == 4 * 2 * 64**3
-        return found.timeline.cycles
+        actual = tiles.profile(tiles.launch(multiply, 1, 128, shared=smem), x, y, 4)
+        assert actual.launches[0].counts.flop == 4 * 2 * 64**3
+        return actual.timeline.cycles
 
     assert cycles(3) < 0.75 * cycles(1)
 
@@ -222,19 +222,19 @@ def test_a_part_of_the_picture():
 
 
 def test_what_is_printed():
-    found = weighed(1)
-    head, columns, row, how = str(found).splitlines()
+    actual = weighed(1)
+    head, columns, row, how = str(actual).splitlines()
     assert head == "in the interpreter" and columns.split()[:3] == ["kernel", "blocks", "FLOP"]
     assert row.split()[:4] == ["weigh", "1", "6.29", "M"] and "counted by the interpreter, of all blocks" in how
-    said = repr(found.timeline).splitlines()
+    said = repr(actual.timeline).splitlines()
     assert "not measured" in said[0] and said[1].endswith(TENSOR) and "waiting" in said[3]
     assert any("cycles of waiting for tile j of ring 'k'" in line and "tile = k.wait(j)" in line for line in said)
 
 
 def test_any_block():
     x, y = np.ones((32, 16), np.float32), np.zeros((32, 16), np.float32)
-    found = tiles.profile(tiles.launch(scale, (2, 1), 32), x, y, 2.0, block=(1, 0, 0))
-    assert found.timeline.title == "scale, block (1, 0, 0)"
+    actual = tiles.profile(tiles.launch(scale, (2, 1), 32), x, y, 2.0, block=(1, 0, 0))
+    assert actual.timeline.title == "scale, block (1, 0, 0)"
     assert tiles.profile(tiles.launch(scale, (2, 1), 32), x, y, 2.0, block=(5, 0, 0)).timeline is None
 
 
@@ -315,10 +315,10 @@ def test_ranges(monkeypatch, asked, there, expected):
         with pytest.warns(UserWarning, match="pip install nvtx"):
             Program(FILLED, plan)
         return
-    made = Program(FILLED, plan)
-    assert (made(None, (np.ones((2, 3), np.float32), None), ()) == 3).all()
+    result = Program(FILLED, plan)
+    assert (result(None, (np.ones((2, 3), np.float32), None), ()) == 3).all()
     assert calls == ([f"{__name__}.filled", "end"] if expected else [])
-    assert ("run" in vars(made)) == expected
+    assert ("run" in vars(result)) == expected
 
 
 NCU = """==PROF== Connected to process 539
@@ -336,12 +336,12 @@ NCU = """==PROF== Connected to process 539
 
 def test_what_ncu_counts():
     """Its raw page, as version 2025.3 writes it, with few of its columns."""
-    (found,) = ncu.read(NCU)
-    assert (found.kernel, found.registers) == ("attend", 168)
-    numbers = found.seconds, found.memory, found.bandwidth, found.tensor, found.occupancy
+    (actual,) = ncu.read(NCU)
+    assert (actual.kernel, actual.registers) == ("attend", 168)
+    numbers = actual.seconds, actual.memory, actual.bandwidth, actual.tensor, actual.occupancy
     assert numbers == pytest.approx((193.28e-6, 299.678e9, 0.0623, 0.7842, 0.1427), rel=1e-4)
-    assert found.stalls == [(ncu.STALLS["wait"], 0.625), (ncu.STALLS["gmma"], 0.125)]
-    assert str(found).splitlines() == [
+    assert actual.stalls == [(ncu.STALLS["wait"], 0.625), (ncu.STALLS["gmma"], 0.125)]
+    assert str(actual).splitlines() == [
         "  attend: 193.3 us, tensor cores busy 78%, memory busy 6%, 0.30 TB/s, 168 registers, warps there 14% of the most",
         "     62% of a warp's time: waits for the instruction before it, whose time is fixed",
         "     12% of a warp's time: waits for a matrix product (wgmma)",
@@ -365,11 +365,11 @@ def test_on_a_card():
     import attention
 
     q = torch.zeros(1, 1024, 4, 64, device="cuda", dtype=torch.bfloat16)
-    found = tiles.profile(lambda: attention.forward(q, q, q), repeat=5, sample=None)
-    (launch,) = found.launches
+    actual = tiles.profile(lambda: attention.forward(q, q, q), repeat=5, sample=None)
+    (launch,) = actual.launches
     assert launch.title == "attend" and 1e-6 < launch.seconds < 1e-2 and launch.code.registers > 32
     assert launch.counts.flop == pytest.approx(4 * 4 * 1024**2 * 64, rel=1e-6) and launch.counts.once == 2 * q.nbytes
-    assert all(0 < share < 1 for share in found.share_of_peaks(launch)) and found.timeline.busy(TENSOR) > 0.1
+    assert all(0 < share < 1 for share in actual.share_of_peaks(launch)) and actual.timeline.busy(TENSOR) > 0.1
     x = torch.ones(64, 64, device="cuda")
     (launch,) = tiles.profile(tiles.launch(scale, (4, 4), 32), x, x, 1.0, repeat=3).launches
     assert launch.counts.once == 2 * x.nbytes and launch.counts.counted == 4 and launch.counts.clusters == 16

@@ -130,7 +130,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     if framework == "torch":
         torch = pytest.importorskip("torch")
         x, y = map(torch.from_numpy, (x, y))
-    made = []
+    result = []
 
     class Watched(type(describe(x, "x").kind)):
         def allocator(self, owner, shape, dtype):
@@ -138,7 +138,7 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
 
             def watched():
                 new = make()
-                made.append((tuple(new.shape), address(new)))
+                result.append((tuple(new.shape), address(new)))
                 memory[address(new)] = weakref.ref(new)
                 return new
 
@@ -151,10 +151,10 @@ def test_scratch_lies_between_steps_and_is_not_given_back(framework, collect):
     try:
         for _ in range(2):
             out = function(0, (x, y, None), ())
-            assert tuple(out.shape) == (4, 8) and [shape for shape, _ in made] == [(4, 8), (3, 5)]
-            (_, first), (_, second) = made
+            assert tuple(out.shape) == (4, 8) and [shape for shape, _ in result] == [(4, 8), (3, 5)]
+            (_, first), (_, second) = result
             assert [(0, address(x), second), (0, first, second)] == RUNS and places == [True]
-            RUNS.clear(), made.clear(), places.clear()
+            RUNS.clear(), result.clear(), places.clear()
     finally:
         known_kinds[type(x)] = kinds
     collect()
@@ -286,12 +286,12 @@ def test_arrays_of_several_frameworks(scaled):
 def test_tensors_without_memory_are_refused_by_name(scaled, place):
     """Also where tensors in host memory that have all else in common were not."""
     torch = pytest.importorskip("torch")
-    given = [torch.zeros(4, 8) for _ in range(3)]
-    scaled(0, (*given, None), (2.0, False))
-    name, x = "x y out".split()[place], given[place]
+    inputs = [torch.zeros(4, 8) for _ in range(3)]
+    scaled(0, (*inputs, None), (2.0, False))
+    name, x = "x y out".split()[place], inputs[place]
     for wrong in (x.to_sparse(), x.to("meta")):
         with pytest.raises(TypeError, match=f"^{name}: "):
-            scaled(0, (*given[:place], wrong, *given[place + 1 :], None), (2.0, False))
+            scaled(0, (*inputs[:place], wrong, *inputs[place + 1 :], None), (2.0, False))
     assert len(RUNS) == 1
 
 
@@ -315,10 +315,10 @@ def test_a_read_only_array_is_not_taken_for_one_that_may_be_written(scaled):
 
 def test_no_array_is_kept(scaled):
     torch = pytest.importorskip("torch")
-    given = [torch.zeros(4, 8) for _ in range(2)]
-    given.append(scaled(0, (*given, None, None), (2.0, False)))
-    alive = [weakref.ref(x) for x in given]
-    given.clear()
+    inputs = [torch.zeros(4, 8) for _ in range(2)]
+    inputs.append(scaled(0, (*inputs, None, None), (2.0, False)))
+    alive = [weakref.ref(x) for x in inputs]
+    inputs.clear()
     gc.collect()
     assert not any(x() is not None for x in alive)
 
@@ -326,7 +326,7 @@ def test_no_array_is_kept(scaled):
 def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
     """On a device the first array's framework is asked for its stream, makes arrays for the one given, and is told when the
     launch is made."""
-    finished, inside, made = [], [], []
+    finished, inside, result = [], [], []
 
     class WaitingKind(Framework):
         waits = True
@@ -340,7 +340,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
 
         def allocator(self, owner, shape, dtype):
             assert owner == 3
-            return lambda: made.append(tuple(inside)) or np.zeros(shape, dtype)
+            return lambda: result.append(tuple(inside)) or np.zeros(shape, dtype)
 
         def stream(self, x, device):
             return 100 * device + x.stream
@@ -365,7 +365,7 @@ def test_the_stream_and_the_end_of_a_call(scaled, monkeypatch):
     for stream in (9, 301):
         scaled(stream, (Fake(x, 1), Fake(y, 0), None, None), (2.0, False))
     assert [run[0] for run in RUNS] == [301, 302, 9, 301] and finished == [(301, 1), (302, 2), (9, 3), (301, 4)]
-    assert made == [(), (), ((9, 3),), ()] and len(PLANNED) == 1  # 301 is its current stream anyway
+    assert result == [(), (), ((9, 3),), ()] and len(PLANNED) == 1  # 301 is its current stream anyway
 
 
 def test_a_stream_for_arrays_in_host_memory_changes_nothing(scaled, monkeypatch):
@@ -413,8 +413,8 @@ def test_threads(monkeypatch):
         start.wait()
         for n in range(200):
             x, y, out = room[me, n % 20]
-            given = function(me, (x, y, out), (me % 3,))
-            if given is not out or latest.where != (me, *map(address, (x, y, out)), me % 3):
+            inputs = function(me, (x, y, out), (me % 3,))
+            if inputs is not out or latest.where != (me, *map(address, (x, y, out)), me % 3):
                 wrong.append(me)
 
     threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]

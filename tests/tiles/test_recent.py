@@ -26,11 +26,11 @@ def test_recent_is_a_table(calls, entries):
             recent.put(key, n)
             truth[key] = n
         else:
-            found = recent.get(key)
-            assert found in (None, truth.get(key))
-            if found is None and key in truth:
+            actual = recent.get(key)
+            assert actual in (None, truth.get(key))
+            if actual is None and key in truth:
                 assert key not in order[: entries // 2 - 1]
-            if found is None:
+            if actual is None:
                 continue
         order = [key, *[k for k in order if k != key]]
         assert len(recent) <= entries

@@ -17,8 +17,8 @@ T = rt(16, 16, fp32)
 
 
 @cuda.jit
-def scaled(x: array(2), given: record(add=array(1), which=INT, times=FLOAT), nothing: record(), n: INT):
-    store(x, load(x, T, (0, 0)) * given.times + given.add[given.which] + n, (0, 0))
+def scaled(x: array(2), inputs: record(add=array(1), which=INT, times=FLOAT), nothing: record(), n: INT):
+    store(x, load(x, T, (0, 0)) * inputs.times + inputs.add[inputs.which] + n, (0, 0))
 
 
 def arguments():
@@ -35,9 +35,9 @@ def test_declared_and_typed():
     "run", [lambda *a: tiles.launch(scaled, 1, 32)(*a), lambda *a: emulate(scaled, (1, 1, 1), 32, a)], ids=["meaning", "ptx"]
 )
 def test_runs(run):
-    given = arguments()
-    run(*given)
-    assert (given[0] == 1 * 2 + 3 + 10).all()
+    inputs = arguments()
+    run(*inputs)
+    assert (inputs[0] == 1 * 2 + 3 + 10).all()
 
 
 @pytest.mark.gpu
@@ -60,6 +60,6 @@ def test_bound_by_the_names_of_its_parts():
 
 
 def test_a_record_of_another_length_is_refused():
-    x, given, nothing, n = arguments()
+    x, inputs, nothing, n = arguments()
     with pytest.raises(TypeError, match=r"given: takes 3 values \(add, which, times\), got 2"):
-        tiles.launch(scaled, 1, 32)(x, given[:2], nothing, n)
+        tiles.launch(scaled, 1, 32)(x, inputs[:2], nothing, n)

@@ -132,11 +132,11 @@ SAME = {  # other tensors, which are what they were: the full way, and the same 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("change", SAME)
 def test_what_is_read_again(summed, change, place):
-    given = tensors(4, 8)
-    warm(summed, *given, None, None, None)
-    given[place] = SAME[change](given[place])
-    out = summed(*given, None, None, None)
-    assert RUNS[0][:5] == (7, 8.0, *[x.data_ptr() for x in given], out.data_ptr())
+    inputs = tensors(4, 8)
+    warm(summed, *inputs, None, None, None)
+    inputs[place] = SAME[change](inputs[place])
+    out = summed(*inputs, None, None, None)
+    assert RUNS[0][:5] == (7, 8.0, *[x.data_ptr() for x in inputs], out.data_ptr())
     assert summed.read == (change != "a row further")
 
 
@@ -177,26 +177,26 @@ REFUSED = {  # TypeError or ValueError of one argument, as at the first call
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("change", REFUSED)
 def test_what_is_refused_still_is(summed, change, place):
-    given = tensors(4, 8)
-    warm(summed, *given, None, None, None)
-    given[place] = REFUSED[change](given[place])
+    inputs = tensors(4, 8)
+    warm(summed, *inputs, None, None, None)
+    inputs[place] = REFUSED[change](inputs[place])
     with pytest.raises((TypeError, ValueError, NotImplementedError, AttributeError, RuntimeError)) as refused:
-        summed(*given, None, None, None)
+        summed(*inputs, None, None, None)
     fresh = CountedProgram(SUM, summed.program.planner)
-    with pytest.raises(refused.type) as wanted:
-        fresh(*given, None, None, None)
-    assert str(refused.value) == str(wanted.value) and not RUNS
+    with pytest.raises(refused.type) as expected:
+        fresh(*inputs, None, None, None)
+    assert str(refused.value) == str(expected.value) and not RUNS
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_nested_tensor_does_not_end_the_process(summed, place):
     """What compares forms in torch would: it has no strides."""
-    given = tensors(4, 8)
-    warm(summed, *given, None, None, None)
-    given[place] = torch.nested.nested_tensor([torch.zeros(4, 8), torch.zeros(2, 8)])
+    inputs = tensors(4, 8)
+    warm(summed, *inputs, None, None, None)
+    inputs[place] = torch.nested.nested_tensor([torch.zeros(4, 8), torch.zeros(2, 8)])
     with pytest.raises(TypeError, match=f"^{'xy'[place]}: .*NestedTensor"):
-        summed(*given, None, None, None)
+        summed(*inputs, None, None, None)
 
 
 def test_arrays_of_another_framework(summed):
@@ -312,10 +312,10 @@ def test_options_that_cannot_be_looked_up(summed):
 
 # ---- what is remembered -----------------------------------------------------------------------------------------------
 def test_no_tensor_is_kept(summed):
-    given = tensors(4, 8)
-    given.append(warm(summed, *given, None, None, None))
-    alive = [weakref.ref(x) for x in given]
-    given.clear()
+    inputs = tensors(4, 8)
+    inputs.append(warm(summed, *inputs, None, None, None))
+    alive = [weakref.ref(x) for x in inputs]
+    inputs.clear()
     gc.collect()
     assert not any(x() is not None for x in alive)
 
@@ -342,12 +342,12 @@ def test_forms_that_take_turns(summed, columns):
     """A few are expected; what more there are is looked up, and nothing is written anew."""
     for count, read in (programs.EXPECTED, False), (programs.EXPECTED + 1, columns):
         forms = [tensors(4, n) if columns else tensors(n, 8) for n in range(1, count + 1)]
-        for given in forms * 6:
-            summed(*given, None, None, None)
+        for inputs in forms * 6:
+            summed(*inputs, None, None, None)
         summed.read = summed.planned = 0
         RUNS.clear()
-        for given in forms * 2:
-            summed(*given, None, None, None)
+        for inputs in forms * 2:
+            summed(*inputs, None, None, None)
         assert summed.planned == 0 and [run[1:3] for run in RUNS] == [(2.0 * len(x), x.data_ptr()) for x, _ in forms * 2]
         assert (summed.read > 0) == read
 

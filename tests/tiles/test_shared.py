@@ -101,9 +101,9 @@ def test_all_warps_open_it(backend):
         if cuda.threadIdx.x < 32:
             smem.open()
 
-    with pytest.raises(Hazard, match="named barrier 0, where 32 of 64 threads have arrived") as found:
+    with pytest.raises(Hazard, match="named barrier 0, where 32 of 64 threads have arrived") as actual:
         backend(body, warps=2, shared=smem)
-    assert found.value.kind == "deadlock"
+    assert actual.value.kind == "deadlock"
 
 
 @pytest.mark.parametrize("backend", [meaning, ptx])

@@ -18,9 +18,9 @@ T = rt(16, 32, fp32)
 
 def compiled(kernel, arch, arrays=2):
     array = parameter("x", np.zeros((16, 32), np.float32)).type
-    found = compile_kernel(kernel, (array,) * arrays, arch)
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
-    return found
+    actual = compile_kernel(kernel, (array,) * arrays, arch)
+    assert (actual.spill_bytes, actual.local_bytes, actual.warnings) == (0, 0, [])
+    return actual
 
 
 def agrees(kernel, reference):
@@ -249,9 +249,9 @@ def test_plans_and_rings_in_fields():
         def turn(self, a, t, j):
             store(a.claim(j), t)
             a.publish(j)
-            found = load(a.wait(j), self.tile)
+            actual = load(a.wait(j), self.tile)
             a.release(j)
-            return found
+            return actual
 
         @inlined
         def run(self, x, y):

@@ -160,13 +160,13 @@ def test_another_process_finds_it_on_disk(tmp_path):
             print(digest.key(make(Score(lambda t: t * k)), (array, array), "sm_90a"))
     """
     (tmp_path / "subject.py").write_text(textwrap.dedent(source))
-    found = []
+    actual = []
     for seed in "12":
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
         run = subprocess.run([sys.executable, tmp_path / "subject.py"], capture_output=True, text=True, env=env, timeout=100)
         assert run.returncode == 0, run.stderr
-        found.append(run.stdout.split())
-    assert found[0] == found[1] and found[0][0] == found[0][1] != found[0][2] and "None" not in found[0]
+        actual.append(run.stdout.split())
+    assert actual[0] == actual[1] and actual[0][0] == actual[0][1] != actual[0][2] and "None" not in actual[0]
 
 
 def test_asking_is_cheap():
@@ -204,11 +204,11 @@ def test_factories_leak_nothing(collect):
         x = np.ones((16, 32), np.float32)
         tiles.launch(kernel, 1, 32)(x, y := np.zeros_like(x))
         assert (y == 2 * number).all()
-        return [weakref.ref(made) for made in (function, score, element, helper, kernel)]
+        return [weakref.ref(result) for result in (function, score, element, helper, kernel)]
 
-    made = factory(3.0) + factory(4.0)
+    result = factory(3.0) + factory(4.0)
     collect()
-    assert [ref() for ref in made] == [None] * len(made)
+    assert [ref() for ref in result] == [None] * len(result)
 
 
 def test_what_is_freed_is_compiled_anew(collect):
@@ -216,21 +216,21 @@ def test_what_is_freed_is_compiled_anew(collect):
     codes = set()
     for _ in range(3):
         for number in (2.0, 3.0):
-            found = compiler.compile_kernel(make(Score(closing_over(number))), (ARRAY, ARRAY), "sm_90a")
-            codes.add((number, found.registers, len(found.cubin)))
+            actual = compiler.compile_kernel(make(Score(closing_over(number))), (ARRAY, ARRAY), "sm_90a")
+            codes.add((number, actual.registers, len(actual.cubin)))
             collect()
     assert len(codes) == 2
 
 
 def test_digests_of_the_latest_are_kept(monkeypatch):
     """As many as are remembered: of those that were asked for last, also if they are older."""
-    made = []
-    monkeypatch.setattr(static_module, "Digest", lambda real=static_module.Digest: made.append(1) or real())
+    result = []
+    monkeypatch.setattr(static_module, "Digest", lambda real=static_module.Digest: result.append(1) or real())
     monkeypatch.setattr(Score, "__digests__", OrderedDict())
     monkeypatch.setattr(static_module, "REMEMBERED", 2)
     for number, count in (1, 1), (2, 2), (1, 2), (3, 3), (3, 3), (1, 3), (2, 4):
         hash(Score(bent, number))
-        assert len(made) == count and len(Score.__digests__) <= 2, number
+        assert len(result) == count and len(Score.__digests__) <= 2, number
 
 
 def test_a_digest_that_another_thread_lets_go(monkeypatch):
@@ -238,14 +238,14 @@ def test_a_digest_that_another_thread_lets_go(monkeypatch):
 
     class Forgetful(OrderedDict):
         def __contains__(self, mark):
-            found = super().__contains__(mark)
+            actual = super().__contains__(mark)
             self.clear()
-            return found
+            return actual
 
         def get(self, mark, otherwise=None):
-            found = super().get(mark, otherwise)
+            actual = super().get(mark, otherwise)
             self.clear()
-            return found
+            return actual
 
     monkeypatch.setattr(Score, "__digests__", Forgetful())
     assert Score(bent, 1) == Score(bent, 1) != Score(bent, 2)

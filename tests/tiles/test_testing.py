@@ -68,8 +68,8 @@ def test_what_a_function_is_given_and_returns_on_the_card(monkeypatch):
     x, y = np.array(3, np.float32), np.arange(2, dtype=np.float32)
     whole, (number, nothing, (twice,)) = gpu(function, x, y)
     assert isinstance(number, np.ndarray) and number.shape == () and number == 3 and nothing is None
-    for found, wanted in (whole, [3, 4]), (y, [3, 4]), (twice, [6, 8]):
-        assert isinstance(found, np.ndarray) and found.tolist() == wanted
+    for actual, expected in (whole, [3, 4]), (y, [3, 4]), (twice, [6, 8]):
+        assert isinstance(actual, np.ndarray) and actual.tolist() == expected
 
 
 @pytest.mark.parametrize("way", [meaning, ptx])

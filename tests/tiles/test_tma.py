@@ -140,18 +140,18 @@ def place():
 @pytest.fixture
 def notes(monkeypatch):
     """What the driver is asked to encode, as a list of its arguments, and the addresses it is asked to move a map to."""
-    asked, u32, u64 = [], ctypes.c_uint32, ctypes.c_uint64
+    options, u32, u64 = [], ctypes.c_uint32, ctypes.c_uint64
     pointers = [ctypes.c_void_p] * 5
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, u32, *pointers, *[ctypes.c_int] * 4)
     def encode(to, dtype, rank, pointer, extents, strides, box, steps, *words):
         read = [(u64, extents, rank), (u64, strides, max(rank - 1, 1)), (u32, box, rank), (u32, steps, rank)]
-        asked.append((dtype, rank, pointer, *[list((of * n).from_address(at)) for of, at, n in read], *words))
+        options.append((dtype, rank, pointer, *[list((of * n).from_address(at)) for of, at, n in read], *words))
         u64.from_address(to).value = pointer
         return 0
 
     def move(tensor_map, pointer):
-        asked.append(pointer)
+        options.append(pointer)
         tensor_map.bytes[0] = pointer
         return (driver.CUresult.CUDA_SUCCESS,)
 
@@ -162,7 +162,7 @@ def notes(monkeypatch):
     monkeypatch.setattr(driver, "cuGetProcAddress", find)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
     tensor_maps._encode_tiled.cache_clear()
-    yield asked
+    yield options
     tensor_maps._encode_tiled.cache_clear()
 
 

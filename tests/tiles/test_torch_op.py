@@ -22,13 +22,13 @@ def planner(problem, twice: bool, factor: float | None, name: str | None) -> Pla
 
 
 def test_the_signature():
-    made = program(Schema("test_signature", TABLE))(planner)
-    made.op()
+    result = program(Schema("test_signature", TABLE))(planner)
+    result.op()
     said = str(torch.ops.tiles.test_signature.default._schema)
     assert said.partition("(")[2] == (
         "Tensor x, Tensor? scale, Tensor(a!) sums, bool twice, float? factor, str? name, str layout) -> Tensor"
     )
-    assert made.op() == ("test_signature", [0, 1, 2], [3])  # registered once
+    assert result.op() == ("test_signature", [0, 1, 2], [3])  # registered once
 
 
 def test_several_results_are_a_list_of_those_that_were_asked_for():
@@ -38,15 +38,15 @@ def test_several_results_are_a_list_of_those_that_were_asked_for():
         sums  (seqlen)            float32  made  twice
         both  (seqlen)            index    made  twice  name
     """
-    made = Program(Schema("test_results", table), planner)
-    made.op()
+    result = Program(Schema("test_results", table), planner)
+    result.op()
     assert str(torch.ops.tiles.test_results.default._schema).endswith("-> Tensor[]")
     x = torch.zeros(3, 4, device="meta", dtype=torch.float16)
     call = lambda *options: [(y.shape, y.dtype) for y in torch.ops.tiles.test_results(x, *options, "bshd")]
-    wanted = [((3, 4), torch.float32), ((3,), torch.float32), ((3,), torch.int32)]
-    assert call(False, None, None) == wanted[:1]
-    assert call(True, None, None) == wanted[:2]
-    assert call(True, 2.0, "both") == wanted
+    expected = [((3, 4), torch.float32), ((3,), torch.float32), ((3,), torch.int32)]
+    assert call(False, None, None) == expected[:1]
+    assert call(True, None, None) == expected[:2]
+    assert call(True, 2.0, "both") == expected
 
 
 def test_what_cannot_be_an_op_is_said():
@@ -61,9 +61,9 @@ def test_what_cannot_be_an_op_is_said():
 
 def test_versions_say_what_was_written():
     """Autograd finds out that what it saved has changed."""
-    made = program(Schema("test_versions", TABLE))(planner)
+    result = program(Schema("test_versions", TABLE))(planner)
     x, sums = torch.zeros(3, 4), torch.zeros(3)
-    made.op()
+    result.op()
     before = sums._version, x._version
     torch.ops.tiles.test_versions(x, None, sums, False, None, None, "bshd")
     assert (sums._version, x._version) == (before[0] + 1, before[1])

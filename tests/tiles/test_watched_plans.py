@@ -133,9 +133,9 @@ def test_threads(many, monkeypatch):
                 batch, rows = 2 + me % 3, 2 + (n * (me + 1)) % 28
                 x, y = (torch.zeros(batch, 64, 8)[:, :rows] for _ in range(2))
                 out = many(x, y, None, options=())
-                wanted = (7, batch * rows, x.data_ptr(), y.data_ptr(), out.data_ptr())
-                if out.shape != (batch, rows, 8) or local.run != wanted:
-                    failed.append((wanted, local.run, out.shape))
+                expected = (7, batch * rows, x.data_ptr(), y.data_ptr(), out.data_ptr())
+                if out.shape != (batch, rows, 8) or local.run != expected:
+                    failed.append((expected, local.run, out.shape))
         except Exception as error:
             failed.append(error)
 

@@ -93,12 +93,12 @@ def inputs(heads=2, head=32, value=None, dtype=BF16, cache=None, lengths=(3, 0, 
 
 def check(arguments, put=lambda x: x, get=lambda x: x, **options):
     """Compare every bit of both caches, and of the result."""
-    wanted = {**arguments, "k": arguments["k"].copy(), "v": arguments["v"].copy()}
-    out = by_hand(**wanted, **options)
+    expected = {**arguments, "k": arguments["k"].copy(), "v": arguments["v"].copy()}
+    out = by_hand(**expected, **options)
     ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
-    found = attention.append(**ours, **options)
-    assert (found is None) == (out is None)
-    for name, x, y in ("k", ours["k"], wanted["k"]), ("v", ours["v"], wanted["v"]), ("q", found, out):
+    actual = attention.append(**ours, **options)
+    assert (actual is None) == (out is None)
+    for name, x, y in ("k", ours["k"], expected["k"]), ("v", ours["v"], expected["v"]), ("q", actual, out):
         if y is not None:
             np.testing.assert_array_equal(bits(get(x)), bits(y), name)
 
@@ -163,7 +163,7 @@ def test_products_that_cancel_as_compiled(as_compiled):
 def check_found(arguments, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
     """An fp8 cache whose descales are computed: max(abs(row)) / 448, and nothing else is written."""
     rows = {name: np.full(arguments[name].shape, np.nan, F32) for name in "kv"}
-    wanted = by_hand(**arguments | rows, **options)
+    expected = by_hand(**arguments | rows, **options)
     ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
     for name in "kv":
         room = poisoned((arguments[name].size // arguments[name].shape[-1], 2), BF16).view(F32)  # NaN
@@ -171,16 +171,16 @@ def check_found(arguments, put=lambda x: x, get=lambda x: x, heads_first=False, 
         ours[f"{name}_descale"] = put(room.reshape(shape[0], shape[2], shape[1])).swapaxes(1, 2) if heads_first else put(
             room.reshape(shape))  # fmt: skip
     out = attention.append(**ours, **options)
-    assert (out is None) == (wanted is None)
+    assert (out is None) == (expected is None)
     if out is not None:
-        np.testing.assert_array_equal(bits(get(out)), bits(wanted))
+        np.testing.assert_array_equal(bits(get(out)), bits(expected))
     for name, row in rows.items():
-        found, storage = get(ours[f"{name}_descale"]), get(ours[name])
+        actual, storage = get(ours[f"{name}_descale"]), get(ours[name])
         greatest = np.abs(row).max(-1)
-        np.testing.assert_allclose(found, np.maximum(greatest / 448, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
+        np.testing.assert_allclose(actual, np.maximum(greatest / 448, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
         new = ~np.isnan(greatest)
         assert new.any() and (bits(storage)[~new] == POISON[1]).all()
-        quotient = (row / found[..., None])[new]
+        quotient = (row / actual[..., None])[new]
         low, high = (rounded(quotient * (1 + sign * 2.0**-21), F8) for sign in (-1, 1))
         assert ((storage[new] == low) | (storage[new] == high)).all()
         assert (np.abs(storage[new].astype(F32)).max(-1) == 448)[greatest[new] > 0].all()
@@ -249,9 +249,9 @@ def test_queries_of_another_number_and_in_place():
     for tokens in (1, 2, 3):
         few = arguments | {name: arguments[name][:, :tokens].copy() for name in ("k_new", "v_new")}
         check(few | {"k": arguments["k"].copy(), "v": arguments["v"].copy()})
-    wanted = by_hand(**arguments)
+    expected = by_hand(**arguments)
     assert attention.append(**arguments, out=arguments["q"]) is arguments["q"]
-    assert (bits(arguments["q"]) == bits(wanted)).all()
+    assert (bits(arguments["q"]) == bits(expected)).all()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -260,9 +260,9 @@ def test_queries_in_place_are_normalised(bias):
     arguments = inputs(head=96, rotary=16, queries=2)
     weights = np.random.default_rng(4).standard_normal((2, 96)).astype(F32)
     norm = tuple(weights) if bias else weights[0]
-    wanted = attention.append(**arguments, q_norm=norm)
+    expected = attention.append(**arguments, q_norm=norm)
     assert attention.append(**arguments, q_norm=norm, out=arguments["q"]) is arguments["q"]
-    np.testing.assert_array_equal(bits(arguments["q"]), bits(wanted))
+    np.testing.assert_array_equal(bits(arguments["q"]), bits(expected))
 
 
 def test_positions_are_not_lengths(place):
@@ -285,11 +285,11 @@ def test_anywhere_in_memory(past):
     new = np.concatenate([arguments["k_new"], arguments["v_new"]], axis=2)
     room = poisoned((*new.shape[:3], 32 + past), BF16)
     room[..., past:] = new
-    wanted = pool.copy()
-    by_hand(**arguments | {"k": wanted[:, :, 0, :, past:], "v": wanted[:, :, 1, :, past:]})
+    expected = pool.copy()
+    by_hand(**arguments | {"k": expected[:, :, 0, :, past:], "v": expected[:, :, 1, :, past:]})
     caches = {"k": pool[:, :, 0, :, past:], "v": pool[:, :, 1, :, past:]}
     attention.append(**arguments | caches | {"k_new": room[:, :, :3, past:], "v_new": room[:, :, 3:, past:]})
-    np.testing.assert_array_equal(bits(pool), bits(wanted))
+    np.testing.assert_array_equal(bits(pool), bits(expected))
 
 
 def test_the_same_bits_as_torch():
@@ -368,12 +368,12 @@ def test_tokens_beyond_the_cache_are_not_written(monkeypatch):
     """Without the check, as on a device: all other tokens are written, and queries beyond the tables are NaN."""
     monkeypatch.setattr(RoomCheck, "run", lambda *_: None)
     arguments = inputs(rotary=16, lengths=(8, -1, 6, 0), new=3, queries=1)
-    wanted = arguments["k"].copy()
+    expected = arguments["k"].copy()
     some = [(0, 8, 0), *((2, 6 + i, i) for i in range(3)), *((3, i, i) for i in range(3))]
     for b, at, i in some:
-        wanted[b, at] = rotated(arguments["k_new"][b, i], *(table[at] for table in arguments["rotary"]), False)
+        expected[b, at] = rotated(arguments["k_new"][b, i], *(table[at] for table in arguments["rotary"]), False)
     out = attention.append(**arguments)
-    np.testing.assert_array_equal(bits(arguments["k"]), bits(wanted))
+    np.testing.assert_array_equal(bits(arguments["k"]), bits(expected))
     assert np.isnan(out[1, 0].astype(F32)).all() and not np.isnan(out[1, 1:].astype(F32)).any()
     paged = inputs(paged=4, lengths=(6, 3), new=3, index=np.int64)
     paged["pages"][0] = [0, -1, 2, 10**6]

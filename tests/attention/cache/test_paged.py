@@ -30,13 +30,13 @@ def tokens_of(cache, sequence):
     """A sequence's tokens, read by its row of the page table; all layers agree."""
     length, size = cache.lengths[sequence], cache.page_size
     at = np.arange(length)
-    found = []
+    actual = []
     for layer, (k, v) in enumerate(cache.layers):
         keys, values = (x[cache.pages[sequence, at // size], at % size].ravel() for x in (k, v))
         assert (keys - 1000 * layer == -values).all()
-        found.append((-values).tolist())
-    assert all(one == found[0] for one in found)
-    return found[0]
+        actual.append((-values).tolist())
+    assert all(one == actual[0] for one in actual)
+    return actual[0]
 
 
 class CacheModel:
@@ -272,22 +272,22 @@ def test_append_writes_by_the_page_table(put):
         k_new, v_new, q = draw(*shape), draw(*shape), draw(*shape)
         starts = [len(lists.setdefault(s, ([], []))[0]) for s in sequences]
         for layer, sign in (0, 1), (1, -1):
-            found = cache.append(sequences, put(sign * k_new), put(v_new), layer=layer, tokens=tokens, rotary=rotary, q=put(q))
+            actual = cache.append(sequences, put(sign * k_new), put(v_new), layer=layer, tokens=tokens, rotary=rotary, q=put(q))
         ends = np.cumsum([0, *tokens]) if tokens else None
         for n, (s, start) in enumerate(zip(sequences, starts)):
             mine = np.s_[0, ends[n] : ends[n + 1]] if tokens else np.s_[n]
             keys, values = lists[s]
             keys += list(rotated(k_new[mine], start))
             values += list(v_new[mine])
-            np.testing.assert_allclose(back(found)[mine], rotated(q[mine], start).astype(np.float32), rtol=2**-7, atol=1e-6)
+            np.testing.assert_allclose(back(actual)[mine], rotated(q[mine], start).astype(np.float32), rtol=2**-7, atol=1e-6)
 
     def check():
-        for s, wanted in lists.items():
+        for s, expected in lists.items():
             at = np.arange(cache.length(s))
             pages = back(cache.pages).astype(int)[s, at // 4]
-            assert back(cache.lengths)[s] == len(at) == len(wanted[0])
+            assert back(cache.lengths)[s] == len(at) == len(expected[0])
             for layer, sign in (0, 1), (1, -1):
-                for pool, rows, its in zip(cache.layers[layer], wanted, (sign, 1)):
+                for pool, rows, its in zip(cache.layers[layer], expected, (sign, 1)):
                     rows = its * np.array(rows, np.float32).reshape(-1, 2, 16)
                     exact = dict(rtol=2**-7, atol=1e-6) if put is as_jax else dict(rtol=0)  # XLA makes an fma
                     np.testing.assert_allclose(back(pool)[pages, at % 4], rows, **exact)
@@ -337,15 +337,15 @@ def test_a_cache_keeps_descales(put):
     append([a := cache.add()], 6)
     lists[b := cache.fork(a)] = lists[a]
     append([b, a], 1)
-    for s, wanted in lists.items():
+    for s, expected in lists.items():
         at = np.arange(7)
         places = back(cache.pages).astype(int)[s, at // 4], at % 4
         for layer, sign in (0, 1), (1, -2):
             assert [*cache.descales[layer]] == ["k_descale", "v_descale"]
-            for pool, descale, rows in zip(cache.layers[layer], cache.descales[layer].values(), wanted):
-                rows, found = sign * rows.astype(np.float32), back(descale)[places]
-                np.testing.assert_allclose(found, np.abs(rows).max(-1) / 448, rtol=2**-22)
-                np.testing.assert_allclose(back(pool)[places] * found[..., None], rows, rtol=2**-4, atol=2**-9 * found.max())
+            for pool, descale, rows in zip(cache.layers[layer], cache.descales[layer].values(), expected):
+                rows, actual = sign * rows.astype(np.float32), back(descale)[places]
+                np.testing.assert_allclose(actual, np.abs(rows).max(-1) / 448, rtol=2**-22)
+                np.testing.assert_allclose(back(pool)[places] * actual[..., None], rows, rtol=2**-4, atol=2**-9 * actual.max())
     if put is not as_jax:
         q, turned = put(draw(2, 1)), cache.tables([b, a])
         out = attention.decode(q, *cache.layers[1], **cache.descales[1], lengths=turned[1], pages=turned[0])

@@ -19,8 +19,8 @@ def sample(*shape, dtype=BF16):
 
 def rounded_once(out, x, descale):
     """Is it x / descale in e4m3, to a unit in the last place of the quotient? A tie may fall either way."""
-    wanted = x / descale
-    low, high = ((wanted * (1 + sign * 4 * ULP)).clip(-448, 448).astype(F8) for sign in (-1, 1))
+    expected = x / descale
+    low, high = ((expected * (1 + sign * 4 * ULP)).clip(-448, 448).astype(F8) for sign in (-1, 1))
     return ((out == low) | (out == high)).all()
 
 

@@ -26,5 +26,5 @@ def window(rows, cols, left, right):
 
 def arguments(function):
     """A function's parameters and their defaults, without annotations: "q, k, causal=False"."""
-    found = inspect.signature(function).parameters.values()
-    return ", ".join(str(x.replace(annotation=x.empty)) for x in found if x.kind is x.POSITIONAL_OR_KEYWORD)
+    actual = inspect.signature(function).parameters.values()
+    return ", ".join(str(x.replace(annotation=x.empty)) for x in actual if x.kind is x.POSITIONAL_OR_KEYWORD)

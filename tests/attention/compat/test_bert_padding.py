@@ -34,11 +34,11 @@ def test_with_attention():
     q = torch.randn(3, 5, 1, 16).bfloat16()
     packed, indices, ends, longest, _ = unpad_input(q, MASK)
     out = pad_input(flash_attn_varlen_func(packed, packed, packed, ends, ends, longest, longest), indices, 3, 5)
-    for sequence, seen, found in zip(q, MASK.bool(), out):
+    for sequence, seen, actual in zip(q, MASK.bool(), out):
         rows = sequence[seen].double().swapaxes(0, 1)
         expected = torch.nn.functional.scaled_dot_product_attention(rows, rows, rows).swapaxes(0, 1)
-        torch.testing.assert_close(found[seen].double(), expected, atol=0.02, rtol=0.02)
-        assert not found[~seen].any()
+        torch.testing.assert_close(actual[seen].double(), expected, atol=0.02, rtol=0.02)
+        assert not actual[~seen].any()
 
 
 def test_masks_of_another_shape():

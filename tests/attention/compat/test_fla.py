@@ -68,13 +68,13 @@ def calls(monkeypatch):
 
 def extras(kind, draw, *shape):
     """The arguments after q, k and v, in order."""
-    made = {
+    result = {
         "layers": [1, 4],
         "g": [-np.abs(draw(shape))],
         "g of channels": [-np.abs(draw((*shape, DK)))],
         "beta": [np.abs(draw(shape)) / 2],
     }
-    return [x for name in kind.split(", ") if name for x in made[name]]
+    return [x for name in kind.split(", ") if name for x in result[name]]
 
 
 def recurrence(name, q, k, v, more, S0):
@@ -109,10 +109,10 @@ def test_formulas(name, head_first, calls, draw):
     q, k, v = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV))
     more, start = extras(kind, draw, B, S, H), draw((B, H, DK, DV))
     start = start * 0 if name == "chunk_linear_attn" else start
-    given = {} if name == "chunk_linear_attn" else {"initial_state": start}
+    inputs = {} if name == "chunk_linear_attn" else {"initial_state": start}
     turned = [x.swapaxes(1, 2) if head_first and isinstance(x, np.ndarray) else x for x in (q, k, v, *more)]
-    o, state = getattr(fla, name)(*turned, scale=0.4, output_final_state=True, head_first=head_first, **given)
-    default_results = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **given)
+    o, state = getattr(fla, name)(*turned, scale=0.4, output_final_state=True, head_first=head_first, **inputs)
+    default_results = getattr(fla, name)(*turned, scale=0.4, head_first=head_first, **inputs)
     assert isinstance(default_results, tuple) and default_results[1] is None and (default_results[0] == o).all()
     assert [call_options[0] for call_options in calls] == [called, called]
     o = o.swapaxes(1, 2) if head_first else o
@@ -173,8 +173,8 @@ def test_what_kernels_compute(name, lower_bound, head_first, calls, draw):
     decay = lower_bound / (1 + np.exp(-rate * x)) if lower_bound else -rate * np.log1p(np.exp(x))
     q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
     for n in range(B):
-        wanted, _, _ = recurrence(name, q[n], k[n], v[n], [decay[n], 2 / (1 + np.exp(-b[n]))], np.zeros((H, DK, DV)))
-        np.testing.assert_allclose((o.swapaxes(1, 2) if head_first else o)[n], wanted, rtol=1e-7, atol=1e-10)
+        reference_values, _, _ = recurrence(name, q[n], k[n], v[n], [decay[n], 2 / (1 + np.exp(-b[n]))], np.zeros((H, DK, DV)))
+        np.testing.assert_allclose((o.swapaxes(1, 2) if head_first else o)[n], reference_values, rtol=1e-7, atol=1e-10)
 
 
 def test_a_safe_gate_needs_its_bound(calls, draw):

@@ -45,8 +45,8 @@ SIGNATURES = {  # flash_attn 2.8, flash_attn_interface 3.0
 BOTH = pytest.mark.parametrize("module", [flash_attn, flash_attn_interface], ids=["2", "3"])
 
 
-def close(found, expected):
-    for x, y in zip(found, expected, strict=True):
+def close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
 
 
@@ -120,8 +120,8 @@ def test_dropout_is_drawn_anew_by_a_graph():
     seen = torch.randint(2**31, (1,))
     torch.manual_seed(5)
     (got,) = torch.autograd.grad(graph(q).sum(), q)
-    (wanted,) = torch.autograd.grad(attention.forward(q, q, q, dropout=0.5, seed=seen).sum(), q)
-    torch.testing.assert_close(got, wanted, rtol=2**-6, atol=2**-8)
+    (reference_values,) = torch.autograd.grad(attention.forward(q, q, q, dropout=0.5, seed=seen).sum(), q)
+    torch.testing.assert_close(got, reference_values, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.gpu
@@ -165,10 +165,10 @@ def test_packed_arrays(name, calls, draw):
 def test_packed_heads(calls, draw):
     """FlashAttention-3's qkv: an axis of three, or heads of keys and values after those of queries."""
     q, k, v = draw((1, 4, 4, 8)), draw((1, 4, 2, 8)), draw((1, 4, 2, 8))
-    found = flash_attn_interface.flash_attn_qkvpacked_func(np.concatenate([q, k, v], 2), causal=True, num_heads_q=4)
-    close([found], [flash_attn_interface.flash_attn_func(q, k, v, causal=True)])
-    found = flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, q, q], 2), 0.3)
-    close([found], [flash_attn_interface.flash_attn_func(q, q, q, 0.3)])
+    actual = flash_attn_interface.flash_attn_qkvpacked_func(np.concatenate([q, k, v], 2), causal=True, num_heads_q=4)
+    close([actual], [flash_attn_interface.flash_attn_func(q, k, v, causal=True)])
+    actual = flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, q, q], 2), 0.3)
+    close([actual], [flash_attn_interface.flash_attn_func(q, q, q, 0.3)])
 
 
 @BOTH
@@ -229,13 +229,13 @@ def test_fp8_has_descales():
     """Descales of each batch or sequence, and each key head."""
     q, k, v = np.random.default_rng(1).standard_normal((3, 1, 5, 2, 64), np.float32).astype(ml_dtypes.float8_e4m3fn)
     call_options = {f"{name}_descale": np.float32([[0.5, n]]) for n, name in enumerate("qkv", 1)}
-    wanted = attention.forward(q, k, v, causal=True, **call_options)
-    found = [flash_attn_interface.flash_attn_func(q, k, v, causal=True, **call_options)]
-    found.append(flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, k, v], 2), causal=True, **call_options))
+    reference_values = attention.forward(q, k, v, causal=True, **call_options)
+    actual = [flash_attn_interface.flash_attn_func(q, k, v, causal=True, **call_options)]
+    actual.append(flash_attn_interface.flash_attn_qkvpacked_func(np.stack([q, k, v], 2), causal=True, **call_options))
     ends = np.int32([0, 5])
     packed = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 5, 5, causal=True, **call_options)
-    for x in (*found, packed[None]):
-        np.testing.assert_array_equal(x.astype(float), wanted.astype(float))
+    for x in (*actual, packed[None]):
+        np.testing.assert_array_equal(x.astype(float), reference_values.astype(float))
 
 
 ON_THE_CARD = [{}, {"causal": True}, {"window_size": (50, 0)}, {"causal": True, "softcap": 5.0}]

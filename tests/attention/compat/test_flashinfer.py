@@ -37,11 +37,11 @@ def agree(out, lse, q, both, ends, of=lambda b: {}, **options):
     """Compare each sequence with the reference by the error rule; lse is to the base 2."""
     for b, (k, v) in enumerate(both):
         rows = slice(ends[b], ends[b + 1])
-        given = q[None, rows], k[None], v[None]
-        found = [formula(*given, **options, **of(b)) for formula in (reference.forward, reference.forward_low)]
+        inputs = q[None, rows], k[None], v[None]
+        actual = [formula(*inputs, **options, **of(b)) for formula in (reference.forward, reference.forward_low)]
         if ends[b] < ends[b + 1]:
-            reference.assert_close(out[None, rows], found[0][0], found[1][0], factor=3 if options.get("softcap") else 2)
-            np.testing.assert_allclose(lse[rows].T, found[0][1][0] * LOG2_E, atol=0.02)
+            reference.assert_close(out[None, rows], actual[0][0], actual[1][0], factor=3 if options.get("softcap") else 2)
+            np.testing.assert_allclose(lse[rows].T, actual[0][1][0] * LOG2_E, atol=0.02)
 
 
 CACHES = {
@@ -60,8 +60,8 @@ def test_decode(way, draw):
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(np.empty(64, np.uint8), "HND" if way == "HND" else "NHD")
     wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE, window_left=6, logits_soft_cap=5.0, q_data_type="bfloat16")
     out, sums = np.full_like(q, np.nan), np.full((4, HEADS), np.nan, np.float32)
-    found = wrapper.run(q, CACHES[way](cache), return_lse=True, out=out, lse=sums, sinks=sink, q_scale=0.5)
-    assert found[0] is out and found[1] is sums
+    actual = wrapper.run(q, CACHES[way](cache), return_lse=True, out=out, lse=sums, sinks=sink, q_scale=0.5)
+    assert actual[0] is out and actual[1] is sums
     call_options = dict(window=(6, None), softcap=5.0, sink=sink, scale=0.5 * COLUMNS**-0.5)
     agree(out, sums, q, both, range(5), **call_options)
     again = wrapper.run(q, CACHES[way](cache), sinks=sink, q_scale=0.5, window_left=6)
@@ -79,14 +79,14 @@ def test_several_tokens_of_each(draw):
 
 def test_without_splits_a_batch_has_the_bits_of_each(draw):
     both, cache, indptr, indices, last = paged(draw, (300, 430, 9))
-    q, found = draw(3, HEADS, COLUMNS), []
+    q, actual = draw(3, HEADS, COLUMNS), []
     for batch in ((0, 1, 2), (0,), (1,)):
         pages = [indices[indptr[b] : indptr[b + 1]] for b in batch]
         where = np.cumsum([0, *map(len, pages)]), np.concatenate(pages), last[list(batch)]
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(None)
         wrapper.plan(*where, HEADS, KV_HEADS, COLUMNS, SIZE, disable_split_kv=True)
-        found.append(wrapper.run(q[list(batch)], cache))
-    assert (np.concatenate(found[1:]) == found[0][:2]).all()
+        actual.append(wrapper.run(q[list(batch)], cache))
+    assert (np.concatenate(actual[1:]) == actual[0][:2]).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -109,8 +109,8 @@ def test_masks_of_bits(draw):
     keys = np.array([0, 9, 29], np.int32)
     other.plan(ends, keys, HEADS, KV_HEADS, COLUMNS, custom_mask=bits, causal=True)
     k, v = (np.concatenate(x) for x in zip(*both))
-    for found in one.run(q, cache, return_lse=True), other.run(q, k, v, return_lse=True):
-        agree(*found, q, both, ends, of=lambda b: {"mask": lambda _, h, i, j: seen[b][i, j]})
+    for actual in one.run(q, cache, return_lse=True), other.run(q, k, v, return_lse=True):
+        agree(*actual, q, both, ends, of=lambda b: {"mask": lambda _, h, i, j: seen[b][i, j]})
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -120,8 +120,8 @@ def test_ragged_prefill(layout, draw):
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(None, layout)
     wrapper.plan(ends, keys, HEADS, KV_HEADS, COLUMNS, causal=True, window_left=4)
     k, v = (np.concatenate(x) for x in zip(*both))
-    given = (k, v) if layout == "NHD" else (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))
-    agree(*wrapper.run(q, *given, return_lse=True), q, both, ends, causal=True, window=(4, None))
+    inputs = (k, v) if layout == "NHD" else (np.ascontiguousarray(x.swapaxes(0, 1)) for x in (k, v))
+    agree(*wrapper.run(q, *inputs, return_lse=True), q, both, ends, causal=True, window=(4, None))
 
 
 def test_plans_of_a_graph_stay_where_they_are(draw):
@@ -202,18 +202,18 @@ def test_arrays_that_are_not_as_planned(which, monkeypatch):
         ({"q_data_type": "float16"}, "^q: must be float16, the q_data_type of plan: q.dtype=bfloat16"),
         ({"q_data_type": BF16, "kv_data_type": np.float16}, "^k: must be float16, the kv_data_type .* k.dtype=bfloat16"),
     ]:
-        wrapper, given = planned(which, **changes)
+        wrapper, inputs = planned(which, **changes)
         with pytest.raises(ValueError, match=said):
-            wrapper.run(*given)
+            wrapper.run(*inputs)
     wrapper, (q, *rest) = planned(which)
     for wrong in q[1:], np.concatenate([q, q]):
         with pytest.raises(ValueError, match=rf"^q: must have the {len(q)} tokens that were planned: q.shape=\({len(wrong)}, "):
             wrapper.run(wrong, *rest)
-    wrapper, given = planned(which, o_data_type=np.float32)
+    wrapper, inputs = planned(which, o_data_type=np.float32)
     with pytest.raises(
         NotImplementedError, match="^o_data_type: is not supported; out has q's dtype, bfloat16, and o_data_type=f"
     ):
-        wrapper.run(*given)
+        wrapper.run(*inputs)
     if which == "Ragged":
         wrapper, (q, k, v) = planned(which, head_dim_vo=16)
         with pytest.raises(ValueError, match=r"^v: must have \(num_kv_heads, head_dim_vo\) = \(2, 16\)"):
@@ -258,12 +258,12 @@ def test_on_the_card(card, draw):
     q, put = draw(3, HEADS, COLUMNS), card.put
     workspace = torch.empty(1 << 16, dtype=torch.uint8, device="cuda")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_cuda_graph=True)
-    given, pool = put(q), put(cache)
+    inputs, pool = put(q), put(cache)
     wrapper.plan(*map(put, paged(draw, (1, 1, 1))[2:]), HEADS, KV_HEADS, COLUMNS, SIZE)
-    wrapper.run(given, pool)
+    wrapper.run(inputs, pool)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = wrapper.run(given, pool, return_lse=True)
+        out, lse = wrapper.run(inputs, pool, return_lse=True)
     wrapper.plan(*map(put, where), HEADS, KV_HEADS, COLUMNS, SIZE)
     graph.replay()
     agree(card.get(out), card.get(lse), q, both, range(4))

@@ -34,8 +34,8 @@ def qkv(draw):
     return draw((2, 4, ROWS, 8)), draw((2, 2, COLS, 8)), draw((2, 2, COLS, 5))
 
 
-def close(found, expected):
-    for x, y in zip(found, expected, strict=True):
+def close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
 
 
@@ -45,16 +45,16 @@ def test_signature():
 
 
 def test_plain(calls, qkv):
-    found = flex_attention(*qkv, scale=0.2, enable_gqa=True, return_lse=True, kernel_options={"BLOCK_M": 64})
-    close(found, attend(*qkv, scale=0.2))
+    actual = flex_attention(*qkv, scale=0.2, enable_gqa=True, return_lse=True, kernel_options={"BLOCK_M": 64})
+    close(actual, attend(*qkv, scale=0.2))
     assert isinstance(flex_attention(*qkv), np.ndarray)
 
 
 def test_functions_that_capture_nothing_are_passed_on(calls, qkv):
     score, mask = lambda s, b, h, i, j: s + (j - i) * (h + 1) / (b + 1), lambda b, h, i, j: j <= i + REACH
-    found = flex_attention(*qkv, score, block_mask(mask), return_lse=True)
+    actual = flex_attention(*qkv, score, block_mask(mask), return_lse=True)
     b, h = np.arange(2)[:, None, None, None], np.arange(4)[:, None, None]
-    close(found, attend(*qkv, change=lambda s: s + (J - I) * (h + 1) / (b + 1), see=I + REACH >= J))
+    close(actual, attend(*qkv, change=lambda s: s + (J - I) * (h + 1) / (b + 1), see=I + REACH >= J))
     assert calls[0]["score"] is score and calls[0]["mask"] is mask and calls[0]["aux"] == () and calls[0]["blocks"] is None
 
 
@@ -67,11 +67,11 @@ def test_captured_arrays_become_arguments(calls, qkv):
         same = docs[i] == docs[j]
         return same | (more[j] == 0)
 
-    found = flex_attention(*qkv, lambda s, b, h, i, j: s * SLOPES[b] + slopes[h] * factor * j, block_mask(document))
+    actual = flex_attention(*qkv, lambda s, b, h, i, j: s * SLOPES[b] + slopes[h] * factor * j, block_mask(document))
     b, h = np.arange(2)[:, None, None, None], np.arange(4)[:, None, None]
     see = (docs[I] == docs[J]) | (J % 3 == 0)
     expected, _ = attend(*qkv, change=lambda s: s * SLOPES[b] + slopes[h] * factor * J, see=see)
-    close([found], [expected])
+    close([actual], [expected])
     call_options = calls[0]
     assert len(call_options["aux"]) == 4 and {x.size for x in call_options["aux"]} == {COLS, 2, 4}
     for f in call_options["mask"], call_options["score"]:
@@ -90,7 +90,7 @@ def test_two_arrays_of_one_name(calls, qkv):
 
 
 def test_written_once_and_anew_when_a_number_changes(calls, qkv):
-    def made(docs):
+    def result(docs):
         reach = 1
 
         def mask(b, h, i, j):
@@ -102,7 +102,7 @@ def test_written_once_and_anew_when_a_number_changes(calls, qkv):
 
         return mask, move
 
-    mask, move = made(np.arange(COLS))
+    mask, move = result(np.arange(COLS))
     for reach in 1, 1, 3:
         move(reach)
         close([flex_attention(*qkv, block_mask=block_mask(mask))], [attend(*qkv, see=J - reach <= I)[0]])
@@ -156,9 +156,9 @@ def test_blocks_that_are_listed_once(size):
     q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
     lists = block_mask(lambda b, h, i, j: docs[i] == docs[j], size, kv_num_blocks=ones, kv_indices=0 * ones[..., None])
     score = lambda s, b, h, i, j: s * 0.5
-    made = listed(q, k, v, lists, score)
-    assert isinstance(made.lists, BlockLists) and made.block_mask is lists
-    assert (flex_attention(q, k, v, score, made) == flex_attention(q, k, v, score, lists)).all()
+    result = listed(q, k, v, lists, score)
+    assert isinstance(result.lists, BlockLists) and result.block_mask is lists
+    assert (flex_attention(q, k, v, score, result) == flex_attention(q, k, v, score, lists)).all()
 
 
 def test_torch_in_a_function_becomes_ops(calls, qkv, monkeypatch):
@@ -198,9 +198,9 @@ def calling(limit=LIMIT, docs=THIRDS):
 
 def joined(symbol, *mask_mods):
     """The functions that torch's and_masks and or_masks make, without torch."""
-    made = lambda b, h, i, j: mask_mods
-    made.__module__, made.__qualname__ = "torch.nn.attention.flex_attention", f"{symbol}_masks.<locals>.{symbol}_mask"
-    return made
+    result = lambda b, h, i, j: mask_mods
+    result.__module__, result.__qualname__ = "torch.nn.attention.flex_attention", f"{symbol}_masks.<locals>.{symbol}_mask"
+    return result
 
 
 CLOSE = lambda reach: lambda b, h, i, j: j - i <= reach
@@ -256,8 +256,8 @@ def test_in_kernels():
     """The rewritten functions compile as kernel code: with the functions that they call, and with arrays of one number."""
     q, k, v = (np.random.default_rng(0).standard_normal((1, 2, n, 16)).astype(np.float16) for n in (ROWS, COLS, COLS))
     for mask, see in SERVED.values():
-        found = flex_attention(q, k, v, block_mask=block_mask(mask))
-        np.testing.assert_allclose(found, attend(q, k, v, see=np.broadcast_to(see, (ROWS, COLS)))[0], atol=4e-3)
+        actual = flex_attention(q, k, v, block_mask=block_mask(mask))
+        np.testing.assert_allclose(actual, attend(q, k, v, see=np.broadcast_to(see, (ROWS, COLS)))[0], atol=4e-3)
 
 
 def test_compiled():
@@ -278,11 +278,11 @@ def test_compiled():
     i, j = torch.arange(16)[:, None], torch.arange(16)
     for reach, slopes in [(3, slopes), (3, 2 * slopes), (5, slopes)]:  # noqa: B020
         mask = create_block_mask(and_masks(near, lambda b, h, i, j: docs[i] == docs[j]), None, None, 16, 16, device="cpu")
-        found = compiled(q, k, v, score, mask)
+        actual = compiled(q, k, v, score, mask)
         s = 4 * torch.tanh(q.double() @ k.double().mT / 16) + slopes[:, None, None] * j
         see = ((i - j).abs() <= reach) & (docs[i] == docs[j])
         expected = torch.where(see, s, -torch.inf).softmax(-1) @ v.double()
-        torch.testing.assert_close(found.double(), expected, atol=0.03, rtol=0.02)
+        torch.testing.assert_close(actual.double(), expected, atol=0.03, rtol=0.02)
 
 
 def test_what_torch_passes_for_nothing(calls, qkv):

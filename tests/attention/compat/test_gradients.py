@@ -86,15 +86,15 @@ def test_gradients(name):
     high = [x.detach().double().requires_grad_() for x in low]
     q, k, v = high[0], *(x.repeat_interleave(HEADS // KEYS, 2) for x in high[1:])
     s = changed(torch.einsum("bihd,bjhd->bhij", q, k) * DIM**-0.5)
-    wanted = torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(), v), s.logsumexp(-1)
-    found = ours(*low)
-    got = found if isinstance(found, tuple) else (found,)
+    expected = torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(), v), s.logsumexp(-1)
+    actual = ours(*low)
+    got = actual if isinstance(actual, tuple) else (actual,)
     of_results = [torch.randn_like(x) for x in got]
     gradients = (
         torch.autograd.grad(got, low, of_results),
-        torch.autograd.grad(wanted[: len(got)], high, [x.double() for x in of_results]),
+        torch.autograd.grad(expected[: len(got)], high, [x.double() for x in of_results]),
     )
-    for mine, theirs in zip([*got, *gradients[0]], [*wanted[: len(got)], *gradients[1]], strict=True):
+    for mine, theirs in zip([*got, *gradients[0]], [*expected[: len(got)], *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
@@ -145,8 +145,8 @@ def test_gradients_of_recurrences(name):
     q, k, v, *others, start = high
     got = ours(*low[:-1], initial_state=low[-1], output_final_state=True, scale=0.4)
     q, k, decay, beta = formula(q, k, *others)
-    wanted = recurrence(q, k, v, decay, beta, 0.4, start)
+    expected = recurrence(q, k, v, decay, beta, 0.4, start)
     of_results = [torch.randn_like(x) for x in got]
-    gradients = torch.autograd.grad(got, low, of_results), torch.autograd.grad(wanted, high, [x.double() for x in of_results])
-    for mine, theirs in zip([*got, *gradients[0]], [*wanted, *gradients[1]], strict=True):
+    gradients = torch.autograd.grad(got, low, of_results), torch.autograd.grad(expected, high, [x.double() for x in of_results])
+    for mine, theirs in zip([*got, *gradients[0]], [*expected, *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()

@@ -140,13 +140,13 @@ def test_what_a_layer_says_by_itself():
     wide = v.float().repeat_interleave(2, 1)
     for added in None, bias:
         expected = (scores + (0 if added is None else added)).softmax(-1) @ wide
-        found = attended(dict(is_causal=False), q, k, v, scaling=0.3, position_bias=added)
-        torch.testing.assert_close(found, expected.transpose(1, 2), atol=0.02, rtol=0.02)
+        actual = attended(dict(is_causal=False), q, k, v, scaling=0.3, position_bias=added)
+        torch.testing.assert_close(actual, expected.transpose(1, 2), atol=0.02, rtol=0.02)
     far = torch.arange(12)[:, None] - torch.arange(12)
     expected = scores[:, :, :12].masked_fill((far < 0) | (far > 2), -torch.inf).softmax(-1) @ wide
     for tokens in 12, 1:  # forward, decode
-        found = attended(dict(is_causal=True), q[:, :, 12 - tokens : 12], k, v, scaling=0.3, sliding_window=3)
-        torch.testing.assert_close(found, expected.transpose(1, 2)[:, -tokens:], atol=0.02, rtol=0.02)
+        actual = attended(dict(is_causal=True), q[:, :, 12 - tokens : 12], k, v, scaling=0.3, sliding_window=3)
+        torch.testing.assert_close(actual, expected.transpose(1, 2)[:, -tokens:], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("mask", [None, "static cache", "floats"])
@@ -159,22 +159,22 @@ def test_steps_with_a_bias_are_decoded(calls, mask):
         scores = q.float() @ k.float().repeat_interleave(2, 1).mT * 0.25 + bias
         expected = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
         if mask == "floats":
-            found = attended(
+            actual = attended(
                 dict(is_causal=False), q, k, v, torch.zeros(2, 1, tokens, 60).masked_fill(~seen, -1e30), position_bias=bias
             )
         elif mask == "static cache":
             ours = create_mask(2, tokens, 60, q_offset=end - tokens)
-            found = attended(dict(is_causal=True), q, k, v, ours, position_bias=bias)
+            actual = attended(dict(is_causal=True), q, k, v, ours, position_bias=bias)
         else:
-            found = attended(dict(is_causal=True), q, k[:, :, :end], v[:, :, :end], position_bias=bias[..., :end])
+            actual = attended(dict(is_causal=True), q, k[:, :, :end], v[:, :, :end], position_bias=bias[..., :end])
         assert calls.pop() == function and not calls
-        torch.testing.assert_close(found, expected, atol=0.03, rtol=0.02)
+        torch.testing.assert_close(actual, expected, atol=0.03, rtol=0.02)
 
 
 def test_norms_in_float32_are_rounded_and_the_rest_is_refused():
     q, k, v = torch.randn(3, 1, 2, 4, 16).bfloat16()
-    found = attended({}, q.float(), k.float(), v)
-    assert torch.equal(found, attended({}, q, k, v))
+    actual = attended({}, q.float(), k.float(), v)
+    assert torch.equal(actual, attended({}, q, k, v))
     for refused in dict(output_attentions=True), dict(cache=object()), dict(indices=q), dict(block_indices=q):
         with pytest.raises(NotImplementedError, match=f"{next(iter(refused))}: is not supported"):
             attended({}, q, k, v, **refused)
@@ -229,19 +229,19 @@ def test_masks_say_what_transformers_masks_say(function, padding):
             tokens[n, call_options - count :] = False
         for first, last in hole:
             tokens[0, first:last] = False
-        asked = dict(mask_function=FUNCTIONS[function], attention_mask=None if padding == "all" and static else tokens)
+        args = dict(mask_function=FUNCTIONS[function], attention_mask=None if padding == "all" and static else tokens)
         at = torch.tensor(place) if static else place
-        made = create_mask(2, queries, keys, at, begin, **asked)
-        theirs = masking_utils.sdpa_mask(2, queries, keys, at, begin, allow_is_causal_skip=False, **asked)
+        result = create_mask(2, queries, keys, at, begin, **args)
+        theirs = masking_utils.sdpa_mask(2, queries, keys, at, begin, allow_is_causal_skip=False, **args)
         counts = tokens[:, None, place:, None] & theirs.any(-1, keepdim=True)
-        assert torch.equal(opened(made, queries, keys, place, begin) & counts, theirs & counts), (queries, place, room, begin)
+        assert torch.equal(opened(result, queries, keys, place, begin) & counts, theirs & counts), (queries, place, room, begin)
         run = (
             function in ("causal", "window", "wide")
             and padding != "hole"
             and not (padding in ("right", "both") and queries < 5)
         )
         if run:
-            assert made is None or made.dtype == torch.int32
+            assert result is None or result.dtype == torch.int32
 
 
 def test_masks_of_documents():
@@ -249,9 +249,9 @@ def test_masks_of_documents():
     for window in None, 3:
         function = FUNCTIONS["causal"] if window is None else masking_utils.sliding_window_causal_mask_function(window)
         function = masking_utils.and_masks(function, masking_utils.packed_sequence_mask_function(documents))
-        made = create_mask(2, 8, 8, mask_function=function)
-        assert made.shape == (2, window or 1, 5, 8) and torch.equal(
-            opened(made, 8, 8, 0, 0), masking_utils.sdpa_mask(2, 8, 8, mask_function=function, allow_is_causal_skip=False)
+        result = create_mask(2, 8, 8, mask_function=function)
+        assert result.shape == (2, window or 1, 5, 8) and torch.equal(
+            opened(result, 8, 8, 0, 0), masking_utils.sdpa_mask(2, 8, 8, mask_function=function, allow_is_causal_skip=False)
         )
 
 
@@ -262,14 +262,14 @@ def test_masks_are_read_as_they_were_made():
     left[1, :4] = False
     window = FUNCTIONS["window"]
     for queries, function, tokens in itertools.product((1, 50), (FUNCTIONS["causal"], window), (None, left)):
-        made = create_mask(2, queries, 50, 50 - queries, mask_function=function, attention_mask=tokens)
-        if made is None:
+        result = create_mask(2, queries, 50, 50 - queries, mask_function=function, attention_mask=tokens)
+        if result is None:
             assert queries == 50 and function is not window and tokens is None
             continue
-        assert made.ndim == 4 and made.untyped_storage().nbytes() <= 32
-        from_attribute = read_mask(made)
-        del made.info
-        from_tensor = read_mask(made)
+        assert result.ndim == 4 and result.untyped_storage().nbytes() <= 32
+        from_attribute = read_mask(result)
+        del result.info
+        from_tensor = read_mask(result)
         assert from_attribute.window == from_tensor.window
         for one, other in zip(from_attribute[1:4], from_tensor[1:4]):
             assert one is other is None or torch.equal(one, other)
@@ -281,8 +281,8 @@ def test_compiled_whole():
     ids, mask = prompts()
     compiled = torch.compile(ours.forward, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        for given in {}, dict(attention_mask=mask):
-            one, other = (f(ids, use_cache=False, **given).logits[mask == 1] for f in (compiled, ours))
+        for inputs in {}, dict(attention_mask=mask):
+            one, other = (f(ids, use_cache=False, **inputs).logits[mask == 1] for f in (compiled, ours))
             torch.testing.assert_close(one, other)
     call_options = dict(
         attention_mask=mask, max_new_tokens=NEW, do_sample=False, cache_implementation="static", disable_compile=True

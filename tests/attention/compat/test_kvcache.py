@@ -29,7 +29,7 @@ def decode(monkeypatch):
             turn |= {"q": q, "causal": causal or window is not None} if rotary else {}
             turned = attention.append(k, v, k_new, v_new, lengths=lengths, pages=pages, batch_index=batch_index, **turn)
             q, lengths = q if turned is None else turned, lengths + k_new.shape[1]
-        found = []
+        actual = []
         for b, length in enumerate(lengths):
             if pages is not None:
                 used = pages[b, : -(-length // k.shape[1])]
@@ -37,8 +37,8 @@ def decode(monkeypatch):
             else:
                 keys, values = (x[b if batch_index is None else batch_index[b], :length] for x in (k, v))
             start = 0 if leftpad is None else leftpad[b]
-            found.append(seen(q[b], keys[start:], values[start:], causal, window, softcap, scale))
-        out, lse = map(np.stack, zip(*found))
+            actual.append(seen(q[b], keys[start:], values[start:], causal, window, softcap, scale))
+        out, lse = map(np.stack, zip(*actual))
         return (out, lse) if return_lse else out
 
     monkeypatch.setattr(attention, "decode", decode)
@@ -110,13 +110,13 @@ def test_new_keys_are_written_and_seen(module, case, decode):
     options |= dict(cache_batch_idx=index) if batch_index else {}
     options |= dict(cache_leftpad=np.arange(2, dtype=np.int32)) if leftpad else {}
     options |= dict(rotary_cos=cos, rotary_sin=sin) if rotary else {}
-    found = MODULES[module].flash_attn_with_kvcache(
+    actual = MODULES[module].flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, cache_seqlens=lengths, return_softmax_lse=True, num_splits=3, **options
     )
     assert decode[-1]["splits"] == 3
     for x, y in zip((k_cache, v_cache), (keys, values)):
         assert (x.view(np.uint16) == y.view(np.uint16)).all()
-    for x, y in zip(found, (out, lse), strict=True):
+    for x, y in zip(actual, (out, lse), strict=True):
         np.testing.assert_allclose(x, np.stack(y), rtol=1e-10)
 
 
@@ -128,9 +128,9 @@ def test_keys_that_are_there(module, lengths, decode):
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 5, 2, 8))
     if lengths is not None:
         k, v = (np.concatenate([x, np.full_like(x, np.nan)], 1) for x in (k, v))
-    found = MODULES[module].flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths)
+    actual = MODULES[module].flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=lengths)
     expected = [seen(q[b, :1], k[b, :5], v[b, :5], False, None, None, None)[0] for b in (0, 1)]
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
     pages, table = (x[:, :5].reshape(5, 2, 2, 8) for x in (k, v)), np.array([[0, 1], [3, 4]])
     name = {2: "block_table", 3: "page_table"}[module]
     if lengths is None:
@@ -189,9 +189,9 @@ def test_kernels_serve_it(module):
             turned(q[b, i], cos[length - 2 + i].astype(np.float32), sin[length - 2 + i].astype(np.float32), True)
             for i in (0, 1)
         ]
-        given = np.stack(rows)[None], keys, values
-        ref, its_lse = reference.forward(*given, causal=True)
-        reference.assert_close(out[b][None], ref, reference.forward_low(*given, causal=True)[0])
+        inputs = np.stack(rows)[None], keys, values
+        ref, its_lse = reference.forward(*inputs, causal=True)
+        reference.assert_close(out[b][None], ref, reference.forward_low(*inputs, causal=True)[0])
         np.testing.assert_allclose(lse[b], its_lse[0], atol=1e-5)
 
 
@@ -205,8 +205,8 @@ def test_caches_of_fp8_have_descales():
         call_options = {name: np.full(shape, 0.5, np.float32) for name in ("k_descale", "v_descale")}
         mine, its = [x.copy() for x in caches], {name: x.copy() for name, x in call_options.items()}
         out = flash_attn_interface.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=lengths, **call_options)
-        wanted = attention.decode(q, *mine, lengths=lengths, k_new=k, v_new=v, causal=False, **its)
-        np.testing.assert_array_equal(out.astype(float), wanted.astype(float))
+        reference_values = attention.decode(q, *mine, lengths=lengths, k_new=k, v_new=v, causal=False, **its)
+        np.testing.assert_array_equal(out.astype(float), reference_values.astype(float))
         assert (call_options["k_descale"] == its["k_descale"]).all() and ((call_options["k_descale"] != 0.5).sum() == 2) == (
             len(shape) == 3
         )
@@ -295,21 +295,21 @@ def swept(place, tokens, keys, new, size, said, heads, columns):
     call_options |= {"cache_leftpad": starts.astype(np.int32)} if leftpad else {}
     call_options |= {"rotary_cos": cos, "rotary_sin": sin} if rotary else {}
     lie = np.concatenate if packed else np.stack
-    given = [lie(q), *cache_args, *((lie(k), lie(v)) if new else ())]
+    inputs = [lie(q), *cache_args, *((lie(k), lie(v)) if new else ())]
     if packed:
         ends = np.cumsum([0, *counts]).astype(np.int32)
         call_options |= {"cu_seqlens_q": ends} | ({"cu_seqlens_k_new": ends} if new else {})
     call_options = {name: place.put(x) for name, x in call_options.items()}
     out, lse = flash_attn_interface.flash_attn_with_kvcache(
-        *map(place.put, given), return_softmax_lse=True, **call_options, **said
+        *map(place.put, inputs), return_softmax_lse=True, **call_options, **said
     )
     out, lse = place.get(out), place.get(lse)
     left, right = (None if end < 0 else end for end in said.get("window_size", (-1, -1)))
     options = {"causal": said.get("causal", False), "window": (left, right), "softcap": said.get("softcap")}
     for b, end in enumerate(np.cumsum(counts)):
         rows = out[end - counts[b] : end] if packed else out[b]
-        given = mine[b][None], *(x[b : b + 1, starts[b] : after[b]] for x in expected)
-        ref, low = (formula(*given, **options)[0] for formula in (reference.forward, reference.forward_low))
+        inputs = mine[b][None], *(x[b : b + 1, starts[b] : after[b]] for x in expected)
+        ref, low = (formula(*inputs, **options)[0] for formula in (reference.forward, reference.forward_low))
         if counts[b]:
             reference.assert_close(rows[None], ref, low, factor=3 if said.get("softcap") else 2)
     assert lse.shape == ((heads, len(out)) if packed else (3, heads, tokens))

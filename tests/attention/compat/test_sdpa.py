@@ -9,16 +9,16 @@ from attention.compat.flex import flex_attention
 from attention.compat.sdpa import scaled_dot_product_attention
 
 
-def close(found, expected):
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-8)
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(5, 5), (3, 7), (7, 3), (1, 4), (4, 1)])
 def test_causal_is_aligned_at_the_top_left(rows, cols, calls, draw):
     q, k, v = draw((2, 4, rows, 8)), draw((2, 2, cols, 8)), draw((2, 2, cols, 6))
-    found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5, enable_gqa=True)
+    actual = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5, enable_gqa=True)
     see = np.tril(np.ones((rows, cols), bool))
-    close(found, attend(q, k, v, see=see, scale=0.5)[0])
+    close(actual, attend(q, k, v, see=see, scale=0.5)[0])
     assert calls[0]["mask"] is None, "a window does"
 
 
@@ -88,13 +88,13 @@ def test_causal_biases(axes, calls):
     from torch.nn.attention import bias
 
     q, k = torch.randn(2, 4, 5, 8)[(0,) * (4 - axes)], torch.randn(2, 4, 7, 8)[(0,) * (4 - axes)]
-    for made, diagonal in (bias.causal_upper_left, 0), (bias.causal_lower_right, 2):
+    for result, diagonal in (bias.causal_upper_left, 0), (bias.causal_lower_right, 2):
         see = torch.ones(5, 7, dtype=torch.bool).tril(diagonal)
         expected = torch.nn.functional.scaled_dot_product_attention(q, k, k, see)
-        found = scaled_dot_product_attention(q, k, k, made(5, 7))
-        np.testing.assert_allclose(found, expected.numpy(), rtol=1e-4, atol=1e-5)
+        actual = scaled_dot_product_attention(q, k, k, result(5, 7))
+        np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-4, atol=1e-5)
         with pytest.raises(ValueError, match=r"^attn_mask: must be a CausalBias of .*, \(5, 7\): it is of \(5, 8\)"):
-            scaled_dot_product_attention(q, k, k, made(5, 8))
+            scaled_dot_product_attention(q, k, k, result(5, 8))
 
 
 def flat(x):

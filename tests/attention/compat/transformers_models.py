@@ -85,11 +85,11 @@ def models(name, device="cpu"):
     kind, more = MODELS[name]
     config = lambda: getattr(transformers, kind)(**COMMON | more)
     kinds = (("tiles", torch.bfloat16), ("eager", torch.bfloat16), ("eager", torch.float32))
-    made = [
+    result = [
         transformers.AutoModelForCausalLM.from_config(config(), attn_implementation=implementation, dtype=dtype)
         for implementation, dtype in kinds
     ]
-    ours, low, exact = (model.to(device).eval() for model in made)
+    ours, low, exact = (model.to(device).eval() for model in result)
     with torch.no_grad():
         for key, parameter in ours.named_parameters():
             if "sinks" in key:
@@ -130,13 +130,13 @@ def check_generates(name, device, tokens=PROMPT, padded=True, **options):
         attention_mask=mask, max_new_tokens=NEW, do_sample=False, output_logits=True, return_dict_in_generate=True
     )
     with recurrent_layers(ours, name):
-        made = ours.generate(ids, **call_options, **options)
-    found, sequences = torch.stack(made.logits, 1), made.sequences
+        result = ours.generate(ids, **call_options, **options)
+    actual, sequences = torch.stack(result.logits, 1), result.sequences
     assert sequences.shape == (2, tokens + NEW)
     mask = torch.cat([mask, mask.new_ones(2, NEW)], 1)[:, :-1]
     with torch.no_grad():
         theirs = [m(sequences[:, :-1], attention_mask=mask, use_cache=False).logits[:, tokens - 1 :] for m in (low, exact)]
-    tolerance = check_close(found, *theirs, "logits")
+    tolerance = check_close(actual, *theirs, "logits")
     likeliest = theirs[1].topk(2)
     sure = likeliest.values[..., 0] - likeliest.values[..., 1] > 2 * tolerance
     assert (sequences[:, tokens:] == likeliest.indices[..., 0])[sure].all()

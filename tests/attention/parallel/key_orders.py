@@ -36,11 +36,11 @@ class SilentRank(Peers):
 @contextlib.contextmanager
 def noted(monkeypatch, gpu):
     """The launches planned inside, including those of ranks: see planned_launches.noted."""
-    with planned_launches.noted(monkeypatch, gpu) as found, monkeypatch.context() as patched:
+    with planned_launches.noted(monkeypatch, gpu) as actual, monkeypatch.context() as patched:
         for module in plans, whole_checks:
             patched.setattr(module, "describe", lambda x, name: Array(0 if x.is_meta else x.data_ptr(), form_of(x), x, None))
         patched.setattr(subcalls, "key_lengths", lambda ends, batch, device: torch.tensor([ends] * batch, dtype=torch.int32))
-        yield found
+        yield actual
 
 
 class Places:
@@ -65,8 +65,8 @@ def drawn(spans, keys, problem):
     """q, k and v with the rows of these spans, on the meta device."""
     heads, kv_heads, dims, dtype = problem.heads, problem.kv_heads, problem.dims, problem.dtype
     shapes = (spans, heads, dims[0]), (keys, kv_heads, dims[0]), (keys, kv_heads, dims[1])
-    made = [torch.empty((problem.batch, sum(map(len, of)), h, d), dtype=dtype, device="meta") for of, h, d in shapes]
-    return made, (spans, keys, keys)
+    result = [torch.empty((problem.batch, sum(map(len, of)), h, d), dtype=dtype, device="meta") for of, h, d in shapes]
+    return result, (spans, keys, keys)
 
 
 class WholeCall(NamedTuple):
@@ -100,21 +100,21 @@ class NotedLaunch(NamedTuple):
 
 def of_forward(monkeypatch, gpu, problem):
     """Every launch of attention of the call on one GPU, as NotedLaunch."""
-    with noted(monkeypatch, gpu) as found:
+    with noted(monkeypatch, gpu) as actual:
         arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         attention.forward(*arrays, **problem.options, return_lse=True)
     rows = np.arange(problem.length), np.arange(problem.length_k)
-    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BaseConfig)]
+    return [NotedLaunch(one, *rows) for one in actual if isinstance(one.config, BaseConfig)]
 
 
 def of_backward(monkeypatch, gpu, problem):
     """Every launch of the deterministic backward pass of the call on one GPU."""
-    with noted(monkeypatch, gpu) as found:
+    with noted(monkeypatch, gpu) as actual:
         arrays, _ = drawn((Span(0, problem.length),), (Span(0, problem.length_k),), problem)
         out, lse = results(*arrays)
         attention.backward(out, *arrays, out, lse, **problem.options, deterministic=True)
     rows = np.arange(problem.length), np.arange(problem.length_k)
-    return [NotedLaunch(one, *rows) for one in found if isinstance(one.config, BackwardConfig)]
+    return [NotedLaunch(one, *rows) for one in actual if isinstance(one.config, BackwardConfig)]
 
 
 def results(q, k, v):
@@ -126,7 +126,7 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
     """Every launch of all ranks; with back=True those of the deterministic backward pass."""
     order = find_order(order)
     queries, keys = order.spans(problem.length, world), order.spans(problem.length_k, world)
-    found = []
+    actual = []
     for rank in range(world):
         peers, places = SilentRank(None, rank, world, tuple(range(world))), Places()
         with noted(monkeypatch, gpu) as its, _moved(monkeypatch, places):
@@ -150,29 +150,29 @@ def on_ranks(monkeypatch, gpu, problem, world, scheme="gather", order="zigzag", 
                 k = np.arange(problem.length_k) if "local_k" in one.arrays else places.of(one.arrays["k"])
                 is_local = one.arrays["k"].untyped_storage()._cdata == arrays[1].untyped_storage()._cdata
                 assert (np.diff(k) == 1).all(), f"keys of a launch lie one behind the other: {k}"
-                found.append(NotedLaunch(one, places.of(one.arrays["q"]), k, is_local))
-    return found
+                actual.append(NotedLaunch(one, places.of(one.arrays["q"]), k, is_local))
+    return actual
 
 
 @contextlib.contextmanager
 def _moved(monkeypatch, places):
     """Redistributed arrays are allocated but not received, and their rows are noted."""
     real = {module: module.plan_redistribution for module in (gather, gather_in_order, ulysses)}
-    wanted = {}
+    expected = {}
 
     def plan_redistribution(of):
-        def found(rank, sources, targets):
+        def actual(rank, sources, targets):
             its = of(rank, sources, targets)
-            wanted[id(its)] = targets[rank]
+            expected[id(its)] = targets[rank]
             return its
 
-        return found
+        return actual
 
     def redistribute(peers, *routes):
-        made = [x if its.is_identity else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
-        for x, (_, its) in zip(made, routes):
-            places.note(x, wanted[id(its)].spans)
-        return PendingArrays(made, PendingMessages(()), [])
+        result = [x if its.is_identity else x.new_empty((x.shape[0], *its.shape, *x.shape[3:])) for x, its in routes]
+        for x, (_, its) in zip(result, routes):
+            places.note(x, expected[id(its)].spans)
+        return PendingArrays(result, PendingMessages(()), [])
 
     with monkeypatch.context() as patched:
         for module, of in real.items():
@@ -185,11 +185,11 @@ def key_orders(noted, problem, each=EACH):
     """{query: (the first keys of the blocks of which it sees any key, in their order)} for every `each`-th query of a launch,
     for one head."""
     (config, arrays, call_options), rows, keys, _ = noted
-    given, found = SimpleNamespace(**{name: x for name, x in call_options.items() if isinstance(x, (int, float))}), {}
+    inputs, actual = SimpleNamespace(**{name: x for name, x in call_options.items() if isinstance(x, (int, float))}), {}
     for query, queries, key, n in _sequences(config, call_options, arrays):
         for tile in range(0, queries, config.rows):
             mine = rows[query + tile : query + min(queries, tile + config.rows)]
-            at = ScoreContext(0, 0, tile, n - queries, queries, n, given, (), 0)
+            at = ScoreContext(0, 0, tile, n - queries, queries, n, inputs, (), 0)
             if config.by_list:
                 blocks = _listed(config, mine, keys[key : key + n], problem)
             else:
@@ -202,8 +202,8 @@ def key_orders(noted, problem, each=EACH):
                 sees = (first < high) & (last >= low)
                 if problem.seen is not None:
                     sees &= [problem.seen[row, a : b + 1].any() for a, b in zip(first, last)]
-                found[int(row)] = tuple(first[sees].tolist())
-    return found
+                actual[int(row)] = tuple(first[sees].tolist())
+    return actual
 
 
 def _listed(config, rows, keys, problem):

@@ -37,10 +37,10 @@ class Waiting:
         if not self.processes:
             context = mp.get_context("spawn")
             self.todo, self.done = [context.SimpleQueue() for _ in range(self.world)], context.Queue()
-            given = self.world, self.backend, _free_port()
+            inputs = self.world, self.backend, _free_port()
             with _path():
                 for rank, todo in enumerate(self.todo):
-                    one = context.Process(target=_rank_that_waits, args=(rank, todo, self.done, *given), daemon=True)
+                    one = context.Process(target=_rank_that_waits, args=(rank, todo, self.done, *inputs), daemon=True)
                     one.start()
                     self.processes.append(one)
         for todo in self.todo:
@@ -117,11 +117,11 @@ def drawn(length, heads=2, kv_heads=1, dim=16, keys=None, seed=0, batch=1):
 def differentiated(function, arrays, dout, dlse, learned=()):
     """[out, lse, gradients of `arrays` and of `learned`] of a loss of both results, or of one, if the other's gradient is
     None."""
-    given = [x.detach().clone().requires_grad_() for x in arrays]
-    out, lse = function(*given)
+    inputs = [x.detach().clone().requires_grad_() for x in arrays]
+    out, lse = function(*inputs)
     used = [(x, dx) for x, dx in ((out, dout), (lse, dlse)) if dx is not None]
     results, of_results = zip(*used)
-    grads = torch.autograd.grad(results, [*given, *learned], of_results)
+    grads = torch.autograd.grad(results, [*inputs, *learned], of_results)
     return [out.detach(), lse.detach(), *grads]
 
 
@@ -138,9 +138,9 @@ def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, 
     local |= dict(zip(learned, mine))
     one_gpu = differentiated(lambda *x: attention.forward(*x, **options, return_lse=True), whole, dout, dlse, one)
     ranks = partial(parallel.forward, group=group, scheme=scheme, order=order, length=length, length_k=keys, return_lse=True)
-    found = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), share(dlse, dim=2), mine)
-    wanted = [share(one_gpu[0]), share(one_gpu[1], dim=2), *[share(x) for x in one_gpu[2:5]], *one_gpu[5:]]
-    for n, (x, y) in enumerate(zip(found, wanted)):
+    actual = differentiated(lambda *x: ranks(*x, **local), [share(x) for x in whole], share(dout), share(dlse, dim=2), mine)
+    expected = [share(one_gpu[0]), share(one_gpu[1], dim=2), *[share(x) for x in one_gpu[2:5]], *one_gpu[5:]]
+    for n, (x, y) in enumerate(zip(actual, expected)):
         said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {dist.get_rank()}"
         if n > 4 and (learned[n - 5] != "bias" or y.shape[2] == 1):
             dist.all_reduce(x)
@@ -155,7 +155,7 @@ def compared(length, scheme, group=None, order="zigzag", learned=(), keys=None, 
     if 0 not in bitwise:
         exact, _ = reference.forward(*[x.float().cpu().numpy() for x in (q, k, v)], **plain(options))
         exact = torch.from_numpy(exact).to(device())
-        errors = [(x.double() - y).abs().max() for x, y in ((one_gpu[0], exact), (found[0], share(exact))) if x.numel()]
+        errors = [(x.double() - y).abs().max() for x, y in ((one_gpu[0], exact), (actual[0], share(exact))) if x.numel()]
         assert errors[-1] <= 2.5 * errors[0], f"{said}: {errors}"
 
 

@@ -25,21 +25,21 @@ class CopyingThread(RankThread):
     overlaps_copies = True
 
     def start_copies(self, arrival, k, v):
-        found = []
+        actual = []
         for x in (k, v):
             others = torch.full((1, arrival.rows, *x.shape[2:]), torch.nan, dtype=x.dtype)
             shares = self.all_gather_text(x)
             for rank, source, place in arrival.copies:
                 others[:, slice(*place)] = shares[rank][:, slice(*source)]
-            found.append(others)
-        return *found, arrival.required[-1:]
+            actual.append(others)
+        return *actual, arrival.required[-1:]
 
 
 @pytest.mark.parametrize(("world", "length"), [(2, 512), (2, 1024), (3, 768)])
 def test_streaming_copies_have_the_bits_of_one_gpu(monkeypatch, world, length):
     monkeypatch.setattr(threads, "RankThread", CopyingThread)
     q, k, v = drawn(length)
-    wanted = attention.forward(q, k, v, causal=True, return_lse=True)
+    expected = attention.forward(q, k, v, causal=True, return_lse=True)
     called = []
     start_copies = CopyingThread.start_copies
     monkeypatch.setattr(CopyingThread, "start_copies", lambda *x: called.append(x) or start_copies(*x))
@@ -47,7 +47,7 @@ def test_streaming_copies_have_the_bits_of_one_gpu(monkeypatch, world, length):
     def rank(peers):
         mine = [parallel.shard(x, peers) for x in (q, k, v)]
         out, lse = parallel.forward(*mine, group=peers, scheme="gather", causal=True, return_lse=True)
-        return torch.equal(out, parallel.shard(wanted[0], peers)), torch.equal(lse, parallel.shard(wanted[1], peers, 2))
+        return torch.equal(out, parallel.shard(expected[0], peers)), torch.equal(lse, parallel.shard(expected[1], peers, 2))
 
     assert together(world, rank) == [(True, True)] * world
     assert len(called) == world
@@ -58,13 +58,13 @@ def test_streaming_copies_have_the_bits_of_one_gpu(monkeypatch, world, length):
 def test_own_keys_stay_in_place(monkeypatch, world, length, order):
     """By messages: a rank's own keys stay where they are if its parts are equally long, and the bits are those of one GPU."""
     q, k, v = drawn(length)
-    wanted, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], InPlaceGather.attend
+    expected, called, attend = attention.forward(q, k, v, causal=True, scale=0.2), [], InPlaceGather.attend
     monkeypatch.setattr(InPlaceGather, "attend", lambda *x: called.append(x) or attend(*x))
 
     def rank(peers):
         mine = [parallel.shard(x, peers, order=order) for x in (q, k, v)]
         call_options = dict(group=peers, order=order, length=length, scheme="gather", causal=True, scale=0.2)
-        return torch.equal(parallel.forward(*mine, **call_options), parallel.shard(wanted, peers, order=order))
+        return torch.equal(parallel.forward(*mine, **call_options), parallel.shard(expected, peers, order=order))
 
     assert all(together(world, rank))
     assert len(called) == (1 if length == 1000 else world if order == "zigzag" else world - 1)
@@ -78,14 +78,14 @@ def planned(world, rank, length, order="zigzag", **call_options):
 
 def test_copies_are_in_the_order_of_reading():
     """Blocks of keys are read from the last to the first, so copies are in this order."""
-    found = planned(3, 0, 1536, causal=True)
-    assert found.copies == (
+    actual = planned(3, 0, 1536, causal=True)
+    assert actual.copies == (
         (1, Span(256, 512), Span(768, 1024)),
         (2, Span(0, 512), Span(256, 768)),
         (1, Span(0, 256), Span(0, 256)),
     )
-    assert (found.rows, found.max_rows, found.placement) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
-    assert found.required.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
+    assert (actual.rows, actual.max_rows, actual.placement) == (1024, 512, (1536, 0, 256, 1280, 1536, True, None, None))
+    assert actual.required.tolist() == [0, 0, 3, 3, 2, 2, 2, 2, 1, 1, 0, 0, 3]
     last = planned(3, 2, 1536, causal=True)
     assert last.copies == ((1, Span(0, 256), Span(256, 512)), (0, Span(0, 256), Span(0, 256)))
     assert (last.rows, last.placement[:5]) == (512, (1024, 512, 1024, 1024, 1024))
@@ -95,9 +95,9 @@ def test_copies_are_in_the_order_of_reading():
 def test_large_spans_are_split_into_copies(monkeypatch):
     """A span is copied in several copies of whole blocks, each large enough to be worth its host time."""
     monkeypatch.setattr(arrival, "MIN_COPY_BYTES", 256 * 2 * 2 * 128)  # 256 rows of keys and values
-    found = planned(2, 1, 4096, causal=True)
-    assert [copy.target for copy in found.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
-    assert found.required.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
+    actual = planned(2, 1, 4096, causal=True)
+    assert [copy.target for copy in actual.copies] == [Span(768, 1024), Span(512, 768), Span(256, 512), Span(0, 256)]
+    assert actual.required.tolist() == [4] * 2 + [3] * 2 + [2] * 2 + [1] * 2 + [0] * 16 + [4]
 
 
 @pytest.mark.parametrize(

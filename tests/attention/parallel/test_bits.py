@@ -155,11 +155,11 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
     """What decides the bits of deterministic gradients, for each launch: for dq, the keys of a block and the order of blocks;
     for dk and dv, the rows of a tile, the order of tiles, and the shares of heads."""
     ranks = order is not None
-    found = (
+    actual = (
         on_ranks(monkeypatch, gpu, problem, world, "gather", order, True) if ranks else of_backward(monkeypatch, gpu, problem)
     )
     of_dq, of_dk = set(), set()
-    for (config, _, call_options), rows, keys, is_local in found:
+    for (config, _, call_options), rows, keys, is_local in actual:
         if not hasattr(config, "order") or "gQ" not in call_options or "gO" in call_options:
             continue
         module, back = type(config).__module__, isinstance(config.order, (AscendingAdds, ReverseTiles))
@@ -175,8 +175,8 @@ def launches_of_gradients(monkeypatch, gpu, problem, world=1, order=None):
 def test_gradients_use_the_gathered_halo(monkeypatch):
     """The keys of each of a rank's parts begin after the first key, at a block of the forward kernel."""
     problem = WholeCall(2304, 1, 1, (64, 64), dict(window=(200, 0)))
-    found = on_ranks(monkeypatch, "H200", problem, 3, back=True)
-    assert any([one.keys[0] % 384 for one in found])
+    actual = on_ranks(monkeypatch, "H200", problem, 3, back=True)
+    assert any([one.keys[0] % 384 for one in actual])
 
 
 def test_deterministic_gradients(monkeypatch):

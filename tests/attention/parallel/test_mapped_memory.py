@@ -57,16 +57,16 @@ def test_mapped_rows_are_copied(world):
     """Repeated calls with two signatures and new arrays, some ranks being late: no message is sent."""
     buffers, meeting = torch.zeros(world, 2, 2**16, dtype=torch.uint8), threading.Barrier(world)
     calls = [(61 + 9 * (n % 2), drawn(61 + 9 * (n % 2), seed=n)) for n in range(6)]
-    wanted = [attention.forward(*whole, causal=True) for _, whole in calls]
+    expected = [attention.forward(*whole, causal=True) for _, whole in calls]
 
     def rank(peers):
         mine = MappedThreads(None, peers.rank, world, peers.ranks, memory := SharedBuffers(buffers, meeting))
         vars(mine).update(room=peers.room, exchange=None)
         for n, (length, whole) in enumerate(calls):
             memory.late = 0.05 * ((n + peers.rank) % world)
-            given = [share(x, peers, "zigzag") for x in whole]
-            out = parallel.forward(*given, group=mine, scheme="gather", causal=True, length=length)
-            assert torch.equal(out, share(wanted[n], peers, "zigzag"))
+            inputs = [share(x, peers, "zigzag") for x in whole]
+            out = parallel.forward(*inputs, group=mine, scheme="gather", causal=True, length=length)
+            assert torch.equal(out, share(expected[n], peers, "zigzag"))
 
     together(world, rank)
 
@@ -103,7 +103,7 @@ def test_mapped_keys_are_streamed(monkeypatch, world):
     buffers, meeting = torch.zeros(world, 2**17, dtype=torch.uint8), threading.Barrier(world)
     lengths = [256 * world * (1 + n % 2) for n in range(4)]
     calls = [drawn(length, heads=1, seed=n) for n, length in enumerate(lengths)]
-    wanted = [attention.forward(*whole, causal=True) for whole in calls]
+    expected = [attention.forward(*whole, causal=True) for whole in calls]
 
     def rank(peers):
         mine = MappedThreads(None, peers.rank, world, peers.ranks, StreamingSharedBuffers(buffers, meeting))
@@ -113,6 +113,6 @@ def test_mapped_keys_are_streamed(monkeypatch, world):
             if n == 3:
                 k = torch.stack([k, k], -1)[..., 0]
             out = parallel.forward(q, k, v, group=mine, scheme="gather", causal=True)
-            assert torch.equal(out, share(wanted[n], peers, "zigzag"))
+            assert torch.equal(out, share(expected[n], peers, "zigzag"))
 
     together(world, rank)

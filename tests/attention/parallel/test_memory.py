@@ -29,33 +29,33 @@ def test_gather_holds_only_remote_keys(monkeypatch, world, rank, in_turn):
     """Keys that its last query does not see are not received. In two steps, its own keys are copied next to the received
     ones."""
     monkeypatch.setattr(gather, "STEP_BYTES", 0 if in_turn else 2**40)
-    found = most(monkeypatch, world, rank, scheme="gather", causal=True)
+    actual = most(monkeypatch, world, rank, scheme="gather", causal=True)
     seen = KEYS * (2 * world - rank) / (2 * world)
     lse = 4 * HEADS * LENGTH // world if in_turn else 0  # of the heads that are computed, which is copied to its place
     needed = seen + lse if in_turn else seen - KEYS / world
-    assert needed - lse <= found <= needed + SMALL
+    assert needed - lse <= actual <= needed + SMALL
 
 
 def test_a_window_holds_its_halo(monkeypatch):
-    found = most(monkeypatch, 4, 2, scheme="gather", window=(128, 0))
+    actual = most(monkeypatch, 4, 2, scheme="gather", window=(128, 0))
     shard_bytes, halo = KEYS / 4, 2 * 256 * KV_HEADS * DIM * 4  # of two parts; halos begin at a block of keys of any kernel
-    assert shard_bytes < found <= shard_bytes + halo + 4 * HEADS * LENGTH // 8 + SMALL
+    assert shard_bytes < actual <= shard_bytes + halo + 4 * HEADS * LENGTH // 8 + SMALL
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ring_holds_two_shards_and_a_result(monkeypatch, world):
     """The result is in float32, and each shard's attention is added to it."""
     share, result = KEYS / world, LENGTH // world * HEADS * (DIM * 4 + 4)
-    found = most(monkeypatch, world, 1, scheme="ring", causal=True)
-    assert found <= min(2, world - 1) * share + result + SMALL
+    actual = most(monkeypatch, world, 1, scheme="ring", causal=True)
+    assert actual <= min(2, world - 1) * share + result + SMALL
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("shares", [2.0, 1.0, 4.0])
 def test_ring_respects_its_memory_limit(monkeypatch, world, shares):
     """In several sweeps; the target is two shards, while the float32 result alone would be as much."""
-    found = most(monkeypatch, world, 1, scheme="ring", causal=True, memory=shares * KEYS / world)
-    assert found <= max(shares, 1.3) * KEYS / world + SMALL
+    actual = most(monkeypatch, world, 1, scheme="ring", causal=True, memory=shares * KEYS / world)
+    assert actual <= max(shares, 1.3) * KEYS / world + SMALL
 
 
 @pytest.mark.parametrize(("world", "most"), [(2, 4), (4, 4)])

@@ -76,15 +76,15 @@ def test_recurrences(name, length, heads):
     rate, function = -torch.rand(heads, device="cuda"), name.partition(" ")[0]
     arrays = {"linear": (q, k, v), "delta_rule": (q, k, v, beta), "mamba2": (v, 0.1 * beta, rate, k, q)}[function]
     options = dict(decay=decay) if name in ("linear", "delta_rule") else {}
-    wanted = getattr(attention, function)(*arrays, **options)
+    expected = getattr(attention, function)(*arrays, **options)
 
     def rank(peers):
         part = lambda x: x if x is rate else parallel.shard(x, peers, order="contiguous")
         call_options = {n: part(x) for n, x in options.items()}
         return getattr(parallel, function)(*map(part, arrays), group=peers, length=length, **call_options)
 
-    off = (torch.cat(together(2, rank), 1).float() - wanted.float()).abs().max()
-    assert off <= 2**-6 * wanted.float().abs().max()
+    off = (torch.cat(together(2, rank), 1).float() - expected.float()).abs().max()
+    assert off <= 2**-6 * expected.float().abs().max()
 
 
 @pytest.mark.timeout(150)
@@ -98,9 +98,9 @@ def by_copies(world):
     """New arrays in every call, and at the end longer ones, for which larger buffers are allocated."""
 
     def all_gather_bytes(said, device):
-        found = [None] * world
-        dist.all_gather_object(found, said)
-        return found
+        actual = [None] * world
+        dist.all_gather_object(actual, said)
+        return actual
 
     importlib.import_module("attention.parallel.symmetric_memory").TIMEOUT = 60_000
     peers = parallel.mapped()

@@ -77,7 +77,7 @@ def test_subcalls_see_what_the_whole_sees_each_key_once(length, more, world, ord
     keys = length + more - 20 if length + more > 20 else length
     options = ({"causal": True} if causal else {}) | ({"window": window} if window else {})
     one, whole = call(length, keys, **options), ReferenceVariant(causal=causal, window=window)
-    found = np.zeros((length, keys), int)
+    actual = np.zeros((length, keys), int)
     shares = [span for spans in order.spans(keys, world) for span in spans]
     for q in [span for spans in order.spans(length, world) for span in spans]:
         for k in shares if by_ring else [one.key_range(q)]:
@@ -87,9 +87,9 @@ def test_subcalls_see_what_the_whole_sees_each_key_once(length, more, world, ord
             i, j = np.arange(len(part.rows))[:, None], np.arange(len(part.keys))[None]
             seen = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
             rows, columns = slice(*part.rows), slice(*part.keys)
-            found[rows, columns] += seen.visible(0, 0, i, j, len(part.keys) - len(part.rows))
+            actual[rows, columns] += seen.visible(0, 0, i, j, len(part.keys) - len(part.rows))
     i, j = np.arange(length)[:, None], np.arange(keys)[None]
-    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, keys - length))
+    np.testing.assert_array_equal(actual, whole.visible(0, 0, i, j, keys - length))
 
 
 @settings(max_examples=100)
@@ -104,7 +104,7 @@ def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal
         order.spans(length, world),
     )
     positions = [np.array([n for span in mine for n in range(*span)], int) for mine in spans]
-    found, even = np.zeros((length, length), int), length % (2 * world * order.block) == 0 and world > 1
+    actual, even = np.zeros((length, length), int), length % (2 * world * order.block) == 0 and world > 1
     for rank in range(world):
         scheme = RingAttention(Peers(None, rank, world, tuple(range(world))), spans, spans)
         for sweep in scheme._sweeps(torch.empty(1, len(positions[rank]), 4, 8), one):
@@ -116,9 +116,9 @@ def test_ring_sees_what_the_whole_sees_in_few_calls(length, world, order, causal
                     its = ReferenceVariant(causal=part.options.get("causal", False), window=part.options.get("window"))
                     for mine, end in zip(np.split(i, len(ends)), ends):
                         a, b = np.arange(len(mine))[:, None], np.arange(end)[None]
-                        found[np.ix_(mine, j[:end])] += its.visible(0, 0, a, b, end - len(mine))
+                        actual[np.ix_(mine, j[:end])] += its.visible(0, 0, a, b, end - len(mine))
     i, j = np.arange(length)[:, None], np.arange(length)[None]
-    np.testing.assert_array_equal(found, whole.visible(0, 0, i, j, 0))
+    np.testing.assert_array_equal(actual, whole.visible(0, 0, i, j, 0))
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=4))
@@ -160,9 +160,9 @@ def test_gather_holds_the_keys_that_queries_see_and_nothing_else():
 
 def test_intersection_of_regions():
     source, target = ShardRegion((Span(0, 8), Span(20, 30)), Span(0, 4)), ShardRegion((Span(4, 24),), Span(2, 4))
-    found = intersect_regions(source, target)
-    assert [(box.rows, box.to_rows) for box in found] == [(slice(4, 8), slice(0, 4)), (slice(8, 12), slice(16, 20))]
-    assert all((box.heads, box.to_heads) == (slice(2, 4), slice(0, 2)) for box in found)
+    actual = intersect_regions(source, target)
+    assert [(box.rows, box.to_rows) for box in actual] == [(slice(4, 8), slice(0, 4)), (slice(8, 12), slice(16, 20))]
+    assert all((box.heads, box.to_heads) == (slice(2, 4), slice(0, 2)) for box in actual)
     assert intersect_regions(source, ShardRegion((Span(0, 8),), Span(4, 6))) == []
 
 
@@ -178,9 +178,9 @@ def test_intersection_of_regions():
 def test_auto_chooses_by_time_and_memory(options, heads, world, limit, scheme):
     length = 2**18
     spans = Zigzag().spans(length, world)
-    found = choose(call(length, length, *heads, **options), 1, spans, spans, limit)
-    assert found.scheme == scheme, str(found)
-    assert all(name in str(found) for name in SCHEMES)
+    actual = choose(call(length, length, *heads, **options), 1, spans, spans, limit)
+    assert actual.scheme == scheme, str(actual)
+    assert all(name in str(actual) for name in SCHEMES)
 
 
 def test_ring_sweeps_follow_the_memory_limit():

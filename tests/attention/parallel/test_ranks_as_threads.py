@@ -32,10 +32,10 @@ def test_ranks_without_tokens(order):
     q, k, v = drawn(2, 3, 3, dim=80, seed=0)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True)
     call_options = dict(causal=True, scheme="ulysses", order=order, length=2, return_lse=True)
-    found = together(
+    actual = together(
         3, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
     )
-    for (its, sums), mine in zip(found, ORDERS[order].spans(2, 3), strict=True):
+    for (its, sums), mine in zip(actual, ORDERS[order].spans(2, 3), strict=True):
         rows = [n for span in mine for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
 
@@ -50,11 +50,11 @@ def test_any_length(length, world, scheme, order, options, seed):
     q, k, v = drawn(length, world if scheme == "ulysses" else 2, world if scheme == "ulysses" else 1, dim=80, seed=seed)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     call_options = dict(options, scheme=scheme, order=order, length=length, return_lse=True)
-    found = together(
+    actual = together(
         world, lambda peers: parallel.forward(*[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options)
     )
     spans = ORDERS[order].spans(length, world)
-    for (its, sums), mine in zip(found, spans, strict=True):
+    for (its, sums), mine in zip(actual, spans, strict=True):
         rows = [n for span in mine for n in range(*span)]
         if scheme == "ring":
             torch.testing.assert_close(its, out[:, rows], rtol=0, atol=2**-6 * out.abs().max().item())
@@ -71,8 +71,8 @@ def test_few_queries_of_a_rank_take_the_kernels_of_all(monkeypatch):
     few = attention.forward(q[:, :60], k, v)
     assert not torch.equal(few, out[:, :60])  # as it would be without
     call_options = dict(scheme="gather", order="contiguous", length=190)
-    found = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **call_options))
-    assert torch.equal(torch.cat(found, 1), out)
+    actual = together(3, lambda peers: parallel.forward(*[share(x, peers) for x in (q, k, v)], group=peers, **call_options))
+    assert torch.equal(torch.cat(actual, 1), out)
 
 
 @pytest.mark.parametrize(("dim", "options"), [(64, {}), (128, dict(softcap=5.0))])
@@ -84,10 +84,10 @@ def test_parts_have_the_blocks_of_keys_of_the_whole(monkeypatch, dim, options):
     q, k, v = drawn(330, 1, 1, dim=dim)
     out, lse = attention.forward(q, k, v, causal=True, return_lse=True, **options)
     call_options = dict(options, causal=True, scheme="gather", length=330, return_lse=True)
-    found = together(
+    actual = together(
         2, lambda peers: parallel.forward(*[share(x, peers, "zigzag") for x in (q, k, v)], group=peers, **call_options)
     )
-    for (its, sums), spans in zip(found, ORDERS["zigzag"].spans(330, 2), strict=True):
+    for (its, sums), spans in zip(actual, ORDERS["zigzag"].spans(330, 2), strict=True):
         rows = [n for span in spans for n in range(*span)]
         assert torch.equal(its, out[:, rows]) and torch.equal(sums, lse[:, :, rows])
 
@@ -100,14 +100,14 @@ def test_local_queries_of_a_window_come_first(monkeypatch, order, world):
     by_rows, turns = GatherAttention._window_steps, []
     monkeypatch.setattr(GatherAttention, "_window_steps", lambda *given: turns.append(by_rows(*given)) or turns[-1])
     for call_options in dict(window=(100, 0)), dict(window=(100, 0), causal=True, mask=lambda b, h, i, j: (i + j) % 7 > 0):
-        wanted = attention.forward(q, k, v, **call_options, return_lse=True)
+        expected = attention.forward(q, k, v, **call_options, return_lse=True)
 
         call_options |= dict(order=order, scheme="gather", return_lse=True)
         ranks = lambda peers, call_options=call_options: parallel.forward(
             *[share(x, peers, order) for x in (q, k, v)], group=peers, **call_options
         )
-        found = together(world, ranks)
-        for x, y, axis in zip(zip(*found), wanted, (1, 2)):
+        actual = together(world, ranks)
+        for x, y, axis in zip(zip(*actual), expected, (1, 2)):
             for its, spans in zip(x, ORDERS[order].spans(q.shape[1], world), strict=True):
                 rows = [n for span in spans for n in range(*span)]
                 assert torch.equal(its, y[:, rows] if axis == 1 else y[:, :, rows])
@@ -129,14 +129,14 @@ def test_unseen_nan_does_not_spread(scheme, world):
         whole = {"order": "contiguous", "scheme": scheme, "length": 190}
 
         def rank(peers, call_options=call_options, whole=whole):
-            found = []
+            actual = []
             for arrays in (q, k, v), bad:
                 mine = [share(x, peers).requires_grad_() for x in arrays]
                 with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
                     out = parallel.forward(*mine, group=peers, **whole, **call_options)
                     grads = torch.autograd.grad(out, mine, share(arrays[0], peers)) if "cu_seqlens" in call_options else []
-                found.append([out.detach(), *grads])
-            return found
+                actual.append([out.detach(), *grads])
+            return actual
 
         for clean, dirty in zip(*[[torch.cat(x, 1) for x in zip(*its)] for its in zip(*together(world, rank))]):
             assert torch.equal(clean[:, :first], dirty[:, :first]) and torch.isfinite(clean).all()
@@ -152,7 +152,7 @@ def test_gradients_return_in_groups_of_heads(monkeypatch):
     """In two groups of heads, and at once; for a rank whose parts are adjacent, and one whose parts are not."""
     q, k, v = drawn(128, 4, 2)
     dout, whole = torch.randn_like(q), [x.requires_grad_() for x in (q, k, v)]
-    wanted = torch.autograd.grad(attention.forward(*whole, causal=True), whole, dout)
+    expected = torch.autograd.grad(attention.forward(*whole, causal=True), whole, dout)
     monkeypatch.setattr(gather, "TILE", 1)
     for full, turns in (1, 2), (10**6, 1):
         monkeypatch.setattr(gather, "FULL_GPU_TILES", full)
@@ -169,9 +169,9 @@ def test_gradients_return_in_groups_of_heads(monkeypatch):
                 out = parallel.forward(*mine, group=peers, scheme="gather", causal=True)
                 return torch.autograd.grad(out, mine, share(dout, peers, "zigzag"))
 
-        for found, spans in zip(together(2, rank), ORDERS["zigzag"].spans(128, 2), strict=True):
+        for actual, spans in zip(together(2, rank), ORDERS["zigzag"].spans(128, 2), strict=True):
             rows = [n for span in spans for n in range(*span)]
-            for x, y in zip(found, wanted):
+            for x, y in zip(actual, expected):
                 assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
         assert len(sent) == 2 * turns
 
@@ -187,7 +187,7 @@ def test_losses_of_different_results(scheme, in_order):
     for rank, x in enumerate(of_results):
         for span in spans[1 - rank]:
             x.movedim(1 + rank, 0)[slice(*span)] = 0
-    wanted = torch.autograd.grad(results, whole, of_results)
+    expected = torch.autograd.grad(results, whole, of_results)
 
     def rank(peers):
         mine = [share(x.detach(), peers, "zigzag").requires_grad_() for x in whole]
@@ -195,9 +195,9 @@ def test_losses_of_different_results(scheme, in_order):
             used = parallel.forward(*mine, group=peers, scheme=scheme, **options)[peers.rank]
             return torch.autograd.grad(used, mine, parallel.shard(of_results[peers.rank], peers, 1 + peers.rank, "zigzag"))
 
-    for found, its in zip(together(2, rank), spans, strict=True):
+    for actual, its in zip(together(2, rank), spans, strict=True):
         rows = [n for span in its for n in range(*span)]
-        for x, y in zip(found, wanted):
+        for x, y in zip(actual, expected):
             assert (x.float() - y[:, rows].float()).abs().max() <= 2.0**-6 * y.float().abs().max()
 
 
@@ -246,10 +246,10 @@ def test_scores_that_are_alibi(scheme, kind):
     unless slopes are computed."""
     q, k, v = drawn(70, 2, 2)
     call_options = dict(causal=True, score=SLOPED[kind], aux=(torch.tensor([0.3, 0.01]),), return_lse=True)
-    wanted = attention.forward(q, k, v, **call_options)
+    expected = attention.forward(q, k, v, **call_options)
     ranks = lambda peers: parallel.forward(
         *[share(x, peers) for x in (q, k, v)], group=peers, length=70, order="contiguous", scheme=scheme, **call_options
     )
-    for x, y, axis in zip(zip(*together(2, ranks)), wanted, (1, 2)):
+    for x, y, axis in zip(zip(*together(2, ranks)), expected, (1, 2)):
         x = torch.cat(x, axis)
         assert torch.equal(x, y) if kind != "computed" else (x - y).abs().max() <= 2**-6 * y.abs().max()

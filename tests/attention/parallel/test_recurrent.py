@@ -27,26 +27,26 @@ def part(x, length=LENGTH):
 def compared(name, arrays, whole=(), **options):
     """Compare a call on all ranks with the call on one: outputs and the final state. whole: the arrays without tokens."""
     of_tokens = {n: part(x) if n in ("decay", "z") and x.ndim > 1 else x for n, x in options.items()}
-    wanted = getattr(attention, name)(*arrays, **options)
+    expected = getattr(attention, name)(*arrays, **options)
     mine = [x if n in whole else part(x) for n, x in enumerate(arrays)]
-    found = getattr(parallel, name)(*mine, length=arrays[0].shape[1], **of_tokens)
-    if not isinstance(wanted, tuple):
-        wanted, found = (wanted,), (found,)
-    assert found[0].shape == part(wanted[0]).shape
-    for x, y, most in zip(found, (part(wanted[0]), *wanted[1:]), (wanted[0], *wanted[1:])):
+    actual = getattr(parallel, name)(*mine, length=arrays[0].shape[1], **of_tokens)
+    if not isinstance(expected, tuple):
+        expected, actual = (expected,), (actual,)
+    assert actual[0].shape == part(expected[0]).shape
+    for x, y, most in zip(actual, (part(expected[0]), *expected[1:]), (expected[0], *expected[1:])):
         off = (x.float() - y.float()).abs().max().item() if x.numel() else 0.0
         assert off <= 2.0**-6 * most.float().abs().max(), f"{name} {[*options]} on rank {dist.get_rank()}: {off}"
 
 
 def trained(name, arrays, **options):
     """Compare the gradients of a call on all ranks with those of the call on one."""
-    found = []
+    actual = []
     for function, share in (getattr(attention, name), lambda x: x), (getattr(parallel, name), part):
         leaves = [share(x).clone().requires_grad_() for x in arrays]
         more = {} if share is not part else {"length": LENGTH}
         out = function(*leaves, decay=share(options["decay"]), **more)
-        found.append(torch.autograd.grad(out, leaves, share(options["dout"])))
-    for x, y in zip(*found):
+        actual.append(torch.autograd.grad(out, leaves, share(options["dout"])))
+    for x, y in zip(*actual):
         assert (part(x).float() - y.float()).abs().max() <= 2.0**-6 * x.float().abs().max(), f"{name} on {dist.get_rank()}"
 
 

@@ -43,23 +43,23 @@ def compared(name, arrays, world=3, **options):
     ends = options.get("cu_seqlens")
     length = next(iter(arrays.values())).shape[1]
     of_results = torch.randn(1, length, 2, 16), torch.randn(1 if ends is None else len(ends) - 1, 2, 16, 16)
-    wanted, of_one = results(getattr(attention, name), arrays, options, of_results)
+    expected, of_one = results(getattr(attention, name), arrays, options, of_results)
 
     sharded = [key for key, x in arrays.items() if x.ndim > 1 and not key.startswith("initial")]
 
     def rank(peers):
         mine = {key: share(x, peers) if key in sharded else x for key, x in arrays.items()}
-        call = lambda **given: getattr(parallel, name)(group=peers, length=length, **given)
+        call = lambda **call_inputs: getattr(parallel, name)(group=peers, length=length, **call_inputs)
         return results(call, mine, options, (share(of_results[0], peers), of_results[1] / world))
 
-    found = together(world, rank)
-    for x, y in zip([torch.cat([got[0] for got, _ in found], 1), *found[-1][0][1:]], wanted):
+    actual = together(world, rank)
+    for x, y in zip([torch.cat([got[0] for got, _ in actual], 1), *actual[-1][0][1:]], expected):
         near(x, y, name)
     for key, y in of_one.items():
-        parts = [x for _, of_rank in found if (x := of_rank[key]) is not None]
+        parts = [x for _, of_rank in actual if (x := of_rank[key]) is not None]
         near(torch.cat(parts, 1) if key in sharded else sum(parts), y, f"{name}: d{key}")
     again = together(world, rank)
-    for (_, one), (_, other) in zip(found, again):
+    for (_, one), (_, other) in zip(actual, again):
         assert all(x is None or torch.equal(x, other[key]) for key, x in one.items()), f"{name}: other bits the second time"
 
 
@@ -81,7 +81,9 @@ def test_ranks_wait_for_states_alone(name, monkeypatch):
     """What ranks send comes from a pass over states: each runs the function of the gradients once."""
     kind = {"linear": SegmentedLinear, "mamba2": SegmentedMamba2}[name]
     calls, real = [], kind.backward
-    monkeypatch.setattr(kind, "backward", staticmethod(lambda *given, **options: calls.append(1) or real(*given, **options)))
+    monkeypatch.setattr(
+        kind, "backward", staticmethod(lambda *call_inputs, **options: calls.append(1) or real(*call_inputs, **options))
+    )
     arrays, _ = drawn()
     linear = arrays["q"], arrays["k"], arrays["v"]
     inputs = {"linear": linear, "mamba2": (arrays["v"], arrays["beta"], -torch.rand(2), arrays["k"], arrays["q"])}[name]

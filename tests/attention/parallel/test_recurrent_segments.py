@@ -25,15 +25,15 @@ LENGTH = 64 * 6 + 12  # 192, 128 and 76 tokens a rank: three segments, two, and 
 
 def recurrent(name, arrays, whole=(), **options):
     """Compare a call on three ranks, whose shards are split into segments, with the same call on one."""
-    wanted = getattr(attention, name)(*arrays, **options)
+    expected = getattr(attention, name)(*arrays, **options)
 
     def rank(peers):
         mine = [x if n in whole else share(x, peers) for n, x in enumerate(arrays)]
         call_options = {n: share(x, peers) if n == "decay" and x.ndim > 1 else x for n, x in options.items()}
         return getattr(parallel, name)(*mine, group=peers, length=arrays[0].shape[1], **call_options)
 
-    found, (out, state) = together(3, rank), wanted
-    for x, y in (torch.cat([its for its, _ in found], 1), out), *[(its, state) for _, its in found]:
+    actual, (out, state) = together(3, rank), expected
+    for x, y in (torch.cat([its for its, _ in actual], 1), out), *[(its, state) for _, its in actual]:
         assert (x.float() - y.float()).abs().max() <= 2.0**-6 * y.float().abs().max(), name
 
 
@@ -173,8 +173,8 @@ def test_torch_compile_breaks_its_graph():
     """It breaks the graph at the functions, and the gradients are the same."""
     q, k, v = (x.requires_grad_() for x in drawn(24, 1))
 
-    def sums(*given):
-        out = parallel.forward(*given, causal=True)
+    def sums(*inputs):
+        out = parallel.forward(*inputs, causal=True)
         return parallel.unshard(parallel.reorder(out, to="contiguous"), order="contiguous").float().square()
 
     outs = sums(q, k, v), torch.compile(sums, backend="eager")(q, k, v)

@@ -81,10 +81,10 @@ def every_other_block(length, size):
 
 def dropped():
     """The same weights are dropped in every call, and other ones on every rank."""
-    given = [parallel.shard(x) for x in drawn(48)]
-    found = [parallel.forward(*given, dropout=0.5, seed=seed) for seed in (3, 3, 4)]
-    assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
-    q, k, v = (x.requires_grad_() for x in given)
+    inputs = [parallel.shard(x) for x in drawn(48)]
+    actual = [parallel.forward(*inputs, dropout=0.5, seed=seed) for seed in (3, 3, 4)]
+    assert torch.equal(actual[0], actual[1]) and not torch.equal(actual[0], actual[2])
+    q, k, v = (x.requires_grad_() for x in inputs)
     gradients = []
     for scheme, order in ("gather", False), ("gather", True), ("ring", False):
         out = parallel.forward(q, k, v, dropout=0.5, seed=3, causal=True, scheme=scheme, deterministic=order)
@@ -98,36 +98,36 @@ def dropped():
 
 def faults():
     """The same error on every rank says what differs; nothing has been sent, and the next call works."""
-    given, rank = [parallel.shard(x) for x in drawn(48)], dist.get_rank()
+    inputs, rank = [parallel.shard(x) for x in drawn(48)], dist.get_rank()
     with pytest.raises(ValueError, match=r"(?s)ranks make different calls.*rank 0: .*causal=False.*rank 1: .*causal=True"):
-        parallel.forward(*given, causal=bool(rank))
+        parallel.forward(*inputs, causal=bool(rank))
     with pytest.raises(ValueError, match=r"(?s)rank 0: .*q: 1 x 2 x 16 of torch.float16.*rank 1: .*bfloat16"):
-        parallel.forward(*[x.half() if rank == 0 else x for x in given])
+        parallel.forward(*[x.half() if rank == 0 else x for x in inputs])
     with pytest.raises(ValueError, match=r"(?s)rank 0: mask=<lambda> \w+.*rank 1: mask=<lambda> \w+"):
-        parallel.forward(*given, mask=(lambda b, h, i, j: j <= i) if rank else (lambda b, h, i, j: j < i))
+        parallel.forward(*inputs, mask=(lambda b, h, i, j: j <= i) if rank else (lambda b, h, i, j: j < i))
     with pytest.raises(ValueError, match=r"(?s)rank 0: return_lse=False\nrank 1: return_lse=True"):
-        parallel.forward(*given, return_lse=bool(rank))
+        parallel.forward(*inputs, return_lse=bool(rank))
     with pytest.raises((ValueError, TypeError), match="window"):
-        parallel.forward(*given, window=(3, 0) if rank else (-3, 0))
+        parallel.forward(*inputs, window=(3, 0) if rank else (-3, 0))
     with pytest.raises(ValueError, match="rank . of 2 has 24 tokens, and would have .. of 39"):
-        parallel.forward(*given, length=39)
+        parallel.forward(*inputs, length=39)
     with pytest.raises(NotImplementedError, match="alibi: with scheme=.ring"):
-        parallel.forward(*given, scheme="ring", causal=True, alibi=numbers(2))
+        parallel.forward(*inputs, scheme="ring", causal=True, alibi=numbers(2))
     with pytest.raises(ValueError, match=r"(?s)rank 0: memory=None; sweeps=1\nrank 1: memory=1; sweeps=2"):
         parallel.forward(*[parallel.shard(x) for x in drawn(48, 4, 2)], scheme="ring", memory=1 if rank else None)
     with pytest.raises(ValueError, match="rank 0: length=None of shards of 24: give length where these differ.*\n.*of 16"):
         parallel.forward(*[parallel.shard(x) for x in drawn(40)])
     for wrong in dict(layout="sbhd"), dict(memory=0):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}: must be"):
-            parallel.forward(*given, **(wrong if rank else {}))
+            parallel.forward(*inputs, **(wrong if rank else {}))
     with pytest.raises(ValueError, match="rank . of 2 would have .. of 39 tokens, and has 24"):
-        parallel.unshard(given[0], length=39 if rank else None)
+        parallel.unshard(inputs[0], length=39 if rank else None)
     with pytest.raises(ValueError, match=r"(?s)rank 0: to='contiguous'\nrank 1: to='zigzag'"):
-        parallel.reorder(given[0], to="zigzag" if rank else "contiguous")
+        parallel.reorder(inputs[0], to="zigzag" if rank else "contiguous")
     with pytest.raises(TypeError, match="takes no argument windows; did you mean window"):
-        parallel.forward(*given, windows=3)
+        parallel.forward(*inputs, windows=3)
     compared(48, "auto", causal=True)
-    why = parallel.forward(*given, causal=True, explain=True)
+    why = parallel.forward(*inputs, causal=True, explain=True)
     assert why.scheme == "gather" and "no other scheme is a tenth faster" in str(why)
 
 
@@ -180,20 +180,20 @@ def cast():
     with torch.autocast("cpu", torch.bfloat16):
         outs = attention.forward(*whole, causal=True), parallel.forward(*mine, causal=True, scheme="gather", length=48)
     assert outs[1].dtype == torch.bfloat16 and torch.equal(outs[1], parallel.shard(outs[0]))
-    for x, y in zip(*[torch.autograd.grad(out.sum(), given) for out, given in zip(outs, (whole, mine))]):
+    for x, y in zip(*[torch.autograd.grad(out.sum(), inputs) for out, inputs in zip(outs, (whole, mine))]):
         torch.testing.assert_close(y, parallel.shard(x), rtol=0, atol=2**-6 * x.abs().max().item())
 
 
 def forgotten():
     """Ranks clear a group's cached plans at the same call, whatever other groups they are in."""
-    given, single_rank_group = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
+    inputs, single_rank_group = [parallel.shard(x) for x in drawn(48)], dist.new_group([0])
     limit, agreement.MAX_SIGNATURES = agreement.MAX_SIGNATURES, 4
     agreement._CACHED.clear()
     for scale in 0.1, 0.2, 0.3:
         if dist.get_rank() == 0:
-            parallel.forward(*given, group=single_rank_group, scale=scale)
+            parallel.forward(*inputs, group=single_rank_group, scale=scale)
     for scale in 0.1, 0.2, 0.1, 0.3, 0.4, 0.5, 0.1, 0.5:
-        parallel.forward(*given, causal=True, scale=scale)
+        parallel.forward(*inputs, causal=True, scale=scale)
     agreement.MAX_SIGNATURES = limit
 
 
@@ -202,14 +202,14 @@ def test_a_dead_peer_ends_in_torchs_timeout():
 
 
 def dies(world):
-    given = [parallel.shard(x) for x in drawn(48)]
-    parallel.forward(*given, causal=True)
+    inputs = [parallel.shard(x) for x in drawn(48)]
+    parallel.forward(*inputs, causal=True)
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(0)
     with pytest.raises(RuntimeError):
         for _ in range(3):
-            parallel.forward(*given, causal=True)
+            parallel.forward(*inputs, causal=True)
     os._exit(0)
 
 

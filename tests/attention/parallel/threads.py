@@ -20,9 +20,9 @@ class RankThread(Peers):
 
     @classmethod
     def of(cls, room, rank, world):
-        found = cls(None, rank, world, tuple(range(world)))
-        vars(found)["room"] = room
-        return found
+        actual = cls(None, rank, world, tuple(range(world)))
+        vars(actual)["room"] = room
+        return actual
 
     def exchange(self, sends, receives):
         for rank, x in sends:
@@ -45,12 +45,12 @@ class RankThread(Peers):
 
 def together(world, body):
     """[body(peers) of each rank], computed at the same time. An exception in one of them is raised."""
-    room, found, errors = defaultdict(queue.SimpleQueue), [None] * world, []
+    room, actual, errors = defaultdict(queue.SimpleQueue), [None] * world, []
 
     def run(rank):
         try:
             with torch.no_grad():  # which is a thread's own
-                found[rank] = body(RankThread.of(room, rank, world))
+                actual[rank] = body(RankThread.of(room, rank, world))
         except BaseException as error:
             errors.append(error)
 
@@ -60,7 +60,7 @@ def together(world, body):
         one.join(2 * PATIENCE)
     if errors:
         raise errors[0]
-    return found
+    return actual
 
 
 def compared(
@@ -85,10 +85,10 @@ def compared(
             its = differentiated(of_ranks, [*map(part, whole)], part(dout), part(dlse, 2), mine)
         return its, [part(one_rank[0]), part(one_rank[1], 2), *map(part, one_rank[2:5])]
 
-    found = together(world, rank)
-    totals = [sum(x) for x in zip(*[its[5:] for its, _ in found])]
-    for at, (its, wanted) in enumerate([*found, (totals, one_rank[5:])]):
-        for n, (x, y) in enumerate(zip(its, wanted)):
+    actual = together(world, rank)
+    totals = [sum(x) for x in zip(*[its[5:] for its, _ in actual])]
+    for at, (its, expected) in enumerate([*actual, (totals, one_rank[5:])]):
+        for n, (x, y) in enumerate(zip(its, expected)):
             n += 5 * (at == world)
             said = f"{scheme} {order} of {length}, {[*options]}: result {n} on rank {at} of {world}"
             if n in bitwise:

@@ -30,8 +30,8 @@ def agree(place, q, k, v, beta, decay, factor=2, **options):
     put = lambda x: place.put(x) if isinstance(x, np.ndarray) else x
     args = {name: put(x) for name, x in options.items()}
     out = place.put(np.full(v.shape, np.nan, v.dtype))
-    found, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **args)
-    assert found is out
+    actual, state = delta_rule(*map(put, (q, k, v, beta)), decay=put(decay), return_state=True, out=out, **args)
+    assert actual is out
     options = {name: x for name, x in options.items() if name != "family"} | {"beta": beta, "decay": decay}
     (ref, last), (low, _) = (reference.linear(q, k, v, low=low, **options) for low in (False, True))
     reference.assert_close(place.get(out), ref, low, factor=factor)

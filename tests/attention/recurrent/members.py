@@ -46,8 +46,8 @@ class Member(NamedTuple):
     def run(self, arrays, state=None, **more):
         """The result is (out, state), with None for members without states."""
         args = {self.start: state, self.keep: True} if self.start else {}
-        found = self.call(**arrays, **self.options, **args, **more)
-        return found if self.start else (found, None)
+        actual = self.call(**arrays, **self.options, **args, **more)
+        return actual if self.start else (actual, None)
 
     def assert_close(self, out, arrays):
         """Compare out with the reference."""
@@ -66,12 +66,12 @@ def _with(decay="", beta=False, gate=0.1):
     """A function that draws queries, keys and values, and decays of tokens or channels."""
 
     def tokens(rng, batch, length):
-        made, shape = _qkv(rng, batch, length), (batch, length, HEADS)
+        result, shape = _qkv(rng, batch, length), (batch, length, HEADS)
         if decay:
-            made["decay"] = -gate * rng.standard_exponential((*shape, 64) if decay == "channel" else shape, F32)
+            result["decay"] = -gate * rng.standard_exponential((*shape, 64) if decay == "channel" else shape, F32)
         if beta:
-            made["beta"] = rng.random(shape, F32)
-        return made
+            result["beta"] = rng.random(shape, F32)
+        return result
 
     return tokens
 

@@ -126,8 +126,8 @@ def test_packed_sequences(place, normalize):
     q, k, v = inputs(1, 300, 2, 64)
     for x in (q, k, v):
         x[:, 192:193] = np.nan
-    together, found = based(*map(place.put, (q, k, v)), cu_seqlens=place.put(ends), normalize=normalize, return_state=True)
-    found = found if normalize else (found,)
+    together, actual = based(*map(place.put, (q, k, v)), cu_seqlens=place.put(ends), normalize=normalize, return_state=True)
+    actual = actual if normalize else (actual,)
     for n, part in enumerate(slice(*pair) for pair in itertools.pairwise(ends)):
         if part.stop > part.start:
             single_sequence, state = based(
@@ -136,10 +136,10 @@ def test_packed_sequences(place, normalize):
             np.testing.assert_array_equal(
                 *(x.astype(np.float64) for x in (place.get(together)[:, part], place.get(single_sequence)))
             )
-            for got, want in zip(found, state if normalize else (state,)):
+            for got, want in zip(actual, state if normalize else (state,)):
                 np.testing.assert_array_equal(place.get(got)[n], place.get(want)[0])
         else:
-            assert not place.get(found[0])[n].any()
+            assert not place.get(actual[0])[n].any()
 
 
 @pytest.mark.gpu

@@ -92,9 +92,9 @@ def test_packed_sequences_among_poison(place, monkeypatch, normalize):
     states = moved({name: args[name] for name in ("initial_state", "dstate")}, repeat)
 
     def among(x):
-        found = np.full((len(packing.ends) - 1, *x.shape[1:]), np.nan, f32)
-        found[packing.which] = x
-        return found
+        actual = np.full((len(packing.ends) - 1, *x.shape[1:]), np.nan, f32)
+        actual[packing.which] = x
+        return actual
 
     spread = {name: packing.spread(args[name]) for name in ("dout", "q", "k", "v")} | {"cu_seqlens": packing.ends}
     alone = check(place, args | states | {"cu_seqlens": packing.cu_seqlens})
@@ -117,8 +117,8 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = case(20, False)
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "initial_state")}
-    wanted, got = attention.based_backward(**args), attention.based_backward(**args, **into)
-    for x, y, z in zip(wanted, got, into.values(), strict=True):
+    expected, got = attention.based_backward(**args), attention.based_backward(**args, **into)
+    for x, y, z in zip(expected, got, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.based_backward(**args, dinitial_state=False)) == 3
@@ -156,10 +156,10 @@ def test_torch(normalize):
         return out.float().square().sum() + sum(x.sum() for x in (state if normalize else (state,)))
 
     leaves = [args["q"], args["k"], args["v"], *start]
-    given = {name: args[name] for name in ("q", "k", "v", "initial_state", "normalize")}
-    out, state = attention.based(**given, return_state=True)
+    inputs = {name: args[name] for name in ("q", "k", "v", "initial_state", "normalize")}
+    out, state = attention.based(**inputs, return_state=True)
     ends = tuple(map(torch.ones_like, state)) if normalize else torch.ones_like(state)
-    want = flat(attention.based_backward(out + out, **given, dstate=ends)).values()
+    want = flat(attention.based_backward(out + out, **inputs, dstate=ends)).values()
     leaves = [x.requires_grad_() for x in leaves]
     for way in loss, torch.compile(loss, fullgraph=True, backend="aot_eager"):
         for x, y in zip(torch.autograd.grad(way(*leaves), leaves), want, strict=True):

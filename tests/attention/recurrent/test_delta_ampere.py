@@ -26,8 +26,8 @@ def in_chunks(monkeypatch, nothing_known):
 def inputs(decay, length, heads=1, key_dim=64, value_dim=64, dtype=BF16, key_heads=None, batch=1):
     """q, k, v, beta and decays of this kind."""
     draw = inputs_of_channels if decay == "channel" else inputs_of_tokens
-    *found, gates = draw(batch, length, heads, key_dim, value_dim, dtype, key_heads)
-    return *found, {"none": None, "head": np.linspace(-0.5, -0.01, heads, dtype=np.float32)}.get(decay, gates)
+    *actual, gates = draw(batch, length, heads, key_dim, value_dim, dtype, key_heads)
+    return *actual, {"none": None, "head": np.linspace(-0.5, -0.01, heads, dtype=np.float32)}.get(decay, gates)
 
 
 def check(place, decay, *shape, **more):

@@ -108,8 +108,8 @@ def test_packed_sequences_as_compiled(as_compiled):
 def test_gates_without_gradients():
     """The other gradients are the same to the last bit."""
     args = one_head(20)
-    *wanted, _, first = attention.delta_rule_backward(**args)
-    for x, y in zip(attention.delta_rule_backward(**args, ddecay=False), (*wanted, first), strict=True):
+    *expected, _, first = attention.delta_rule_backward(**args)
+    for x, y in zip(attention.delta_rule_backward(**args, ddecay=False), (*expected, first), strict=True):
         np.testing.assert_array_equal(x, y)
 
 

@@ -246,8 +246,8 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = delta_case(20, "token")
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "beta", "decay", "initial_state")}
-    wanted, got = attention.delta_rule_backward(**args), attention.delta_rule_backward(**args, **into)
-    for x, y, z in zip(wanted, got, into.values(), strict=True):
+    expected, got = attention.delta_rule_backward(**args), attention.delta_rule_backward(**args, **into)
+    for x, y, z in zip(expected, got, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.delta_rule_backward(**args, ddecay=False, dinitial_state=False)) == 4

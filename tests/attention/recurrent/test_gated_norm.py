@@ -30,9 +30,9 @@ def results(place, args):
     """{name: result or gradient} as NumPy arrays."""
     inputs = on(place, args)
     dout = inputs.pop("dout")
-    found = {"out": place.get(attention.gated_rms_norm(**inputs))}
+    actual = {"out": place.get(attention.gated_rms_norm(**inputs))}
     names = ["dx", "dweight", *["dgate"] * ("gate" in args)]
-    return found | dict(zip(names, map(place.get, attention.gated_rms_norm_backward(dout, **inputs)), strict=True))
+    return actual | dict(zip(names, map(place.get, attention.gated_rms_norm_backward(dout, **inputs)), strict=True))
 
 
 def check(place, args):

@@ -27,8 +27,8 @@ def case(length, heads=2, key_heads=1, key_dim=16, value_dim=16, batch=1, dtype=
 
 
 def run(place, args, **options):
-    found = attention.hedgehog_backward(**{name: place.put(x) for name, x in args.items()}, **options)
-    return dict(zip(["d" + name for name in INPUTS], map(place.get, found), strict=True))
+    actual = attention.hedgehog_backward(**{name: place.put(x) for name, x in args.items()}, **options)
+    return dict(zip(["d" + name for name in INPUTS], map(place.get, actual), strict=True))
 
 
 def check(place, args, **options):
@@ -66,13 +66,13 @@ def test_many_chunks(place, length, batch):
 def test_layouts_and_addresses(place):
     """bhsd, and rows at odd multiples of 8 bytes."""
     args = case(140, heads=4, key_heads=2)
-    wanted = check(place, args)
+    expected = check(place, args)
     turned = {name: x.swapaxes(1, 2).copy() if name in ROWS else x for name, x in args.items()}
     shifted = {name: unaligned(x, 4) if x.dtype == bf16 else x for name, x in args.items()}
     for other, layout in (turned, "bhsd"), (shifted, "bshd"):
         for name, x in run(place, other, layout=layout).items():
             rows = layout == "bhsd" and name[1:] in ROWS
-            np.testing.assert_array_equal(x.swapaxes(1, 2) if rows else x, wanted[name])
+            np.testing.assert_array_equal(x.swapaxes(1, 2) if rows else x, expected[name])
 
 
 @pytest.mark.parametrize("alone", ["window", "features"])

@@ -162,12 +162,12 @@ def test_two_passes_in_two_calls(place, monkeypatch, nothing_known, decay, famil
     """segment_states and outputs_from_segments give the outputs of one call, and compose_segment_states its final state."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: 3)
     args = {name: place.put(x) for name, x in inputs(1, 300, 16, 16, decay=decay).items()}
-    wanted, state = (place.get(x) for x in linear(**args, return_state=True, family=family))
+    expected, state = (place.get(x) for x in linear(**args, return_state=True, family=family))
     start = args.pop("initial_state")
     local, total = members.segment_states(**args, family=family)
     q, k, v = (args.pop(name) for name in "qkv")
     out = members.outputs_from_segments(q, k, v, local, total, **args, initial_state=start, family=family)
-    np.testing.assert_array_equal(place.get(out), wanted)
+    np.testing.assert_array_equal(place.get(out), expected)
     start, whole_decay = place.get(start), np.exp2(place.get(total).sum(2))
     shapes = whole_decay.shape, (*whole_decay.shape[:2], 16, 16)
     decay_out, state_out = (place.put(np.full(shape, np.nan, f32)) for shape in shapes)

@@ -27,8 +27,8 @@ class Trained(NamedTuple):
         """The gradients of `loss` by `backward`, in the dtypes of the arguments."""
         arrays = dict(zip(self.names, [x.detach() for x in leaves]))
         out, state = self.call(**arrays, return_state=True)
-        found = self.backward((2 * out.float()).to(out.dtype), **arrays, dstate=2 * state)
-        return [x.to(leaf.dtype) for x, leaf in zip(found, leaves, strict=True)]
+        actual = self.backward((2 * out.float()).to(out.dtype), **arrays, dstate=2 * state)
+        return [x.to(leaf.dtype) for x, leaf in zip(actual, leaves, strict=True)]
 
 
 LINEAR = Trained(attention.linear, attention.linear_backward, ("q", "k", "v", "decay", "initial_state"))

@@ -177,15 +177,15 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = case(20, "token")
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "decay", "initial_state")}
-    wanted, got = attention.linear_backward(**args), attention.linear_backward(**args, **into)
-    for x, y, z in zip(wanted, got, into.values(), strict=True):
+    expected, got = attention.linear_backward(**args), attention.linear_backward(**args, **into)
+    for x, y, z in zip(expected, got, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.linear_backward(**args, ddecay=False, dinitial_state=False)) == 3
     start = args.pop("initial_state")
     assert len(attention.linear_backward(**args)) == 4
     *_, first = attention.linear_backward(**args, dinitial_state=True)
-    np.testing.assert_array_equal(first, wanted[-1])
+    np.testing.assert_array_equal(first, expected[-1])
     del args["dstate"]
     plain, zeros = (attention.linear_backward(**args | more) for more in ({}, {"dstate": 0 * start}))
     for x, y in zip(plain, zeros, strict=True):
@@ -200,10 +200,10 @@ def test_accumulation(place, family, decay):
     shapes = {name: x.shape for name, x in want.items()}
     before = {name: rng.standard_normal((*shape[:-1], shape[-1] + 3)).astype(f32) for name, shape in shapes.items()}
     into = {name: place.put(x.copy())[..., 3:] for name, x in before.items()}
-    found = attention.linear_backward(
+    actual = attention.linear_backward(
         **{name: place.put(x) for name, x in args.items()}, **into, accumulate=True, family=family
     )
-    for (name, x), y in zip(want.items(), found, strict=True):
+    for (name, x), y in zip(want.items(), actual, strict=True):
         assert y is into[name]
         got = place.get(y) - before[name][..., 3:]
         if name in ("dq", "dk", "dv"):

@@ -30,8 +30,8 @@ def wanted(leaves):
     """The gradients of `loss` by mamba2_backward, in the dtypes of the arguments."""
     arrays = dict(zip(NAMES, [a.detach() for a in leaves]))
     out, states = attention.mamba2(**arrays, **STEPS, return_final_states=True)
-    found = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, **STEPS, dstates=2 * states)
-    return [a.to(leaf.dtype) for a, leaf in zip(found, leaves, strict=True)]
+    actual = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, **STEPS, dstates=2 * states)
+    return [a.to(leaf.dtype) for a, leaf in zip(actual, leaves, strict=True)]
 
 
 def test_torch():

@@ -183,12 +183,12 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = case(20, D="column")
     into = {"d" + name: np.full_like(args[name], np.nan) for name in (*ALWAYS, *OPTIONAL)}
-    wanted, got = attention.mamba2_backward(**args), attention.mamba2_backward(**args, **into)
-    for x, y, z in zip(wanted, got, into.values(), strict=True):
+    expected, got = attention.mamba2_backward(**args), attention.mamba2_backward(**args, **into)
+    for x, y, z in zip(expected, got, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     unwanted = attention.mamba2_backward(**args, **{"d" + name: False for name in OPTIONAL})
-    for x, y in zip(unwanted, wanted[: len(ALWAYS)], strict=True):
+    for x, y in zip(unwanted, expected[: len(ALWAYS)], strict=True):
         np.testing.assert_array_equal(x, y)
     start = args.pop("initial_states")
     assert len(attention.mamba2_backward(**args)) == 8

@@ -143,14 +143,14 @@ def test_packed_sequences_among_poison(place, monkeypatch, name, family):
     states = lambda x: (place.put(x[0]) if len(x) == 1 else tuple(map(place.put, x))) if x else None
     fixed = {key: place.put(x) for key, x in fixed.items()}
     put = {key: place.put(x) for key, x in tokens.items()} | fixed
-    clean, wanted = member.run(put, states(starts), cu_seqlens=place.put(PACKED.cu_seqlens), **more)
+    clean, expected = member.run(put, states(starts), cu_seqlens=place.put(PACKED.cu_seqlens), **more)
     put = {key: place.put(PACKED.spread(x)) for key, x in tokens.items()} | fixed
-    out, found = member.run(put, states(of_all), cu_seqlens=place.put(PACKED.ends), **more)
+    out, actual = member.run(put, states(of_all), cu_seqlens=place.put(PACKED.ends), **more)
     out, clean = (place.get(x).astype(F32) for x in (out, clean))
     assert np.isfinite(clean).all()
     np.testing.assert_array_equal(PACKED.gather(out), clean)
     assert (out[:, PACKED.nobodys] == 0).all()
-    for got, want, start in zip(both(found), both(wanted), starts, strict=True) if member.start else ():
+    for got, want, start in zip(both(actual), both(expected), starts, strict=True) if member.start else ():
         np.testing.assert_array_equal(place.get(got)[PACKED.which], place.get(want))
         np.testing.assert_array_equal(place.get(want)[[0, 2]], start[[0, 2]])
 
@@ -173,7 +173,7 @@ NARROW = {"based": 1e3, "based, sums": 1e3}  # members whose state grows faster:
 def test_the_range_of_float16(member, great):
     """Intermediate results overflow no sooner than arrays and outputs: values of 30000, keys a hundred times as long as
     queries, and the other way round."""
-    name = next(name for name, found in MEMBERS.items() if found is member)
+    name = next(name for name, actual in MEMBERS.items() if actual is member)
     tokens, fixed = member.inputs(70) if name in ("retention", "lightning") else of_first_head(*member.inputs(70))
     by = {"values": {"v": NARROW.get(name, 8e3)}, "keys": {"k": 100, "q": 0.01}, "queries": {"k": 0.01, "q": 100}}[great]
     if "beta" in tokens and great == "keys":  # beta |k|^2 decides what is stable
@@ -278,8 +278,8 @@ def test_sm_90_copies_decays_that_tma_cannot_read(name):
     tokens, _ = MEMBERS[name].inputs(10)
     shifted = np.zeros((1, 10, HEADS, 66), F32)[..., 2:]
     shifted[...] = tokens["decay"]
-    wanted = MEMBERS[name].run(tokens, family="sm_90")
-    for x, y in zip(MEMBERS[name].run(tokens | {"decay": shifted}, family="sm_90"), wanted, strict=True):
+    expected = MEMBERS[name].run(tokens, family="sm_90")
+    for x, y in zip(MEMBERS[name].run(tokens | {"decay": shifted}, family="sm_90"), expected, strict=True):
         np.testing.assert_array_equal(x, y)
 
 

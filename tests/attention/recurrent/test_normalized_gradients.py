@@ -99,8 +99,8 @@ def test_packed_sequences_among_poison(place, monkeypatch, decay):
         else:
             np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
             assert (got[name][:, packing.nobodys] == 0).all(), name
-    for name, given in zip(("dinitial_state", "dinitial_z"), args["dstate"]):
-        np.testing.assert_array_equal(alone[name][0], given[0])
+    for name, inputs in zip(("dinitial_state", "dinitial_z"), args["dstate"]):
+        np.testing.assert_array_equal(alone[name][0], inputs[0])
 
 
 def test_outputs_and_options():
@@ -158,8 +158,8 @@ def wanted(leaves, ones_like):
     arrays = dict(zip(NAMES, leaves[:4])) | {"initial_state": tuple(leaves[4:])}
     out, (state, z) = attention.linear(**arrays, normalize=True, return_state=True)
     dstate = ones_like(state), 2 * z
-    *found, of_start = attention.linear_backward(out + out, **arrays, dstate=dstate, normalize=True)
-    return *found, *of_start
+    *actual, of_start = attention.linear_backward(out + out, **arrays, dstate=dstate, normalize=True)
+    return *actual, *of_start
 
 
 def test_torch():

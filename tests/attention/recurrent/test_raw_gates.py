@@ -86,13 +86,13 @@ def test_gates_mean_their_formulas(name, channels):
     """In NumPy, in torch, and with heads before tokens."""
     torch = pytest.importorskip("torch")
     _, _, _, b, of_gate = draw(5, channels, batch=2, dtype=F32)
-    wanted = meaning(name, *of_gate)
-    np.testing.assert_allclose(gates.evaluate(RAW[name](*of_gate)), wanted, rtol=1e-12)
+    expected = meaning(name, *of_gate)
+    np.testing.assert_allclose(gates.evaluate(RAW[name](*of_gate)), expected, rtol=1e-12)
     turned = of_gate[0].swapaxes(1, 2), *of_gate[1:]
-    np.testing.assert_allclose(gates.evaluate(RAW[name](*turned), "bhsd").swapaxes(1, 2), wanted, rtol=1e-12)
+    np.testing.assert_allclose(gates.evaluate(RAW[name](*turned), "bhsd").swapaxes(1, 2), expected, rtol=1e-12)
     in_torch = gates.evaluate(RAW[name](*map(torch.tensor, of_gate)))
     assert in_torch.dtype == torch.float32
-    np.testing.assert_allclose(in_torch, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(in_torch, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gates.evaluate(gates.beta(b, doubled=True)), 2 / (1 + np.exp(-b.astype(float))), rtol=1e-12)
 
 
@@ -196,9 +196,9 @@ def test_scale_and_layouts(place):
     call = lambda q, k, v, b, a, **more: delta_rule(
         q, k, v, gates.beta(b), decay=gates.sigmoid(a, *of_head), qk_l2norm=True, scale=0.5, **more
     )
-    wanted = place.get(call(*map(place.put, (q, k, v, b, a))))
+    expected = place.get(call(*map(place.put, (q, k, v, b, a))))
     turned = [place.put(x.swapaxes(1, 2).copy()) for x in (q, k, v, b, a)]
-    assert (place.get(call(*turned, layout="bhsd")).swapaxes(1, 2) == wanted).all()
+    assert (place.get(call(*turned, layout="bhsd")).swapaxes(1, 2) == expected).all()
 
 
 @pytest.mark.parametrize("length", [1, 16, 40])
@@ -257,9 +257,9 @@ def test_gradients_are_those_of_the_formula(member):
     q, k, v, a, A_log, dt_bias, b = by_hand
     q, k = (norm(x.float(), dim=-1).bfloat16() for x in (q, k))
     train(q, k, v, -A_log.exp() * softplus(a + dt_bias), b.sigmoid())
-    for got, wanted in zip(by_kernels[: None if member is delta_rule else -1], by_hand, strict=False):
-        assert wanted.grad.abs().max() > 0
-        torch.testing.assert_close(got.grad, wanted.grad, rtol=2**-6, atol=2**-7 * float(wanted.grad.abs().max()))
+    for got, expected in zip(by_kernels[: None if member is delta_rule else -1], by_hand, strict=False):
+        assert expected.grad.abs().max() > 0
+        torch.testing.assert_close(got.grad, expected.grad, rtol=2**-6, atol=2**-7 * float(expected.grad.abs().max()))
 
 
 def test_under_jax_jit():
@@ -270,9 +270,9 @@ def test_under_jax_jit():
         q, k, v, gates.beta(b), decay=gates.sigmoid(*of_gate), qk_l2norm=True, return_state=True
     )
     arrays = q, k, v, b, *of_gate
-    wanted, state = call(*arrays)
+    expected, state = call(*arrays)
     got, last = jax.jit(call)(*map(jax.numpy.asarray, arrays))
-    np.testing.assert_allclose(got.astype(F32), wanted.astype(F32), atol=2**-6 * np.abs(wanted.astype(F32)).max())
+    np.testing.assert_allclose(got.astype(F32), expected.astype(F32), atol=2**-6 * np.abs(expected.astype(F32)).max())
     np.testing.assert_allclose(last, state, atol=2**-7 * np.abs(state).max())
     loss = lambda A_log: linear(q, k, v, decay=gates.softplus(of_gate[0], A_log)).astype("float32").sum()
     step = jax.grad(loss)(jax.numpy.asarray(of_gate[1]))
@@ -377,8 +377,8 @@ def test_views_of_one_projection(place, monkeypatch, nothing_known, member, gate
         beta = {"beta": gates.beta(b[..., 0])} if member is delta_rule else {}
         return member(q, k, v, decay=gates.softplus(a if channels else a[..., 0], *of_head), **beta, return_state=True)
 
-    for got, wanted in zip(call(*views), call(*map(place.put, arrays)), strict=True):
-        got, wanted = (place.get(x).astype(float) for x in (got, wanted))
-        assert np.isfinite(wanted).all()
+    for got, expected in zip(call(*views), call(*map(place.put, arrays)), strict=True):
+        got, expected = (place.get(x).astype(float) for x in (got, expected))
+        assert np.isfinite(expected).all()
         by_cp_async = odd and member is linear and not channels  # by another kernel
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-6 * np.abs(wanted).max() if by_cp_async else 0)
+        np.testing.assert_allclose(got, expected, rtol=0, atol=2**-6 * np.abs(expected).max() if by_cp_async else 0)

@@ -151,8 +151,8 @@ def test_a_state_that_only_decays(place, cut, kind):
         args["decay"] = np.full_like(args["decay"], -1e-3)
     on_device = {name: x if x is None else place.put(x) for name, x in args.items()}
     _, state = delta_rule(**on_device, return_state=True)
-    wanted = args["initial_state"] * (1 if kind == "none" else np.exp(-0.256))
-    assert np.abs(place.get(state) - wanted).max() <= 2.0**-14 * np.abs(wanted).max()
+    expected = args["initial_state"] * (1 if kind == "none" else np.exp(-0.256))
+    assert np.abs(place.get(state) - expected).max() <= 2.0**-14 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token")])

@@ -47,8 +47,8 @@ def forward(place, args):
 def backward(place, args):
     """{name: gradient} as NumPy arrays."""
     more = [f"d{name}" for name in ("bias", "initial_state") if name in args]
-    found = attention.short_conv_backward(**on(place, args))
-    return {name: place.get(x) for name, x in zip(("dx", "dweight", *more), found, strict=True)}
+    actual = attention.short_conv_backward(**on(place, args))
+    return {name: place.get(x) for name, x in zip(("dx", "dweight", *more), actual, strict=True)}
 
 
 def check(place, args):
@@ -192,11 +192,11 @@ def test_reference_by_finite_differences():
         out, state = reference.short_conv(**inputs)
         return (out * dout).sum() + (state * dstate).sum()
 
-    found, rng = reference.short_conv_backward(dout, **args, dstate=dstate), np.random.default_rng(0)
+    actual, rng = reference.short_conv_backward(dout, **args, dstate=dstate), np.random.default_rng(0)
     for name in "x", "weight", "bias", "initial_state":
         way = rng.standard_normal(args[name].shape)
         slope = (loss(**args | {name: args[name] + 1e-5 * way}) - loss(**args | {name: args[name] - 1e-5 * way})) / 2e-5
-        np.testing.assert_allclose(slope, (found[f"d{name}"] * way).sum(), rtol=1e-7)
+        np.testing.assert_allclose(slope, (actual[f"d{name}"] * way).sum(), rtol=1e-7)
 
 
 problems = st.fixed_dictionaries({
@@ -266,17 +266,17 @@ def test_torch():
 
     x, weight, bias, start = (leaf.detach() for leaf in leaves)
     out, state = attention.short_conv(x, weight, bias, activation="silu", initial_state=start, return_state=True)
-    found = attention.short_conv_backward(
+    actual = attention.short_conv_backward(
         2 * out, x, weight, bias, activation="silu", initial_state=start, dstate=2 * state.float()
     )
-    want = [gradient.to(leaf.dtype) for gradient, leaf in zip(found, leaves, strict=True)]
+    want = [gradient.to(leaf.dtype) for gradient, leaf in zip(actual, leaves, strict=True)]
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     ways = [torch.autograd.grad(way(*leaves), leaves) for way in (loss, compiled)]
     ways.append(torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False), leaves))
     ways.append(torch.func.grad(loss, (0, 1, 2, 3))(x, weight, bias, start))
     for got in ways:
-        for gradient, wanted in zip(got, want, strict=True):
-            torch.testing.assert_close(gradient, wanted, rtol=0, atol=0)
+        for gradient, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         wide = x.float().requires_grad_()
         out = attention.short_conv(wide, weight.requires_grad_())
@@ -304,6 +304,6 @@ def test_jax():
             2 * out, x, weight, bias, activation="silu", initial_state=start, dstate=2 * state.astype("float32")
         )
         for got in (jax.grad(total, (0, 1, 2, 3))(*leaves), jax.jit(jax.grad(total, (0, 1, 2, 3)))(*leaves)):
-            for gradient, wanted, leaf in zip(got, want, leaves, strict=True):
+            for gradient, expected, leaf in zip(got, want, leaves, strict=True):
                 assert gradient.dtype == leaf.dtype
-                np.testing.assert_array_equal(np.asarray(gradient, f32), np.asarray(wanted.astype(leaf.dtype), f32))
+                np.testing.assert_array_equal(np.asarray(gradient, f32), np.asarray(expected.astype(leaf.dtype), f32))

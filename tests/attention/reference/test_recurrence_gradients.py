@@ -54,17 +54,17 @@ def compare(gradients, arrays, loss):
         assert gradients["d" + name].shape == x.shape
         direction = np.random.default_rng(2).standard_normal(x.shape)
         ends = [loss(**{name: x + step * direction}) for step in (STEP, -STEP)]
-        found = (gradients["d" + name] * direction).sum()
-        np.testing.assert_allclose(found, (ends[0] - ends[1]) / (2 * STEP), rtol=1e-6, atol=1e-7, err_msg=name)
+        actual = (gradients["d" + name] * direction).sum()
+        np.testing.assert_allclose(actual, (ends[0] - ends[1]) / (2 * STEP), rtol=1e-6, atol=1e-7, err_msg=name)
 
 
 def test_the_other_layout():
     arrays, dout, dstate, _ = inputs("token", False)
     turn = lambda x: x.swapaxes(1, 2)
     turned = {name: turn(x) if name != "initial_state" else x for name, x in arrays.items()}
-    wanted = linear_backward(dout, **arrays, dstate=dstate)
+    expected = linear_backward(dout, **arrays, dstate=dstate)
     for name, x in linear_backward(turn(dout), **turned, dstate=dstate, layout="bhsd").items():
-        np.testing.assert_allclose(x if name == "dinitial_state" else turn(x), wanted[name], rtol=1e-12)
+        np.testing.assert_allclose(x if name == "dinitial_state" else turn(x), expected[name], rtol=1e-12)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -80,9 +80,9 @@ def test_finite_differences_with_a_normalizer(decay, packed):
         out, (state, z) = linear(**now, initial_state=start, normalize=True, scale=0.7, **options)
         return (out * dout).sum() + (state * dstate).sum() + (z * dz).sum()
 
-    given = {name: x for name, x in arrays.items() if not name.startswith("initial")}
-    given |= {"initial_state": (arrays["initial_state"], arrays["initial_z"]), "dstate": (dstate, dz), "normalize": True}
-    gradients = linear_backward(dout, **given, scale=0.7, **options)
+    args = {name: x for name, x in arrays.items() if not name.startswith("initial")}
+    args |= {"initial_state": (arrays["initial_state"], arrays["initial_z"]), "dstate": (dstate, dz), "normalize": True}
+    gradients = linear_backward(dout, **args, scale=0.7, **options)
     gradients["dinitial_state"], gradients["dinitial_z"] = gradients["dinitial_state"]
     compare(gradients, arrays, loss)
 

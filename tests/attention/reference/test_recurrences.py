@@ -41,8 +41,8 @@ def closed_form(q, k, v, decay, beta, state, scale):
     return out, last
 
 
-def close(got, wanted, rtol=1e-10):
-    for a, b in zip(got, wanted, strict=True):
+def close(got, expected, rtol=1e-10):
+    for a, b in zip(got, expected, strict=True):
         if isinstance(a, tuple):
             close(a, b, rtol)
         else:
@@ -147,13 +147,13 @@ def test_mamba2_is_a_masked_product(extras):
     sums = (step * A).cumsum(1)
     L = np.exp(np.minimum(sums[:, :, None] - sums[:, None], 0)) * np.tril(np.ones((LENGTH, LENGTH)))[:, :, None]
     B, C = (m[:, :, np.arange(HEADS) // (HEADS // groups)] for m in (B, C))
-    wanted = np.einsum("bihn,bjhn,bijh,bjh,bjhp->bihp", C, B, L, step, x)
-    wanted += np.einsum("bihn,bih,bhpn->bihp", C, np.exp(sums), state)
+    expected = np.einsum("bihn,bjhn,bijh,bjh,bjhp->bihp", C, B, L, step, x)
+    expected += np.einsum("bihn,bih,bhpn->bihp", C, np.exp(sums), state)
     if extras:
-        wanted = (wanted + D * x) * z / (1 + np.exp(-z))
+        expected = (expected + D * x) * z / (1 + np.exp(-z))
     end = np.exp(sums[:, -1])[..., None, None] * state
     end = end + np.einsum("bjhn,bjh,bjh,bjhp->bhpn", B, np.exp(sums[:, -1:] - sums), step, x)
-    close((y, last), (wanted, end))
+    close((y, last), (expected, end))
 
 
 def test_mamba2_takes_one_D_per_head():
@@ -192,8 +192,8 @@ def test_hedgehog_is_a_matrix_of_two_kinds_of_weights(window):
     linear_part = np.einsum("bihf,bjhf->bhij", features(q, q_map), features(k, k_map)) * older
     w = betas[:, None, None] * np.exp((s - s.max(-1, keepdims=True)) / DK**0.5) + alphas[:, None, None] * linear_part
     out, (state, z) = hedgehog(q, k, v, q_map, k_map, alphas, betas, window=window)
-    wanted = np.einsum("bhij,bjhv->bihv", w / (w.sum(-1, keepdims=True) + 1e-6), v)
-    np.testing.assert_allclose(out, wanted, rtol=1e-10, atol=1e-12)
+    expected = np.einsum("bhij,bjhv->bihv", w / (w.sum(-1, keepdims=True) + 1e-6), v)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
     old = max(0, LENGTH // window - 1) * window
     np.testing.assert_allclose(z, features(k, k_map)[:, :old].sum(1), atol=1e-12)
     np.testing.assert_allclose(state, np.einsum("bshf,bshv->bhfv", features(k, k_map)[:, :old], v[:, :old]), atol=1e-12)

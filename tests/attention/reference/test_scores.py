@@ -52,8 +52,8 @@ def naive(q, k, v, *, causal=False, window=None, softcap=None, alibi=None, sink=
     return out, lse
 
 
-def close(found, expected):
-    for x, y in zip(found, expected, strict=True):
+def close(actual, expected):
+    for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12)
 
 
@@ -118,7 +118,7 @@ def test_packed_sequences(causal, shorter):
     options = packed(causal) | {"mask": lambda b, h, i, j: (i + j + b) % 4 > 0}
     keep = rng.random((3, 2, 5, 5)) > 0.3
     k[0, 3:5] = v[0, 3:5] = np.nan if shorter else 1
-    found = forward(
+    actual = forward(
         q, k, v, **options, cu_seqlens=np.array(ends), cu_seqlens_k=np.array(ends_k), lengths_k=lengths if shorter else None,
         dropout=0.3, keep=lambda b, h, i, j: keep[b, h][i, j],
     )  # fmt: skip
@@ -126,7 +126,7 @@ def test_packed_sequences(causal, shorter):
         rows, cols = slice(ends[n], ends[n + 1]), slice(ends_k[n], ends_k[n] + lengths[n])
         sequence_options = options | {"alibi": options["alibi"][n], "mask": lambda h, i, j, n=n: (i + j + n) % 4 > 0}
         out, lse = naive(q[0, rows], k[0, cols], v[0, cols], **sequence_options, dropout=0.3, keep=keep[n])
-        close((found[0][0, rows], found[1][0, :, rows]), (out, lse))
+        close((actual[0][0, rows], actual[1][0, :, rows]), (out, lse))
 
 
 def test_cu_seqlens_k_is_cu_seqlens_by_default():
@@ -139,9 +139,9 @@ def test_lengths_k_aligns_the_last_query():
     """The last query is aligned with the last key of lengths_k, and poison after it does not matter."""
     _, q, k, v = draw(2, 2, 3, 8, 2, 1)
     k[1, 5:] = v[1, 5:] = np.nan
-    found = forward(q, k, v, causal=True, lengths_k=np.array([8, 5]))
+    actual = forward(q, k, v, causal=True, lengths_k=np.array([8, 5]))
     by_sequence = [naive(q[b], k[b, :n], v[b, :n], causal=True) for b, n in ((0, 8), (1, 5))]
-    close(found, map(np.stack, zip(*by_sequence)))
+    close(actual, map(np.stack, zip(*by_sequence)))
 
 
 def test_a_sink_without_keys():
@@ -159,8 +159,8 @@ def test_norms():
     mean = (
         np.array([[[(row - sum(row) / 4) / math.sqrt(np.var(row) + 1e-3) for row in token] for token in k[0]]]) * wide + shift
     )
-    found = forward(q, k, v, q_norm=weights, k_norm=(wide, shift), norm_eps=1e-3, causal=True)
-    close(found, forward(rms, mean, v, causal=True))
+    actual = forward(q, k, v, q_norm=weights, k_norm=(wide, shift), norm_eps=1e-3, causal=True)
+    close(actual, forward(rms, mean, v, causal=True))
 
 
 def test_blocks():
@@ -175,12 +175,12 @@ def test_blocks():
         full_kv_indices=np.array([[[[0, 1], [0, 1]]], [[[0, 1], [0, 1]]]]),
     )
     mask = lambda b, h, i, j: i < j
-    found = forward(q, k, v, mask=mask, blocks=blocks)
+    actual = forward(q, k, v, mask=mask, blocks=blocks)
     see = np.zeros((2, 4, 6), bool)
     see[0, :2, 3:] = see[1, :2] = see[1, 2:, :3] = True
     see &= np.arange(4)[:, None] < np.arange(6)
     see[0, 2:, :3] = True
-    close(found, forward(q, k, v, mask=lambda b, h, i, j: see[b][i, j]))
+    close(actual, forward(q, k, v, mask=lambda b, h, i, j: see[b][i, j]))
     blocks.full_kv_num_blocks, blocks.BLOCK_SIZE = None, 3
     blocks.kv_num_blocks = np.array([[[1, 2]]])
     see = np.ones((4, 6), bool)

@@ -27,21 +27,21 @@ def case(lengths, tokens=1, heads=4, kv_heads=2, head_dim=64, room=None, dtype=B
 
 def ahead_of_windows(q, k, v, lengths, leftpad=None, causal=True, window=None, **options):
     """(k, v, the first key of each sequence that any of its tokens sees), with NaN before those keys."""
-    found, firsts = (k.copy(), v.copy()), []
+    actual, firsts = (k.copy(), v.copy()), []
     for b, n in enumerate(lengths):
         first = 0 if leftpad is None else leftpad[b]
         one = [x[b : b + 1] for x in (q, k, v)]
         _, *its = unseen(one[0], *(x[:, first:n] for x in one[1:]), causal=causal, window=window)
-        for x, y in zip(found, its):
+        for x, y in zip(actual, its):
             x[b, first:n] = y[0]
         left = window and window[0]
         firsts.append(first if left is None else max(first, n - q.shape[1] - left))
-    return *found, firsts
+    return *actual, firsts
 
 
 def known(q, k, v, lengths, leftpad=None, **options):
     """[(out, lse)] of the reference in float64, and of the one that rounds as q's dtype does, a sequence at a time."""
-    found = []
+    actual = []
     for formula in (reference.forward, reference.forward_low):
         outs = []
         for b, n in enumerate(lengths):
@@ -50,8 +50,8 @@ def known(q, k, v, lengths, leftpad=None, **options):
             if (bias := options.get("bias")) is not None:
                 one["bias"] = np.broadcast_to(bias, (len(q), *bias.shape[1:]))[b : b + 1, ..., keys]
             outs.append(formula(q[b : b + 1], k[b : b + 1, keys], v[b : b + 1, keys], **one))
-        found.append([np.concatenate(x) for x in zip(*outs)])
-    return found
+        actual.append([np.concatenate(x) for x in zip(*outs)])
+    return actual
 
 
 def put(place, x):

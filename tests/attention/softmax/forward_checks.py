@@ -61,8 +61,8 @@ def agree(place, q, k, v, *, family=None, block=None, **options):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written. What no query sees is poison;
     block: see there."""
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
-    given = there(place, options) | ({} if family is None else {"family": family})
-    got, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **given)
+    args = there(place, options) | ({} if family is None else {"family": family})
+    got, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **args)
     assert got is out
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, low_lse = reference.forward_low(q, k, v, **options)
@@ -82,8 +82,8 @@ def agree_among_poison(place, packing, arrays, *, family=None, **options):
     family_option = {} if family is None else {"family": family}
     ends = place.put(packing.ends)
     put = [place.put(packing.spread(x)) for x in arrays]
-    found = attention.forward(*put, cu_seqlens=ends, return_lse=True, **there(place, options), **family_option)
-    out, lse = map(place.get, found)
+    actual = attention.forward(*put, cu_seqlens=ends, return_lse=True, **there(place, options), **family_option)
+    out, lse = map(place.get, actual)
     assert (out[:, packing.nobodys].astype(F32) == 0).all() and (lse[:, :, packing.nobodys] == -np.inf).all()
     ref, ref_lse = reference.forward(*arrays, cu_seqlens=packing.cu_seqlens, **options)
     low, _ = reference.forward_low(*arrays, cu_seqlens=packing.cu_seqlens, **options)

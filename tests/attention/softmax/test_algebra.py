@@ -75,10 +75,10 @@ def _axes(function):
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name):
     function, kind, said = SCORES[name]
-    found = score_variant(function, _axes(function), signed_distance=False)
-    assert type(found) is kind
+    actual = score_variant(function, _axes(function), signed_distance=False)
+    assert type(actual) is kind
     if said is not None:
-        assert said == (found.signed_distance if kind is ScoreModAlibi else pytest.approx((found.unit, found.factor)))
+        assert said == (actual.signed_distance if kind is ScoreModAlibi else pytest.approx((actual.unit, actual.factor)))
 
 
 SLOPES = np.array([0.5, 0.125], np.float32)
@@ -119,11 +119,11 @@ def test_the_same_bits_as_what_is_built_in(monkeypatch):
     monkeypatch.setattr(forward_launches.PreparationSteps, "list_key_blocks", None)
     (q, k, v), options = _case("window", 70, 70)
     mine, theirs = ({"mask": options["mask"]}, {"window": (8, 0)})
-    found = []
+    actual = []
     for option in mine, theirs:
         out, lse = attention.forward(q, k, v, return_lse=True, **option)
-        found.append([out, lse, *attention.backward(q, q, k, v, out, lse, deterministic=True, **option)])
-    for x, y in zip(*found, strict=True):
+        actual.append([out, lse, *attention.backward(q, q, k, v, out, lse, deterministic=True, **option)])
+    for x, y in zip(*actual, strict=True):
         assert np.array_equal(x, y)
 
 

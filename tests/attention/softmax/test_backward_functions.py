@@ -142,8 +142,8 @@ ARRAYS = {
 
 def judge(options, dout, q, k, v, out, lse, got, place):
     """Judge all gradients. The reference computes delta from the rounded output: a sum of many rounding errors says nothing."""
-    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    ref = reference.backward(dout, q, k, v, out=place.get(out), **options, **wanted)
+    expected = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    ref = reference.backward(dout, q, k, v, out=place.get(out), **options, **expected)
     for n, (x, y) in enumerate(zip(map(place.get, got), ref, strict=True)):
         assert x.shape == y.shape
         np.testing.assert_allclose(x.astype(F32), y, atol=(2e-2 if n < 3 else 4e-3) * np.abs(y).max() + NOISE)
@@ -164,8 +164,8 @@ def test_gradients_of_what_scores_read(place, name, family):
     arrays, args = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     options, args = add_dlse(place, lse, options, args)
-    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    got, again = (attention.backward(*arrays, out, lse, **args, **wanted) for _ in range(2))
+    expected = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    got, again = (attention.backward(*arrays, out, lse, **args, **expected) for _ in range(2))
     judge(options, dout, q, k, v, out, lse, got, place)
     for x, y in zip(got[3:], again[3:], strict=True):
         assert (place.get(x) == place.get(y)).all()  # the same bits
@@ -179,15 +179,15 @@ def test_accumulate(place, rows):
     arrays = dict(bias=normal(1, 1, rows, 30), alibi=np.array([0.5, 0.1], F32), sink=SCALES, aux=aux)
     arrays, args = [place.put(x) for x in (q_k_v[0], *q_k_v)], there(place, arrays | dict(score=score))
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
-    wanted = dict(dbias=True, dalibi=True, daux=[None, True, True])
-    wanted = [place.get(x) for x in attention.backward(*arrays, out, lse, **args, **wanted)]
-    shapes = [x.shape for x in wanted]
+    expected = dict(dbias=True, dalibi=True, daux=[None, True, True])
+    expected = [place.get(x) for x in attention.backward(*arrays, out, lse, **args, **expected)]
+    shapes = [x.shape for x in expected]
     before = [normal(*shape[:-1], 2 * shape[-1])[..., ::2] for shape in shapes[:4]] + [normal(*shape) for shape in shapes[4:]]
     outputs = [place.put(x.copy()) for x in before]
     args |= dict(zip(("dq", "dk", "dv", "dbias", "dalibi", "dsink"), outputs)) | {"daux": [None, *outputs[6:]]}
     got = attention.backward(*arrays, out, lse, accumulate=True, **args)
     assert len(got) == len(outputs) and all(x is y for x, y in zip(got, outputs))
-    for x, y, want in zip(outputs, before, wanted):
+    for x, y, want in zip(outputs, before, expected):
         np.testing.assert_allclose(
             place.get(x) - y, want.astype(F32), rtol=0.01, atol=0.01 * np.abs(want.astype(F32)).max() + NOISE
         )
@@ -218,8 +218,8 @@ def test_gradients_of_what_scores_of_sequences_read(place, name, family):
     arrays, args = [place.put(x) for x in (dout, *unseen(q, k, v, **options))], there(place, options | {"family": family})
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     options, args = add_dlse(place, lse, options, args)
-    wanted = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    judge(options, dout, q, k, v, out, lse, attention.backward(*arrays, out, lse, **args, **wanted), place)
+    expected = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
+    judge(options, dout, q, k, v, out, lse, attention.backward(*arrays, out, lse, **args, **expected), place)
 
 
 def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monkeypatch):
@@ -334,9 +334,9 @@ def test_torch_tensors_that_require_grad(device):
     with torch.no_grad():
         args = options | dict(sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets))
         out, lse = attention.forward(q, k, v, return_lse=True, **args)
-        wanted = dict(dbias=True, dalibi=True, daux=True)
+        expected = dict(dbias=True, dalibi=True, daux=True)
         dq, dk, dv, dbias, dalibi, dsink, daux = attention.backward(
-            (2 * out.float()).bfloat16(), q, k, v, out, lse, **args, **wanted
+            (2 * out.float()).bfloat16(), q, k, v, out, lse, **args, **expected
         )
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
     for one in (got, torch.autograd.grad(compiled(*leaves), leaves)):
@@ -356,7 +356,7 @@ def test_gradients_of_arrays_that_flex_attention_captures():
     leaves, places = (q, k, v, table, scales), torch.arange(20) - torch.arange(20)[:, None] + 30
     got = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30], return_lse=True)
     s = q.float() @ k.float().mT / 8 * scales[:, None, None] + table[:, places]
-    wanted = torch.softmax(s, -1) @ v.float(), torch.logsumexp(s, -1)
-    losses = [out.float().square().sum() + lse.square().sum() for out, lse in (got, wanted)]
+    expected = torch.softmax(s, -1) @ v.float(), torch.logsumexp(s, -1)
+    losses = [out.float().square().sum() + lse.square().sum() for out, lse in (got, expected)]
     for x, y in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02 * float(y.abs().max()))

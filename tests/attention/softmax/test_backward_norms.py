@@ -25,11 +25,11 @@ def flat(gradients):
 def agree(place, q, k, v, **options):
     """Run both ways and judge every gradient by the rule. What no query sees is poison."""
     dout = draw((*q.shape[:-1], v.shape[-1]), q.dtype)
-    put, given = [place.put(x) for x in unseen(q, k, v, **options)], there(place, options)
-    out, lse = attention.forward(*put, return_lse=True, **given)
+    put, args = [place.put(x) for x in unseen(q, k, v, **options)], there(place, options)
+    out, lse = attention.forward(*put, return_lse=True, **args)
     options["dlse"] = dlse = gradient_of_lse(place.get(lse))
     outputs = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
-    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **given, **outputs)
+    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **args, **outputs)
     assert got[0] is outputs["dq"] and got[1] is outputs["dk"]
     options.pop("family", None)
     ref, low = (flat(f(dout, q, k, v, **options)) for f in (reference.backward, reference.backward_low))
@@ -126,12 +126,12 @@ def test_as_compiled(as_compiled):
 def test_the_formula_agrees_with_finite_differences(name):
     x, dy, weights_, bias = (draw(shape, float, n) for n, shape in enumerate([(2, 5, 2, 8), (2, 5, 2, 8), (8,), (2, 8)]))
     layer, step = name == "layer", 1e-5
-    given = [x, weights_, bias][: 2 + layer]
+    args = [x, weights_, bias][: 2 + layer]
     normalize_rows = lambda x, *norm: reference.softmax.normalize_rows(x, norm if layer else norm[0], 1e-3, float, float)
     gradients = formula.norm_backward(x, (weights_, bias) if layer else weights_, dy, 1e-3, float)
-    for n, gradient in enumerate(gradients[: len(given)]):
-        along = draw(given[n].shape, float, 9)
-        ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(given)]) * dy).sum() for s in (1, -1)]
+    for n, gradient in enumerate(gradients[: len(args)]):
+        along = draw(args[n].shape, float, 9)
+        ends = [(normalize_rows(*[y + s * step * along * (m == n) for m, y in enumerate(args)]) * dy).sum() for s in (1, -1)]
         assert math.isclose((ends[0] - ends[1]) / (2 * step), (gradient * along).sum(), rel_tol=1e-6, abs_tol=1e-7)
 
 
@@ -173,19 +173,19 @@ def test_torch():
     torch = pytest.importorskip("torch")
     q, k, v = (torch.randn(1, 12, 2, 64).bfloat16().requires_grad_() for _ in range(3))
     w, b = torch.randn(64).bfloat16().requires_grad_(), torch.randn(2, 64).requires_grad_()
-    given = q, k, v, w, b
+    args = q, k, v, w, b
 
     def loss(q, k, v, w, b):
         return attention.forward(q, k, v, q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2).float().square().sum()
 
-    got = torch.autograd.grad(loss(*given), given)
+    got = torch.autograd.grad(loss(*args), args)
     with torch.no_grad():
         options = dict(q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2)
         out, lse = attention.forward(q, k, v, return_lse=True, **options)
         dq, dk, dv, (dw, db), more = attention.backward((2 * out.float()).bfloat16(), q, k, v, out, lse, **options)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for one in got, torch.autograd.grad(compiled(*given), given):
-        for x, y, z in zip(one, (dq, dk, dv, dw + more, db), given, strict=True):
+    for one in got, torch.autograd.grad(compiled(*args), args):
+        for x, y, z in zip(one, (dq, dk, dv, dw + more, db), args, strict=True):
             assert x.dtype == z.dtype
             torch.testing.assert_close(x.float(), y.float(), rtol=2**-5, atol=2**-4)
 
@@ -198,8 +198,8 @@ def test_accumulate_through_norms(place, ours, layout="bhsd"):
     some = there(place, {name: x for name, x in some.items() if x is not None})
     put = [place.put(x) for x in (q_k_v[0], *q_k_v)]
     out, lse = attention.forward(*put[1:], return_lse=True, **some)
-    wanted = attention.backward(*put, out, lse, **some)
-    host = [place.get(x).astype(F32) for x in flat(wanted)]
+    expected = attention.backward(*put, out, lse, **some)
+    host = [place.get(x).astype(F32) for x in flat(expected)]
     names = "dq", "dk", "dv", *[f"d{name}" for name in ("q_norm", "k_norm") if name in some]
     for accumulate in (False, True):
         before = [draw(x.shape, F32 if accumulate or n > 2 else BF16) for n, x in enumerate(host)]

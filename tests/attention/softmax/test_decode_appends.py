@@ -40,13 +40,13 @@ def cases(names, interpreter_cases, on_card):
 
 def by_sequence(formula, q, k, v, lengths, ends=None, mask=None, score=None, **options):
     """[(out, lse)] of each sequence; mask and score get its number as b."""
-    found = []
+    actual = []
     for b, n in enumerate(lengths):
         rows = (slice(b, b + 1), slice(None)) if ends is None else (slice(0, 1), slice(ends[b], ends[b + 1]))
         of_b = {} if mask is None else {"mask": lambda _, h, i, j, *aux: mask(b, h, i, j, *aux)}
         of_b |= {} if score is None else {"score": lambda s, _, h, i, j, *aux: score(s, b, h, i, j, *aux)}
-        found.append(formula(q[rows], k[b : b + 1, :n], v[b : b + 1, :n], **options, **of_b))
-    return found
+        actual.append(formula(q[rows], k[b : b + 1, :n], v[b : b + 1, :n], **options, **of_b))
+    return actual
 
 
 def agree(place, q, k, v, lengths, *, ends=None, size=None, splits=None, aux=(), family=None, **options):
@@ -154,15 +154,15 @@ def test_new_keys_are_rotated_written_and_seen(place, way, tiles):
     turn |= {"positions": put(np.array(at))} if at else {}
     where = {name: put(x) for name, x in kwargs.items()}
     padding = {name: put(x) for name, x in padding.items()}
-    by_hand, mine, asked = (put(k), put(v)), (put(k), put(v)), put(q)
+    by_hand, mine, args = (put(k), put(v)), (put(k), put(v)), put(q)
     rotated = {"q": put(q), "causal": said["causal"] or "window" in said} if rotary else {}
     queries = attention.append(*by_hand, *new, lengths=put(lengths), **where, **turn, **rotated)
     said |= where | padding
-    wanted = attention.decode(put(q) if queries is None else queries, *by_hand, lengths=put(after), **said)
-    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=put(lengths), **turn, **said)
-    for x, y in zip((*found, *mine, asked), (*wanted, *by_hand, put(q)), strict=True):
+    expected = attention.decode(put(q) if queries is None else queries, *by_hand, lengths=put(after), **said)
+    actual = attention.decode(args, *mine, k_new=new[0], v_new=new[1], lengths=put(lengths), **turn, **said)
+    for x, y in zip((*actual, *mine, args), (*expected, *by_hand, put(q)), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
-    assert not np.isnan(place.get(found[0]).astype(np.float32)).any()
+    assert not np.isnan(place.get(actual[0]).astype(np.float32)).any()
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (20, 0), "leftpad": (0, 1, 40)}], ids=["all", "window"])
@@ -173,11 +173,11 @@ def test_stream_k_counts_new_keys(place, options):
     q, *new = (draw((3, tokens, heads, 64), BF16) for heads in (2, 1, 1))
     kwargs = {name: place.put(np.array(x)) if name == "leftpad" else x for name, x in options.items()}
     mine, by_hand = ([place.put(x.copy()) for x in (k, v)] for _ in range(2))
-    new, asked = [place.put(x) for x in new], place.put(q)
-    found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=place.put(lengths), **kwargs)
+    new, args = [place.put(x) for x in new], place.put(q)
+    actual = attention.decode(args, *mine, k_new=new[0], v_new=new[1], lengths=place.put(lengths), **kwargs)
     attention.append(*by_hand, *new, lengths=place.put(lengths))
-    wanted = attention.decode(asked, *by_hand, lengths=place.put(lengths + tokens), **kwargs)
-    assert place.get(found).tobytes() == place.get(wanted).tobytes()
+    expected = attention.decode(args, *by_hand, lengths=place.put(lengths + tokens), **kwargs)
+    assert place.get(actual).tobytes() == place.get(expected).tobytes()
 
 
 def test_cu_seqlens_new(place):
@@ -209,13 +209,13 @@ def test_rotary_with_cu_seqlens_new(place, ways):
     ways = {name: place.put(x) if isinstance(x, np.ndarray) else x for name, x in ways.items()}
     kwargs, causal = {"lengths": lengths, "rotary": (place.put(COS), place.put(SIN))} | ways, ways.get("causal", True)
     caches, others = ([place.put(x.copy()) for x in (k, v)] for _ in "12")
-    found = attention.decode(q, *caches, cu_seqlens=ends, cu_seqlens_new=ends_new, k_new=new[0], v_new=new[1], **kwargs)
+    actual = attention.decode(q, *caches, cu_seqlens=ends, cu_seqlens_new=ends_new, k_new=new[0], v_new=new[1], **kwargs)
     room = [place.put(np.zeros_like(x)) for x in (k, v)]
     q_rotated = attention.append(*room, q[:, :, :2], q[:, :, :2], cu_seqlens=ends, q=q, **kwargs)
     kwargs.pop("q_norm", None)
     attention.append(*others, *new, cu_seqlens=ends_new, **kwargs)
     after = {"cu_seqlens": ends, "lengths": place.put(np.array((7, 5), np.int32)), "causal": causal}
-    for x, y in zip((found, *caches), (attention.decode(q_rotated, *others, **after), *others), strict=True):
+    for x, y in zip((actual, *caches), (attention.decode(q_rotated, *others, **after), *others), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
 
@@ -238,8 +238,8 @@ def test_a_graph_holds_a_step(card):
         lengths.copy_(torch.tensor(now))
         graph.replay()
         q_rotated = attention.append(*by_hand, *new.values(), q=queries, lengths=lengths, rotary=kwargs["rotary"])
-        wanted = attention.decode(q_rotated, *by_hand, lengths=lengths + 1, splits=2)
-        assert torch.equal(out, wanted) and all(map(torch.equal, caches, by_hand))
+        expected = attention.decode(q_rotated, *by_hand, lengths=lengths + 1, splits=2)
+        assert torch.equal(out, expected) and all(map(torch.equal, caches, by_hand))
 
 
 def test_new_keys_are_written_without_queries():
@@ -303,12 +303,12 @@ def test_functions_count_padded_keys_as_the_cache_does(tiles):
     """j is a key's index in the cache, also with leftpad."""
     q, k, v = case((70,), 4, first=(9,))
     kwargs = {"lengths": np.array([70]), "leftpad": np.array([9])}
-    found = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **kwargs)
+    actual = attention.decode(q, k, v, mask=lambda b, h, i, j: j % 2 == 0, **kwargs)
     (ref, _), (low, _) = (
         formula(q, k[:, 9:], v[:, 9:], causal=True, mask=lambda b, h, i, j: j % 2 == 1)
         for formula in (reference.forward, reference.forward_low)
     )
-    reference.assert_close(found, ref, low)
+    reference.assert_close(actual, ref, low)
 
 
 # ---- many query tokens -----------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
     if "pages" in where:
         (keys, values), table = in_pages((k, v), lengths, 16)
         kwargs["pages"] = table
-    found = attention.decode(q, keys, values, lengths=np.array(lengths), **kwargs)
+    actual = attention.decode(q, keys, values, lengths=np.array(lengths), **kwargs)
     (ref, _), (low, _) = known(q, k, v, lengths, leftpad, causal=True)
-    reference.assert_close(found, ref, low)
+    reference.assert_close(actual, ref, low)
 
 
 def test_sequences_that_differ_a_thousandfold(place):

@@ -162,12 +162,12 @@ def test_a_bias_covers_new_keys(place):
         bias = bias_of("batch heads", F32, lengths + counts, 3, 70, 2)
         said = {"bias": place.put(bias), "splits": 2, **where}
         mine, by_hand = ([place.put(x.copy()) for x in (k, v)] for _ in "12")
-        new, asked, before = [place.put(x) for x in new], place.put(q), place.put(lengths)
-        found = attention.decode(asked, *mine, k_new=new[0], v_new=new[1], lengths=before, **said)
+        new, args, before = [place.put(x) for x in new], place.put(q), place.put(lengths)
+        actual = attention.decode(args, *mine, k_new=new[0], v_new=new[1], lengths=before, **said)
         attention.append(*by_hand, *new, lengths=before, **where)
-        wanted = attention.decode(asked, *by_hand, lengths=place.put((lengths + counts).astype(np.int32)), **said)
-        assert place.get(found).tobytes() == place.get(wanted).tobytes()
-        assert not np.isnan(place.get(found).astype(F32)).any()
+        expected = attention.decode(args, *by_hand, lengths=place.put((lengths + counts).astype(np.int32)), **said)
+        assert place.get(actual).tobytes() == place.get(expected).tobytes()
+        assert not np.isnan(place.get(actual).astype(F32)).any()
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -190,13 +190,13 @@ def test_a_bias_with_other_layouts_and_batches(place):
     lengths = (70, 20)
     q, k, v = case(lengths, 2)
     bias = bias_of(*FORMS[0], lengths, 2, 70)
-    wanted, _ = agree(place, q, k, v, lengths, bias=bias, splits=2)
+    expected, _ = agree(place, q, k, v, lengths, bias=bias, splits=2)
     kwargs = {"bias": place.put(bias), "lengths": place.put(np.array(lengths, np.int32)), "splits": 2}
     swapped = [place.put(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v)]
-    np.testing.assert_array_equal(place.get(attention.decode(*swapped, layout="bhsd", **kwargs)).swapaxes(1, 2), wanted)
+    np.testing.assert_array_equal(place.get(attention.decode(*swapped, layout="bhsd", **kwargs)).swapaxes(1, 2), expected)
     caches = [place.put(np.concatenate([x[::-1], poisoned((1, *x.shape[1:]), x.dtype)])) for x in (k, v)]
     kwargs["batch_index"] = place.put(np.array([1, 0], np.int32))
-    np.testing.assert_array_equal(place.get(attention.decode(place.put(q), *caches, **kwargs)), wanted)
+    np.testing.assert_array_equal(place.get(attention.decode(place.put(q), *caches, **kwargs)), expected)
 
 
 @pytest.mark.parametrize(("arch", "family"), [("sm_80", None), ("sm_90a", "sm_90")])

@@ -36,8 +36,8 @@ def norms_of(heads, dim):
 
 def norms(ours, theirs, heads=4, kv_heads=2, dim=64):
     """q_norm and k_norm for a call, without those that are None."""
-    found = {"q_norm": norms_of(heads, dim).get(ours), "k_norm": norms_of(kv_heads, dim).get(theirs), "norm_eps": EPS}
-    return {name: x for name, x in found.items() if x is not None}
+    actual = {"q_norm": norms_of(heads, dim).get(ours), "k_norm": norms_of(kv_heads, dim).get(theirs), "norm_eps": EPS}
+    return {name: x for name, x in actual.items() if x is not None}
 
 
 def shifted(q, k, v):
@@ -98,9 +98,9 @@ def test_caches_of_fp8(theirs, per):
     descales = [rng.uniform(0.01, 0.03, shape).astype(F32) for _ in "kv"]
     caches = [x.astype(F32) * (d[..., None, :, None] if per else 1) for x, d in zip(eight, descales)]
     kwargs, of_norms = dict(zip(("k_descale", "v_descale"), descales)) if per else {}, norms("rms", theirs)
-    found = attention.decode(q, *eight, lengths=np.array(lengths), splits=1, **kwargs, **of_norms)
+    actual = attention.decode(q, *eight, lengths=np.array(lengths), splits=1, **kwargs, **of_norms)
     (ref, _), (low, _) = known(q, *caches, lengths, causal=True, **of_norms)
-    reference.assert_close(found, ref, low, factor=4)
+    reference.assert_close(actual, ref, low, factor=4)
 
 
 # ---- appended --------------------------------------------------------------------------------------------------------
@@ -140,15 +140,15 @@ def test_new_rows_are_normalised_then_rotated(place, dim, ours, theirs, interlea
     for b, n in enumerate(lengths):
         at = np.arange(n, n + 2)
         page, row = (where["pages"][b, at // size], at % size) if size else (b, at)
-        for found, x, name in ((place.get(hand[0])[page, row], k_new, "k_new_norm"), (place.get(out)[b], q, "q_norm")):
-            wanted = rotated(normalize_rows(x[b : b + 1].astype(F64), kwargs[name], EPS, F64, F64)[0], at, interleaved)
-            np.testing.assert_allclose(found.astype(F64), wanted, rtol=2**-8, atol=1e-5)
+        for actual, x, name in ((place.get(hand[0])[page, row], k_new, "k_new_norm"), (place.get(out)[b], q, "q_norm")):
+            expected = rotated(normalize_rows(x[b : b + 1].astype(F64), kwargs[name], EPS, F64, F64)[0], at, interleaved)
+            np.testing.assert_allclose(actual.astype(F64), expected, rtol=2**-8, atol=1e-5)
         np.testing.assert_array_equal(place.get(hand[1])[page, row], v_new[b])
     after = {"lengths": place.put(np.array(lengths) + 2), "splits": 2} | {name: place.put(x) for name, x in where.items()}
-    wanted = attention.decode(out, *hand, **after)
+    expected = attention.decode(out, *hand, **after)
     mine = put(place, (k.copy(), v.copy()))
-    found = attention.decode(place.put(q), *mine, k_new=new[0], v_new=new[1], splits=2, **inputs)
-    for x, y in zip((found, *mine), (wanted, *hand), strict=True):
+    actual = attention.decode(place.put(q), *mine, k_new=new[0], v_new=new[1], splits=2, **inputs)
+    for x, y in zip((actual, *mine), (expected, *hand), strict=True):
         assert place.get(x).tobytes() == place.get(y).tobytes()
 
 
@@ -160,11 +160,11 @@ def test_norms_without_rotary():
     k_new, v_new = draw((2, 1, 2, 64), BF16), draw((2, 1, 2, 64), BF16)
     eight = [np.zeros(k.shape, FP8) for _ in "kv"]
     attention.append(*eight, k_new, v_new, lengths=lengths, k_new_norm=norm, norm_eps=EPS)
-    wanted = normalize_rows(k_new.astype(F64), norm, EPS, F64, F64)[:, 0]
-    np.testing.assert_allclose(eight[0][[0, 1], lengths].astype(F64), wanted, rtol=2**-4, atol=2**-9)
-    found = attention.decode(q, k, v, k_new=k_new, v_new=v_new, lengths=lengths, k_new_norm=norm, splits=1, **kwargs)
-    wanted = attention.decode(q, k, v, lengths=lengths + 1, splits=1, **kwargs)
-    assert found.tobytes() == wanted.tobytes()
+    expected = normalize_rows(k_new.astype(F64), norm, EPS, F64, F64)[:, 0]
+    np.testing.assert_allclose(eight[0][[0, 1], lengths].astype(F64), expected, rtol=2**-4, atol=2**-9)
+    actual = attention.decode(q, k, v, k_new=k_new, v_new=v_new, lengths=lengths, k_new_norm=norm, splits=1, **kwargs)
+    expected = attention.decode(q, k, v, lengths=lengths + 1, splits=1, **kwargs)
+    assert actual.tobytes() == expected.tobytes()
 
 
 def test_norms_with_cu_seqlens_new():
@@ -173,10 +173,10 @@ def test_norms_with_cu_seqlens_new():
     q, new, norm = draw((1, 3, 4, 64), BF16), [draw((1, 4, 2, 64), BF16) for _ in "kv"], weights(4, 64)
     caches, copies = [k, v], [k.copy(), v.copy()]
     of_new = {"k_new": new[0], "v_new": new[1], "cu_seqlens_new": np.array([0, 3, 4])}
-    found = attention.decode(q, *caches, lengths=lengths, splits=1, q_norm=norm, **ends, **of_new, **kwargs)
+    actual = attention.decode(q, *caches, lengths=lengths, splits=1, q_norm=norm, **ends, **of_new, **kwargs)
     q_rotated = attention.append(*copies, q[:, :, :2], q[:, :, :2], lengths=lengths, q=q, q_norm=norm, **ends, **kwargs)
     attention.append(*copies, *new, lengths=lengths, cu_seqlens=of_new["cu_seqlens_new"], **kwargs)
-    assert found.tobytes() == attention.decode(q_rotated, *copies, lengths=lengths + [3, 1], splits=1, **ends).tobytes()
+    assert actual.tobytes() == attention.decode(q_rotated, *copies, lengths=lengths + [3, 1], splits=1, **ends).tobytes()
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

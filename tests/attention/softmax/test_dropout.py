@@ -42,11 +42,11 @@ def test_a_seed_in_memory(place, family):
     """The same as the number; another value is another mask, and no other plan."""
     q, k, v = (place.put(x) for x in inputs(1, 20, 40, 1, 1, 64))
     number = attention.forward(q, k, v, dropout=0.5, seed=2**35 + 5, family=family)
-    found = []
+    actual = []
     for value in (2**35 + 5, 5):
         seed = place.put(np.array([value], np.int64))
-        found.append(place.get(attention.forward(q, k, v, dropout=0.5, seed=seed, family=family)))
-    assert (found[0] == place.get(number)).all() and (found[1] != found[0]).any()
+        actual.append(place.get(attention.forward(q, k, v, dropout=0.5, seed=seed, family=family)))
+    assert (actual[0] == place.get(number)).all() and (actual[1] != actual[0]).any()
 
 
 def test_another_seed_is_no_other_plan(monkeypatch):
@@ -54,9 +54,9 @@ def test_another_seed_is_no_other_plan(monkeypatch):
     q, k, v = inputs(1, 20, 40, 1, 1, 64)
     plans, real = [], _variant.planner
     monkeypatch.setattr(_variant, "planner", functools.wraps(real)(lambda *args: plans.append(args) or real(*args)))
-    found = [attention.forward(q, k, v, dropout=0.25, seed=seed, family="sm_80") for seed in (1, 0, 2**62, 1)]
-    assert len(plans) == 1 and (found[0] == found[3]).all()
-    assert all((one != other).any() for one, other in itertools.combinations(found[:3], 2))
+    actual = [attention.forward(q, k, v, dropout=0.25, seed=seed, family="sm_80") for seed in (1, 0, 2**62, 1)]
+    assert len(plans) == 1 and (actual[0] == actual[3]).all()
+    assert all((one != other).any() for one, other in itertools.combinations(actual[:3], 2))
 
 
 def test_nothing_overflows(place, family):

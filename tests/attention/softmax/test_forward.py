@@ -170,9 +170,9 @@ def test_fewer_consumers_give_the_same_bits(place, head_dim, causal, seq_kv, mon
     shapes, real = set(), forward_hopper.fit_to_load
 
     def fitted(config, *load):
-        found = real(config, *load)
-        shapes.add((config.consumers, found.consumers))
-        return found
+        actual = real(config, *load)
+        shapes.add((config.consumers, actual.consumers))
+        return actual
 
     monkeypatch.setattr(forward_hopper, "fit_to_load", fitted)
     heads = 3 if isinstance(place, OnInterpreter) else 132

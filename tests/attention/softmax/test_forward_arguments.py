@@ -22,14 +22,14 @@ def call(q=None, k=None, v=None, **options):
 
 def problem(q=Q, k=KV, v=None, out=None, layout="bshd"):
     """What a call becomes: of arrays, of forms, or of shapes of plain ones."""
-    given = dict(q=q, k=k, v=k if v is None else v) | ({} if out is None else {"out": out})
+    args = dict(q=q, k=k, v=k if v is None else v) | ({} if out is None else {"out": out})
     forms = {}
-    for name, x in given.items():
+    for name, x in args.items():
         plain = type(x) is tuple
         forms[name] = x if isinstance(x, Form) else describe(np.zeros(x, bf16) if plain else x, name).form
-    found = forward_programs.FORWARD.problem(forms, layout)
-    check_extents(found)
-    return found
+    actual = forward_programs.FORWARD.problem(forms, layout)
+    check_extents(actual)
+    return actual
 
 
 def strided(shape, strides, dtype=bf16):

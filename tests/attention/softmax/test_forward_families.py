@@ -76,8 +76,8 @@ def test_any_strides_at_odd_places(family, view, layout):
     k, v = (VIEWS[view](x) for x in room[..., 1:65])
     out = poisoned((1, 130, 2, 65), BF16)[:, ::-1, :, 1:]
     plain = [np.ascontiguousarray(x) for x in (q, k, v)]
-    given = [x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, k, v, out)]
-    attention.forward(*given[:3], out=given[3], layout=layout)
+    call_inputs = [x.swapaxes(1, 2) if layout == "bhsd" else x for x in (q, k, v, out)]
+    attention.forward(*call_inputs[:3], out=call_inputs[3], layout=layout)
     reference.assert_close(out, reference.forward(*plain)[0], reference.forward_low(*plain)[0])
     assert np.isnan(out.base[..., 0].astype(np.float32)).all(), "memory around out was written"
 
@@ -87,14 +87,14 @@ def test_any_strides_at_odd_places(family, view, layout):
 @pytest.mark.parametrize("name", "qkv")
 def test_any_strides(family, name, view):
     """Negative ones and 0, of each argument: NumPy's, for torch has none that are negative."""
-    given = dict(zip("qkv", inputs(1, 130, 130, 2, 2, 64), strict=True))
-    given[name] = VIEWS[view](given[name])
-    plain = [np.ascontiguousarray(x) for x in given.values()]
+    call_inputs = dict(zip("qkv", inputs(1, 130, 130, 2, 2, 64), strict=True))
+    call_inputs[name] = VIEWS[view](call_inputs[name])
+    plain = [np.ascontiguousarray(x) for x in call_inputs.values()]
     lengths = {x.shape[1] for x in plain}
     if len(lengths) > 1 and name != "q":
-        plain, given = [x[:, :65] for x in plain], {key: x[:, :65] for key, x in given.items()}
+        plain, call_inputs = [x[:, :65] for x in plain], {key: x[:, :65] for key, x in call_inputs.items()}
     for out in poisoned(plain[0].shape, BF16), poisoned(plain[0].shape, BF16)[:, ::-1, ::-1]:
-        assert attention.forward(*given.values(), out=out, causal=True) is out
+        assert attention.forward(*call_inputs.values(), out=out, causal=True) is out
         ref, low = reference.forward(*plain, causal=True)[0], reference.forward_low(*plain, causal=True)[0]
         reference.assert_close(out, ref, low)
 

@@ -21,8 +21,8 @@ def test_parts_of_a_sequence_are_what_they_are_in_the_whole(place, options):
     whole, sums = (place.get(x) for x in attention.forward(*map(place.put, (q, k, v)), return_lse=True, **options))
     rows = np.r_[10:60, 85:135]
     ends = place.put(np.array([[70, 145]] * 2, np.int32))
-    given = [place.put(x) for x in (np.ascontiguousarray(q[:, rows]), k, v)]
-    out, lse = attention.forward(*given, lengths_k=ends, return_lse=True, **options)
+    args = [place.put(x) for x in (np.ascontiguousarray(q[:, rows]), k, v)]
+    out, lse = attention.forward(*args, lengths_k=ends, return_lse=True, **options)
     np.testing.assert_array_equal(place.get(out), whole[:, rows])
     np.testing.assert_array_equal(place.get(lse), sums[:, :, rows])
 
@@ -50,12 +50,12 @@ def in_parts(place, q, k, v, cut, **options):
         assert got[0] is out and got[1] is lse
 
     def both(function):
-        found = [function(q, *part, **options) for part in parts]
-        sums = np.array([sums for _, sums in found], np.float64)
+        actual = [function(q, *part, **options) for part in parts]
+        sums = np.array([sums for _, sums in actual], np.float64)
         with np.errstate(invalid="ignore"):
             total = np.logaddexp(*sums)
             weights = np.nan_to_num(np.exp(sums - total)).swapaxes(2, 3)[..., None]
-        return sum(w * o.astype(np.float64) for w, (o, _) in zip(weights, found)), total
+        return sum(w * o.astype(np.float64) for w, (o, _) in zip(weights, actual)), total
 
     (ref, ref_lse), (low, low_lse) = both(reference.forward), both(reference.forward_low)
     reference.assert_close(place.get(out), ref, low)

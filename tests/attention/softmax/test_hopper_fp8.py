@@ -45,8 +45,8 @@ def agree(place, q, k, v, *, out_dtype=BF16, **options):
     """Run and judge: out and lse, no NaN, every element written. What no query sees is poison."""
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), out_dtype))
     put = {name: place.put(options[name]) for name in UNITS if isinstance(options.get(name), np.ndarray)}
-    given = there(place, options) | put
-    got, lse = attention.forward(*map(place.put, unseen(q, k, v, **options)), out=out, return_lse=True, **given)
+    args = there(place, options) | put
+    got, lse = attention.forward(*map(place.put, unseen(q, k, v, **options)), out=out, return_lse=True, **args)
     assert got is out
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, _ = reference.forward_low(q, k, v, **options)
@@ -96,12 +96,12 @@ def test_variants(options):
 def block_units(q, k, v, *names):
     """Descales of each block of 128 rows and head, or of these names; they differ by factors of 100."""
     drawn = np.random.default_rng(8)
-    found = {}
+    actual = {}
     for name, x in zip(UNITS, (q, k, v)):
         batch, rows, heads, _ = x.shape
         if name in (names or UNITS):
-            found[name] = (0.1 * 10 ** drawn.uniform(-1, 1, (batch, -(-rows // 128), heads))).astype(np.float32)
-    return found
+            actual[name] = (0.1 * 10 ** drawn.uniform(-1, 1, (batch, -(-rows // 128), heads))).astype(np.float32)
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -191,23 +191,23 @@ def test_nan_descales(request, on, blocks):
 def test_descales_without_keys(by_block):
     """Descales of blocks after the last key in use, and of a sequence without keys, may be NaN."""
     q, k, v = inputs(2, 5, 300, 1, 1, 128)
-    descales, found = block_units(q, k, v) if by_block else units(2, 1), []
+    descales, actual = block_units(q, k, v) if by_block else units(2, 1), []
     for _ in range(2):
-        found.append(attention.forward(q, k, v, lengths_k=np.int32([128, 0]), return_lse=True, **descales))
+        actual.append(attention.forward(q, k, v, lengths_k=np.int32([128, 0]), return_lse=True, **descales))
         descales = {name: x.copy() for name, x in descales.items()}
         for x in descales.values():
             x[1], x[:, 1:] = np.nan, np.nan
-    for x, y in zip(*found):
+    for x, y in zip(*actual):
         np.testing.assert_array_equal(x.astype(float), y.astype(float))
 
 
 def test_descales_of_blocks_in_another_layout():
     q, k, v = inputs(1, 70, 140, 2, 1, 64)
     descales = block_units(q, k, v)
-    wanted = attention.forward(q, k, v, **descales)
+    expected = attention.forward(q, k, v, **descales)
     turned = {name: x.swapaxes(1, 2) for name, x in descales.items()}
     out = attention.forward(*(x.swapaxes(1, 2) for x in (q, k, v)), layout="bhsd", **turned)
-    np.testing.assert_array_equal(out.swapaxes(1, 2).astype(float), wanted.astype(float))
+    np.testing.assert_array_equal(out.swapaxes(1, 2).astype(float), expected.astype(float))
 
 
 def test_packed_sequences(place):
@@ -340,9 +340,9 @@ def test_what_turns_values_is_launched_before():
 
     def steps(queries, keys=130, heads=2):
         shapes = {"q": (1, queries, heads, 128), "k": (1, keys, 1, 128), "v": (1, keys, 1, 128)}
-        given = {name: describe(np.zeros(shape, E4M3), name).form for name, shape in shapes.items()}
+        args = {name: describe(np.zeros(shape, E4M3), name).form for name, shape in shapes.items()}
         options = (False, None, None, None, None, None, None, None, None, 1.0, 1.0, 1.0, None, False, None)
-        _, plan, _ = forward_programs._forward_fp8.steps(given, None, options, "bshd")
+        _, plan, _ = forward_programs._forward_fp8.steps(args, None, options, "bshd")
         return [step.launch.title for step in plan.steps]
 
     assert steps(576) == ["attend_fp8"]

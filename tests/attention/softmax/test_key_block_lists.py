@@ -73,9 +73,9 @@ def test_lists_have_the_order_of_what_is_computed(place, family, options):
     q, k, v = (place.put(x) for x in inputs(1, 500, 500, 1, 1, 128))
     far = options.get("window", (10**6, 0))[0]
     mask = lambda b, h, i, j, zero: (j <= i + zero[j]) & (j >= i - far)  # that it is a window nobody can know
-    wanted = attention.forward(q, k, v, family=family, return_lse=True, **options)
+    expected = attention.forward(q, k, v, family=family, return_lse=True, **options)
     listed = attention.forward(q, k, v, family=family, return_lse=True, mask=mask, aux=(place.put(np.zeros(500, np.int32)),))
-    for x, y in zip(listed, wanted):
+    for x, y in zip(listed, expected):
         np.testing.assert_array_equal(place.get(x), place.get(y))
 
 
@@ -92,11 +92,11 @@ def test_lists_that_are_ready(place, family, case, monkeypatch):
     """Give the same bits, and nothing is listed anew."""
     q, k, v = (place.put(x) for x in inputs(2, 80, 230, 2, 1, 64))
     options = there(place, READY[case] | {"family": family})
-    wanted = place.get(attention.forward(q, k, v, **options))
+    expected = place.get(attention.forward(q, k, v, **options))
     lists = attention.block_lists(q, k, v, **options)
     for what in "list_key_blocks", "classify_blocks":
         monkeypatch.setattr(PreparationSteps, what, lambda *_: pytest.fail("lists blocks anew"))
-    assert (place.get(attention.forward(q, k, v, **options | {"blocks": lists})) == wanted).all()
+    assert (place.get(attention.forward(q, k, v, **options | {"blocks": lists})) == expected).all()
 
 
 def test_ready_lists_serve_other_batches_and_heads():
@@ -105,8 +105,8 @@ def test_ready_lists_serve_other_batches_and_heads():
     options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,), family="sm_80")
     lists = attention.block_lists(*inputs(1, 64, 64, 1, 1, 64), **options)
     q, k, v = inputs(2, 64, 64, 2, 1, 64)
-    wanted = attention.forward(q, k, v, **options)
-    assert (attention.forward(q, k, v, blocks=lists, **options) == wanted).all()
+    expected = attention.forward(q, k, v, **options)
+    assert (attention.forward(q, k, v, blocks=lists, **options) == expected).all()
 
 
 def of_heads(b, h, i, j):

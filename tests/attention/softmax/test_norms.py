@@ -68,8 +68,8 @@ def test_elements_that_are_not_aligned():
     room = poisoned((1, 40, 1, 66), BF16)
     room[..., 1:65] = k
     expected = attention.forward(q, k, v, k_norm=weights(64, dtype=F32) * 0 + 2, family="sm_80")
-    found = attention.forward(q, room[..., 1:65], v, k_norm=weights(64, dtype=F32) * 0 + 2)
-    assert (found == expected).all()
+    actual = attention.forward(q, room[..., 1:65], v, k_norm=weights(64, dtype=F32) * 0 + 2)
+    assert (actual == expected).all()
 
 
 def test_as_compiled(as_compiled):

@@ -77,7 +77,7 @@ def test_rows_that_see_no_key():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_it_stays_in_registers(arch):
     scores, values = inputs()
-    given = scores, values, np.zeros((16, 16), np.float32), np.zeros(16, np.float32), 2, 1.0
-    types = tuple(parameter(f"x{k}", x).type for k, x in enumerate(given))
-    found = compile_kernel(attend, types, arch)
-    assert (found.spill_bytes, found.local_bytes, found.warnings) == (0, 0, [])
+    args = scores, values, np.zeros((16, 16), np.float32), np.zeros(16, np.float32), 2, 1.0
+    types = tuple(parameter(f"x{k}", x).type for k, x in enumerate(args))
+    actual = compile_kernel(attend, types, arch)
+    assert (actual.spill_bytes, actual.local_bytes, actual.warnings) == (0, 0, [])

@@ -66,62 +66,62 @@ class Made:
     def call(self, place, x=None):
         """(what goes before the gradient's own arguments, what the program gives)"""
         q, k, v = (place.put(a) for a in self.split(self.x)) if x is None else x
-        given = [q, k, v, *[None if a is None else place.put(a) for a in (self.cos, self.sin, *self.weights, self.sink)]]
-        return given, projected(None, (*given, None, None, None), (*self.options(), None))
+        inputs = [q, k, v, *[None if a is None else place.put(a) for a in (self.cos, self.sin, *self.weights, self.sink)]]
+        return inputs, projected(None, (*inputs, None, None, None), (*self.options(), None))
 
     def variant(self):
         """The same for attention.forward and backward."""
         settings, window = self.settings, None if self.settings["left"] is None else (self.settings["left"], None)
-        found = dict(causal=settings["causal"], window=window, softcap=settings["softcap"], scale=settings["scale"])
-        return found | ({"sink": self.sink} if settings["sunk"] else {})
+        actual = dict(causal=settings["causal"], window=window, softcap=settings["softcap"], scale=settings["scale"])
+        return actual | ({"sink": self.sink} if settings["sunk"] else {})
 
 
-def close(got, wanted, dtype):
+def close(got, expected, dtype):
     """But for a rounding, and what float32 loses of sums."""
     bits = {BF16: 8, FP16: 11}.get(dtype, 18)
-    np.testing.assert_allclose(got.astype(float), wanted, rtol=2.0**-bits, atol=2.0 ** -(bits + 2) * np.abs(wanted).max())
+    np.testing.assert_allclose(got.astype(float), expected, rtol=2.0**-bits, atol=2.0 ** -(bits + 2) * np.abs(expected).max())
 
 
 @every_case
 def test_rows_are_turned_and_attended_to(place, case):
     """Rows as the formula has them; the output, and lse, to the bit what attention.forward makes of such rows."""
-    made = Made(case)
-    _, (out, lse, rows) = made.call(place)
-    z, _ = made.z()
-    close(place.get(rows), made.turn(z * made.all_weights), made.settings["dtype"])
-    put = [place.put(np.ascontiguousarray(a)) for a in made.split(place.get(rows))[:2]]
-    options = {n: place.put(x) if n == "sink" else x for n, x in made.variant().items()}
-    v = place.put(np.ascontiguousarray(made.split(made.x)[2]))
-    wanted = attention.forward(*put, v, return_lse=True, **options)
-    for x, y in zip((out, lse), wanted):
+    result = Made(case)
+    _, (out, lse, rows) = result.call(place)
+    z, _ = result.z()
+    close(place.get(rows), result.turn(z * result.all_weights), result.settings["dtype"])
+    put = [place.put(np.ascontiguousarray(a)) for a in result.split(place.get(rows))[:2]]
+    options = {n: place.put(x) if n == "sink" else x for n, x in result.variant().items()}
+    v = place.put(np.ascontiguousarray(result.split(result.x)[2]))
+    expected = attention.forward(*put, v, return_lse=True, **options)
+    for x, y in zip((out, lse), expected):
         np.testing.assert_array_equal(place.get(x), place.get(y))
 
 
 @every_case
 def test_gradients_are_those_of_all_that(place, case):
     """Values' and sinks' are to the bit attention.backward's; queries' and keys' what the formula makes of its others."""
-    made = Made(case)
-    given, (out, lse, rows) = made.call(place)
-    settings, dtype = made.settings, made.settings["dtype"]
-    dout = place.put(made.dout)
-    options = *made.options(), True, settings["normed"], settings["sunk"], None
-    found = projected_backward(None, (dout, *given, out, lse, rows, *(None,) * 4), options)
-    dx, *more = found if isinstance(found, tuple) else (found,)
-    turned = [place.put(np.ascontiguousarray(a)) for a in made.split(place.get(rows))[:2]]
-    variant = {n: place.put(x) if n == "sink" else x for n, x in made.variant().items()}
-    v = place.put(np.ascontiguousarray(made.split(made.x)[2]))
+    result = Made(case)
+    inputs, (out, lse, rows) = result.call(place)
+    settings, dtype = result.settings, result.settings["dtype"]
+    dout = place.put(result.dout)
+    options = *result.options(), True, settings["normed"], settings["sunk"], None
+    actual = projected_backward(None, (dout, *inputs, out, lse, rows, *(None,) * 4), options)
+    dx, *more = actual if isinstance(actual, tuple) else (actual,)
+    turned = [place.put(np.ascontiguousarray(a)) for a in result.split(place.get(rows))[:2]]
+    variant = {n: place.put(x) if n == "sink" else x for n, x in result.variant().items()}
+    v = place.put(np.ascontiguousarray(result.split(result.x)[2]))
     dq, dk, dv, *dsink = map(place.get, attention.backward(dout, *turned, v, out, lse, deterministic=True, **variant))
     got = place.get(dx)
-    np.testing.assert_array_equal(got[:, :, made.heads + made.kv_heads :], dv)
-    z, scale = made.z()
-    dn = made.turn(np.concatenate([dq, dk], 2).astype(float), back=True)
-    dz = dn * made.all_weights
+    np.testing.assert_array_equal(got[:, :, result.heads + result.kv_heads :], dv)
+    z, scale = result.z()
+    dn = result.turn(np.concatenate([dq, dk], 2).astype(float), back=True)
+    dz = dn * result.all_weights
     if settings["normed"]:
-        wanted_weights = [(a * b).sum((0, 1, 2)) for a, b in zip(made.split(dn)[:2], made.split(z)[:2])]
-        for x, wanted in zip(more, wanted_weights):
-            close(place.get(x), wanted, F32)
+        wanted_weights = [(a * b).sum((0, 1, 2)) for a, b in zip(result.split(dn)[:2], result.split(z)[:2])]
+        for x, expected in zip(more, wanted_weights):
+            close(place.get(x), expected, F32)
         dz = (dz - z * (dz * z).mean(-1, keepdims=True)) * scale
-    close(got[:, :, : made.heads + made.kv_heads], dz, dtype)
+    close(got[:, :, : result.heads + result.kv_heads], dz, dtype)
     if settings["sunk"]:
         np.testing.assert_array_equal(place.get(more[-1]), dsink[0])
 
@@ -132,10 +132,10 @@ def test_nothing_at_all(place):
         x = [place.put(np.zeros((batch, rows, 1, 64), BF16)) for _ in range(3)]
         tables = [place.put(np.zeros((rows, 32), F32)) for _ in range(2)]
         norms = [place.put(np.ones(64, F32)) for _ in range(2)]
-        given = *x, *tables, *norms, None
-        out, lse, turned = projected(None, (*given, None, None, None), (1e-6, False, None, None, None, None, None))
+        inputs = *x, *tables, *norms, None
+        out, lse, turned = projected(None, (*inputs, None, None, None), (1e-6, False, None, None, None, None, None))
         options = 1e-6, False, None, None, None, None, False, True, False, None
-        dx, *of_norms = projected_backward(None, (x[0], *given, out, lse, turned, *(None,) * 4), options)
+        dx, *of_norms = projected_backward(None, (x[0], *inputs, out, lse, turned, *(None,) * 4), options)
         assert tuple(dx.shape) == (batch, rows, 3, 64)
         assert all((place.get(a) == 0).all() for a in of_norms)
 
@@ -150,6 +150,6 @@ def test_what_is_refused(changes, words):
     shapes = dict(q=(1, 8, 2, 64), k=(1, 8, 1, 64), v=(1, 8, 1, 64), cos=(8, 32), sin=(8, 32)) | changes
     names = "q", "k", "v", "cos", "sin", "q_norm", "k_norm", "sink"
     dtypes = dict.fromkeys("qkv", BF16)
-    given = [np.zeros(shapes[n], dtypes.get(n, F32)) if n in shapes else None for n in names]
+    inputs = [np.zeros(shapes[n], dtypes.get(n, F32)) if n in shapes else None for n in names]
     with pytest.raises(ValueError, match=words):
-        projected(None, (*given, None, None, None), (1e-6, False, None, None, None, None, None))
+        projected(None, (*inputs, None, None, None), (1e-6, False, None, None, None, None, None))

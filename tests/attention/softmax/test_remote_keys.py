@@ -50,25 +50,25 @@ def split(x, spans):
     ],
 )
 def test_local_keys_stay_where_they_are(keys, dim, value_dim, spans):
-    q, k, v, lengths, wanted = problem(keys, dim, value_dim)
+    q, k, v, lengths, expected = problem(keys, dim, value_dim)
     (local_k, k), (local_v, v) = split(k, spans), split(v, spans)
-    found = remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(keys, *spans, True))
-    assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+    actual = remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(keys, *spans, True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected))
 
 
 def test_a_scale_and_no_mask():
     q, k, v, lengths, _ = problem(512, 64)
-    wanted = attention.forward(q, k, v, lengths_k=lengths, scale=0.3, family="sm_90")
+    expected = attention.forward(q, k, v, lengths_k=lengths, scale=0.3, family="sm_90")
     (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
     assert torch.equal(
-        remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(512, *OUTER, scale=0.3))[0], wanted
+        remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, KeyPlacement(512, *OUTER, scale=0.3))[0], expected
     )
 
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_a_block_is_read_after_it_has_arrived(dim):
     """A kernel waits for a block that has not arrived, here for ever."""
-    q, k, v, lengths, wanted = problem(512, dim)
+    q, k, v, lengths, expected = problem(512, dim)
     (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
     required = torch.tensor([0, 2, 1, 0, 2], dtype=torch.int32)
 
@@ -77,7 +77,7 @@ def test_a_block_is_read_after_it_has_arrived(dim):
             q, k, v, lengths, local_k, local_v, torch.tensor([there]).int(), required, KeyPlacement(512, *OUTER, True)
         )
 
-    assert all(torch.equal(x, y) for x, y in zip(call(2), wanted))
+    assert all(torch.equal(x, y) for x, y in zip(call(2), expected))
     for there in (0, 1):
         with pytest.raises(Hazard, match=f"which is to be {there + 1}"):
             call(there)
@@ -85,14 +85,14 @@ def test_a_block_is_read_after_it_has_arrived(dim):
 
 def test_a_kernel_waits_for_required_copies_only():
     """Other copies may still be under way."""
-    q, k, v, lengths, wanted = problem(512, 64)
+    q, k, v, lengths, expected = problem(512, 64)
     (local_k, k), (local_v, v) = split(k, OUTER), split(v, OUTER)
     required, arrived = torch.tensor([0, 1, 1, 0, 2]).int(), torch.ones(1).int()
     assert torch.equal(
         remote_keys.forward_streaming(q, k, v, lengths, local_k, local_v, arrived, required, KeyPlacement(512, *OUTER, True))[
             0
         ],
-        wanted[0],
+        expected[0],
     )
 
 
@@ -106,11 +106,11 @@ def test_kernels_are_in_the_space():
 @pytest.mark.gpu
 def test_on_a_gpu():
     spans = (0, 1024, 3072, 4096)
-    q, k, v, lengths, wanted = problem(4096, 128, where="cuda")
+    q, k, v, lengths, expected = problem(4096, 128, where="cuda")
     (local_k, k), (local_v, v) = split(k, spans), split(v, spans)
     required, arrived = torch.ones(33, device="cuda").int(), torch.ones(1, device="cuda").int()
     placement = KeyPlacement(4096, *spans, True)
-    assert torch.equal(remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, placement)[0], wanted[0])
+    assert torch.equal(remote_keys.forward_two_buffers(q, k, v, lengths, local_k, local_v, placement)[0], expected[0])
     assert torch.equal(
-        remote_keys.forward_streaming(q, k, v, lengths, local_k, local_v, arrived, required, placement)[0], wanted[0]
+        remote_keys.forward_streaming(q, k, v, lengths, local_k, local_v, arrived, required, placement)[0], expected[0]
     )

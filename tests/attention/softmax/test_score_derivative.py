@@ -29,12 +29,12 @@ SCORES = {
 @pytest.mark.parametrize("name", SCORES)
 def test_by_the_score(name):
     score, at = SCORES[name], (0, 1, I, J)
-    found = differentiate(score, ())
-    value, slope = found.score_and_grad(S, *at)
+    actual = differentiate(score, ())
+    value, slope = actual.score_and_grad(S, *at)
     np.testing.assert_allclose(value, score(S, *at), rtol=1e-6)
-    wanted = (np.asarray(score(S + STEP, *at), float) - score(S - STEP, *at)) / (2 * STEP)
-    np.testing.assert_allclose(np.broadcast_to(slope, S.shape), wanted, rtol=2e-3, atol=2e-3)
-    assert found.linear == (name == "one") and not found.reads
+    expected = (np.asarray(score(S + STEP, *at), float) - score(S - STEP, *at)) / (2 * STEP)
+    np.testing.assert_allclose(np.broadcast_to(slope, S.shape), expected, rtol=2e-3, atol=2e-3)
+    assert actual.linear == (name == "one") and not actual.reads
 
 
 def test_every_map_has_one():
@@ -50,10 +50,10 @@ def test_by_what_it_reads():
         return scales[h] * s * s + table[h, buckets[j - i + 4]] * table[h, buckets[j - i + 4]] * scales[h]
 
     arrays, at = (TABLE, BUCKETS, np.array([0.5, 2])), (0, 1, I, J)
-    found = differentiate(score, (2, 1, 1))
+    actual = differentiate(score, (2, 1, 1))
     where = {0: TABLE, 2: arrays[2]}
     sums = {n: np.zeros(x.shape) for n, x in where.items()}
-    for read in found.reads:
+    for read in actual.reads:
         place = np.broadcast_to(read.element_index(*at, *arrays), S.shape).astype(int)
         np.add.at(sums[read.array].reshape(-1), place, np.broadcast_to(read.gradient(S, *at, *arrays), S.shape))
         assert (read.element_index(0, 5, I, J, *arrays) == -1).all()  # there is no such head

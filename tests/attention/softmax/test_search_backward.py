@@ -6,11 +6,11 @@ from tiles.targets import LARGE
 
 
 def test_what_is_in_use_fits():
-    found = search.candidates(64)
-    assert [config for module, config in found if search.in_use(module, config)] == [
+    actual = search.candidates(64)
+    assert [config for module, config in actual if search.in_use(module, config)] == [
         backward_narrow_hopper.config_for(64, *search.PLAIN)
     ]
-    for module, config in found:
+    for module, config in actual:
         assert search.registers(module, config) < backward_hopper.REGISTERS[1]
         assert search.shared_bytes(module, config) <= LARGE
 

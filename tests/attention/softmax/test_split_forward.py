@@ -63,13 +63,13 @@ def test_what_forward_does_itself(shared, place, lengths, heads, more):
 def test_gradients_come_as_ever(shared):
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(x.astype(np.float32)).bfloat16() for x in inputs(1, 3, 120, 2, 1, 64))
-    found = []
+    actual = []
     for more in ({}, {"family": "sm_90"}):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attention.forward(*leaves, causal=True, **more)
-        found.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+        actual.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
     assert shared
-    for one, other in zip(*found):
+    for one, other in zip(*actual):
         torch.testing.assert_close(one.float(), other.float(), rtol=0.05, atol=0.05)
 
 

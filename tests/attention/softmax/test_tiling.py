@@ -16,8 +16,8 @@ from tiles import bf16
 L2 = 50 * 2**20
 
 
-def at(queries, keys, **given):
-    return ScoreContext(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**given), (), 0)
+def at(queries, keys, **inputs):
+    return ScoreContext(0, 0, 0, keys - queries, queries, keys, SimpleNamespace(**inputs), (), 0)
 
 
 def walked(sees, pairs, blocks, band):
@@ -36,7 +36,7 @@ def test_every_tile_once(variant, pairs, blocks, band):
         assert [block for block, _ in part] == sorted((block for block, _ in part), reverse=variant is CAUSAL)
 
 
-def shares(config, length, grid, band=None, **given):
+def shares(config, length, grid, band=None, **inputs):
     """What each block of a persistent grid has to do for 16384 tokens and 2048 columns: its tiles' key blocks, and 1.2 for the
     the beginning and end of one, as far as there are rows. given: what the variant reads."""
     pairs, blocks, nbytes = 16384 // length * 2048 // config.head_dim, -(-length // config.rows), 4 * length * config.head_dim
@@ -47,7 +47,7 @@ def shares(config, length, grid, band=None, **given):
         turn, place = divmod(tile, grid)
         rows = min(config.rows, length - config.rows * block) / config.rows
         work[grid - 1 - place if turn % 2 else place] += rows * (
-            config.tiling.key_blocks(config.rows * block, at(length, length, **given)).n + 1.2
+            config.tiling.key_blocks(config.rows * block, at(length, length, **inputs)).n + 1.2
         )
     return work
 
@@ -115,18 +115,18 @@ SEEN = {  # variant: (what it is given, does query i see key j where they stand 
 def test_key_blocks_are_those_that_some_row_sees(variant, q_len, kv_len):
     """Each once, and none but those, if there are any; those that the mask cuts from the last one on, then the others, which
     every row of the tile sees whole, from the last one on."""
-    tiling, (given, sees) = Tiling(64, 32, variant), SEEN[variant]
-    place = at(q_len, kv_len, **given)
+    tiling, (inputs, sees) = Tiling(64, 32, variant), SEEN[variant]
+    place = at(q_len, kv_len, **inputs)
     for row in range(0, q_len, 64):
         seen = sees(np.arange(row, row + 64)[:, None], np.arange(kv_len)[None], kv_len - q_len)
         some = {block for block in range(-(-kv_len // 32)) if seen[:, 32 * block : 32 * block + 32].any()}
-        found = tiling.key_blocks(row, place)
-        blocks = [tiling.key(found, i, place) // 32 for i in range(found.n)]
-        assert 0 <= found.masked <= found.n == len(set(blocks))
-        assert blocks == sorted(blocks[: found.masked])[::-1] + sorted(blocks[found.masked :])[::-1]
+        actual = tiling.key_blocks(row, place)
+        blocks = [tiling.key(actual, i, place) // 32 for i in range(actual.n)]
+        assert 0 <= actual.masked <= actual.n == len(set(blocks))
+        assert blocks == sorted(blocks[: actual.masked])[::-1] + sorted(blocks[actual.masked :])[::-1]
         assert set(blocks) == some or (not some and len(blocks) == 1)
         assert all(
-            32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[found.masked :]
+            32 * block + 32 <= kv_len and seen[:, 32 * block : 32 * block + 32].all() for block in blocks[actual.masked :]
         )
 
 
@@ -138,8 +138,8 @@ def test_key_blocks_where_edges_of_a_mask_meet_those_of_blocks(variant):
 
 
 def test_blocks_of_a_mask_in_python_are_all_masked():
-    found = Tiling(64, 32, MaskMod(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
-    assert found.n == found.masked == 10
+    actual = Tiling(64, 32, MaskMod(lambda b, h, i, j: j < 100)).key_blocks(0, at(64, 320))
+    assert actual.n == actual.masked == 10
 
 
 @pytest.mark.parametrize("tile", range(4))
@@ -147,12 +147,12 @@ def test_tiles_of_packed_sequences(tile):
     """Every block of queries of every sequence has a number of its own, and a search by halves finds it."""
     rng = np.random.default_rng(tile)
     ends = np.concatenate([[0], np.cumsum(rng.integers(0, 300, 37))]).astype(np.int32)
-    packed, given = PackedLayout(64), SimpleNamespace(ends=ends, ends_k=ends)
-    found = [packed.find_tile(block, 0, 1, given)[:2] for block in range(int(ends[-1]) // 64 + 37)]
-    wanted = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
-    assert wanted == {(int(block), int(n)) for block, n in found if packed.has_tile(block, n, given)} and len(
-        set(found)
-    ) == len(found)
+    packed, inputs = PackedLayout(64), SimpleNamespace(ends=ends, ends_k=ends)
+    actual = [packed.find_tile(block, 0, 1, inputs)[:2] for block in range(int(ends[-1]) // 64 + 37)]
+    expected = {(block, n) for n in range(37) for block in range(-(-int(ends[n + 1] - ends[n]) // 64))}
+    assert expected == {(int(block), int(n)) for block, n in actual if packed.has_tile(block, n, inputs)} and len(
+        set(actual)
+    ) == len(actual)
 
 
 def test_bands_of_which_none_is_short():

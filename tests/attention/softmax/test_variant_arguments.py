@@ -150,16 +150,16 @@ def test_indices_of_long_sequences_are_not_whole_numbers_in_float32(option):
     long = np.broadcast_to(q, (1, 2**24, 1, 16))
     function = {"mask": lambda b, h, i, j: j <= i, "score": lambda s, b, h, i, j: s + j}[option]
     words = rf"^{option}: has float32 indices of queries and keys: there must be fewer than 2\*\*24 .*1, 16777216, 1, 16"
-    for given in (q, long, long), (long, q, q):
+    for args in (q, long, long), (long, q, q):
         with pytest.raises(ValueError, match=words):
-            attention.forward(*given, **{option: function})
+            attention.forward(*args, **{option: function})
     attention.forward(q, q, q, **{option: function})
 
 
 def test_functions_that_read_the_same_go_by_one_name():
     """Written twice, or with numbers of their own."""
-    made = lambda reach: lambda b, h, i, j: j <= i + reach
-    assert register_function("mask", made(3)) == register_function("mask", made(3)) != register_function("mask", made(4))
+    result = lambda reach: lambda b, h, i, j: j <= i + reach
+    assert register_function("mask", result(3)) == register_function("mask", result(3)) != register_function("mask", result(4))
 
 
 def test_functions_of_objects_that_cannot_be_told_apart():
@@ -172,19 +172,19 @@ def test_functions_of_objects_that_cannot_be_told_apart():
     q, k, v = inputs(1, 5, 9, 1, 1, 16)
     for reach in 0, 3:
         layer = SimpleNamespace(reach=reach, lock=threading.Lock())
-        wanted = attention.forward(q, k, v, window=(None, reach))
-        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + layer.reach) == wanted).all()
+        expected = attention.forward(q, k, v, window=(None, reach))
+        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + layer.reach) == expected).all()
 
 
 def test_names_of_one_call_are_forgotten_in_time(monkeypatch):
     python_functions._SINGLE_USE.clear()
     monkeypatch.setattr(python_functions, "MAX_SINGLE_USE", 2)
-    made = lambda layer: lambda b, h, i, j: j <= i + layer.reach
+    result = lambda layer: lambda b, h, i, j: j <= i + layer.reach
     with monkeypatch.context() as graph:
         graph.setattr(python_functions, "is_compiling", lambda: True)
         graph.setattr(python_functions, "_captured_values", lambda option, function: ())
-        in_graph = register_function("mask", made(SimpleNamespace(reach=9, lock=threading.Lock())))
-    first, *others = [register_function("mask", made(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
+        in_graph = register_function("mask", result(SimpleNamespace(reach=9, lock=threading.Lock())))
+    first, *others = [register_function("mask", result(SimpleNamespace(reach=n, lock=threading.Lock()))) for n in range(3)]
     assert callable(python_functions.find_function(in_graph))
     assert all(callable(python_functions.find_function(name)) for name in others)
     with pytest.raises(ValueError, match="no function is registered under this name"):
@@ -233,8 +233,8 @@ def test_a_number_around_a_function_that_changes():
     """Is what the next call reads."""
     q, k, v = inputs(1, 5, 9, 1, 1, 16)
     for reach in 0, 3, 0:
-        wanted = attention.forward(q, k, v, window=(None, reach))
-        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + reach) == wanted).all()
+        expected = attention.forward(q, k, v, window=(None, reach))
+        assert (attention.forward(q, k, v, mask=lambda b, h, i, j: j <= i + 4 + reach) == expected).all()
 
 
 def test_options_of_no_effect():

@@ -184,7 +184,7 @@ def test_strided_views_are_read_and_written_in_place(place, family):
 )
 def test_a_row_of_bias_is_read_once_a_key(family, bias, monkeypatch):
     """As a vector, by forward and backward; and it counts as the same numbers do that every query has for itself."""
-    (q, k, v), found, load_rows = inputs(1, ROWS, COLS, HEADS, 1, 64), [], load_store.load_rows
+    (q, k, v), actual, load_rows = inputs(1, ROWS, COLS, HEADS, 1, 64), [], load_store.load_rows
     for kind, each in (rv, bias), (rt, np.ascontiguousarray(np.broadcast_to(bias, (1, HEADS, ROWS, COLS)))):
         read = []
 
@@ -196,9 +196,9 @@ def test_a_row_of_bias_is_read_once_a_key(family, bias, monkeypatch):
         monkeypatch.setattr(load_store, "load_rows", noted)
         out, lse = attention.forward(q, k, v, return_lse=True, bias=each, family=family)
         of_forward = len(read)
-        found.append((out, lse, *attention.backward(q, q, k, v, out, lse, bias=each, family=family)))
+        actual.append((out, lse, *attention.backward(q, q, k, v, out, lse, bias=each, family=family)))
         assert set(read) == {kind} and 0 < of_forward < len(read)
-    for one, other in zip(*found, strict=True):  # in other orders of sums, where tiles are of another size
+    for one, other in zip(*actual, strict=True):  # in other orders of sums, where tiles are of another size
         np.testing.assert_allclose(one.astype(F32), other.astype(F32), rtol=2**-7, atol=2**-7)
 
 
@@ -323,8 +323,8 @@ def test_nan_reaches_the_output_and_gradients(place, family, where):
 def both(place, q, k, v, one, other):
     """The result is (out, lse) with the options `one`, and with `other`."""
     q, k, v = map(place.put, (q, k, v))
-    found = (attention.forward(q, k, v, return_lse=True, **there(place, x)) for x in (one, other))
-    return [tuple(place.get(x) for x in both) for both in found]
+    actual = (attention.forward(q, k, v, return_lse=True, **there(place, x)) for x in (one, other))
+    return [tuple(place.get(x) for x in both) for both in actual]
 
 
 @pytest.mark.parametrize(
