@@ -215,7 +215,7 @@ def attention(q: Any, k: Any, v: Any, scale: Any = 1.0) -> Any:
     """softmax(q @ transpose(k) * scale) @ v. q (..., S, D), k (..., T, D), v (..., T, Dv), with the same leading axes; gives
     (..., S, Dv). Query heads that share key heads have an axis of their own: q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D)."""
     heads = [getattr(x, "extents", ())[:-2] for x in (q, k)]
-    if any(m != n and 1 not in (m, n) for m, n in zip(*(reversed(lead) for lead in heads))):
+    if any(terms.extents_differ(m, n) and 1 not in (m, n) for m, n in zip(*(reversed(lead) for lead in heads))):
         raise ValueError(
             f"attention: the leading axes of q and k must be equal or 1, got {q.extents} and {k.extents}; for query heads that "
             "share key heads reshape q to (B, Hk, H / Hk, S, D), and k and v to (B, Hk, 1, T, D)"

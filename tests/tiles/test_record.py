@@ -61,5 +61,5 @@ def test_bound_by_the_names_of_its_parts():
 
 def test_a_record_of_another_length_is_refused():
     x, inputs, nothing, n = arguments()
-    with pytest.raises(TypeError, match=r"given: takes 3 values \(add, which, times\), got 2"):
+    with pytest.raises(TypeError, match=r"inputs: takes 3 values \(add, which, times\), got 2"):
         tiles.launch(scaled, 1, 32)(x, inputs[:2], nothing, n)

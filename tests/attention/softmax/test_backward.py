@@ -438,7 +438,7 @@ def call(**other):
         (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
         (dict(dbias=True), ValueError, "dbias: must be None where there is no bias: bias=None"),
         (dict(accumulate=True, **{n: np.zeros((1, 8, 2, 64), BF16) for n in NAMES[:3]}), TypeError, "dq: dtype must be one of"),
-        (dict(dropout=0.1), ValueError, "seed: must be given"),
+        (dict(dropout=0.1), ValueError, "seed: is required"),
         (dict(q_norm=np.ones(64, F32), dq_norm=(np.ones(64, F32),) * 2), TypeError, "dq_norm: must be an array, as q_norm is"),
         *[
             (
