@@ -7,12 +7,12 @@ from typing import Any
 from ..parts.variant import Variant
 
 
-def shape(consumers: int, kv: int, **fields: Any) -> dict[str, Any]:
+def shape(consumers: int, kv: int, **overrides: Any) -> dict[str, Any]:
     """The fields of a Config for so many consumers, and blocks of `kv` keys. Two CTAs of one consumer share an SM."""
     fields = {"kv": kv, "consumers": consumers, "stages": 2, "weights_in_shared": False}
     if consumers == 1:
         fields |= {"persistent": False, "q_stages": 1, "tma_store": False, "ping_pong": False, "ctas_per_sm": 2}
-    return fields | fields
+    return fields | overrides
 
 
 # {padded head_dim: fields} of plain attention, and the entries that differ for variants that need registers for something else

@@ -62,7 +62,7 @@ class RecordingAllocator(Framework):
     def steps(self, x):
         return tuple(map(x.stride, range(len(x.form.shape))))
 
-    def alike(self, arrays, shapes, strides):
+    def build_guard(self, arrays, shapes, strides):
         sorts = [x.form.dtype for x in arrays]
 
         def same(expected, actual):

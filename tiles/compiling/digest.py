@@ -106,10 +106,10 @@ def _named(value):
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if not covered(module):
         return False
-    value: object = sys.modules.get(module)
+    named: object = sys.modules.get(module)
     for part in name.split("."):
-        value = getattr(value, part, None)
-    return value is value
+        named = getattr(named, part, None)
+    return named is value
 
 
 def _with_bases(cls, part):

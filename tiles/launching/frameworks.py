@@ -177,7 +177,7 @@ class Torch(Framework):
         """One expression over all of them, as a loop would take half as long again.
 
         A tensor that requires grad while grad mode is on has a form of its own, which `describe` refuses; so has a view that
-        torch negates as it is read: of float32 has_single_gpu, the imaginary part of a complex64. The device is read as a
+        torch negates as it is read: of float32 alone, the imaginary part of a complex64. The device is read as a
         number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
         are at address 0 they have a form of their own, too."""
 
