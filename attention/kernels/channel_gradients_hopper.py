@@ -79,6 +79,7 @@ class Config:
     unrounded: bool = False
     unrounded_values: bool = False
     varlen: bool = False
+    label = "walk of channels' gradients"
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     @property
@@ -88,15 +89,19 @@ class Config:
 
     def __str__(self):
         flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"walk of channels' gradients, {self.dtype}", *flags)))
+        return ", ".join(filter(None, (f"{self.label}, {self.dtype}", *flags)))
 
 
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. everything: fp16, packed sequences and float32 results, too."""
+def space_of(make_config: type[Config], target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of a kernel with these fields. everything: fp16, packed sequences and float32 results, too."""
     if target.has_wgmma:
         for of in (bf16, fp16) if everything else (bf16,):
             for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                yield Config(of, unrounded, unrounded, varlen)
+                yield make_config(of, unrounded, unrounded, varlen)
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    return space_of(Config, target, everything)
 
 
 @functools.cache
@@ -251,7 +256,7 @@ def make(config: Config):
 
     @inlined
     def score_values(douts, values, p_tile):
-        """Write P."""
+        """P = tril(dO V^T), to shared memory."""
         p = warpgroup.wait(warpgroup.mm_ABt(douts, values))
         warpgroup.store(p_tile, warpgroup.causal(p, 0, 0.0))
 

@@ -3,7 +3,6 @@ their decays are too strong for: any gates, level by level (parts/recurrent/chan
 segment, and most find none that is strong."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
+from tiles import fp32, pipeline, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
@@ -34,6 +33,7 @@ from ..parts.recurrent.channel_chunks import FENCED, HALVES, ROWS, ChunkChannels
 from ..parts.recurrent.channel_pairs import SQUARE, ChannelPairs, PairGradients, PairTiles
 from ..parts.recurrent.gates import FLOOR
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from . import channel_gradients_hopper
 from .channel_gradients_hopper import KEYS, VALUES
 
 WARPS = WARPGROUP * HALVES  # of a block
@@ -41,26 +41,15 @@ NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(channel_gradients_hopper.Config):
     """A kernel's configuration: the fields of channel_gradients_hopper.py's."""
 
-    dtype: dtype
-    unrounded: bool = False
-    unrounded_values: bool = False
-    varlen: bool = False
+    label = "pairs of strong chunks"
     threads = LANES * WARPS
 
-    def __str__(self):
-        flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"pairs of strong chunks, {self.dtype}", *flags)))
 
-
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. everything: fp16, packed sequences and float32 results, too."""
-    if target.has_wgmma:
-        for of in (bf16, fp16) if everything else (bf16,):
-            for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                yield Config(of, unrounded, unrounded, varlen)
+def space(target: Target, everything: bool) -> Iterator[channel_gradients_hopper.Config]:
+    return channel_gradients_hopper.space_of(Config, target, everything)
 
 
 @functools.cache

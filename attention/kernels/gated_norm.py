@@ -31,7 +31,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Of a block."""
+        """How many threads a block has."""
         return self.rows.threads
 
     def bounds(self, registers: int) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class GroupedRows:
 
     @property
     def wide(self):
-        """The same in fp32."""
+        """The type of a warp's tile in fp32."""
         return rt(LINES, COLUMNS, fp32)
 
     def __str__(self):
@@ -143,7 +143,7 @@ class SpreadRow(GroupedRows):
 
     @property
     def threads(self):
-        """Of a block."""
+        """How many threads a block has."""
         return LANES * -(-self.lines // LINES)
 
     @inlined
@@ -188,7 +188,7 @@ class SiluGate:
 
     @inlined
     def value(self, z):
-        """What the gate multiplies."""
+        """act(z), by which the gate multiplies a row."""
         return z * sigmoid(z)
 
     @inlined

@@ -14,18 +14,11 @@ from poison import Packing, as_on_a_device, edges, unseen
 
 import attention
 from attention import reference
-from attention.kernels import (
-    backward_ampere,
-    backward_folded_hopper,
-    backward_hopper,
-    backward_narrow_hopper,
-    forward_hopper,
-)
-from attention.parts.scores import TmaBias
+from attention.kernels import backward_ampere, backward_hopper
 from attention.parts.variant import CombinedVariant
 from attention.parts.visibility import CAUSAL, FULL, WindowLeft, WindowRight
 from tiles import bf16, fp16
-from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED, Target, parse_target
+from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED, Target
 
 F32, FP16 = np.float32, fp16.np
 EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
@@ -175,15 +168,6 @@ def test_bias_loaded_by_tma(place, head_dim, options):
     ref, low = (f(dout, q, k, v, **options, dbias=True) for f in (reference.backward, reference.backward_low))
     for name, *each in zip(("dq", "dk", "dv", "dbias"), map(place.get, got), ref, low, strict=True):
         reference.assert_close(*each, factor=3, name=name)
-
-
-def test_kernels_of_a_bias_loaded_by_tma():
-    """Gradients at head dims up to 64 take the narrow kernel. Forward's tiles leave shared memory for the bias's."""
-    variant = TmaBias(True, False, bf16)
-    assert backward_narrow_hopper.serves(64, variant) and not backward_folded_hopper.serves(128, variant)
-    for value_dim in (128, 192):
-        _, smem = forward_hopper.make(forward_hopper.config_for(192, bf16, variant, 4096, value_dim))
-        assert smem.nbytes <= parse_target("sm_90a").shared_bytes
 
 
 def test_rows_without_keys_have_no_gradient(place):

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attention.kernels import forward_hopper
+from attention.kernels import backward_folded_hopper, backward_narrow_hopper, forward_hopper
+from attention.parts.scores import TmaBias
 from attention.parts.sequences import PackedLayout
 from attention.parts.tiling import Tiling, balance_raster_groups, choose_raster_group
 from attention.parts.variant import CombinedVariant, ScoreContext
 from attention.parts.visibility import CAUSAL, FULL, MaskMod, WindowLeft, WindowRight
 from tiles import bf16
+from tiles.targets import parse_target
 
 L2 = 50 * 2**20
 
@@ -197,3 +199,12 @@ def test_blocks_of_keys_at_every_edge(variant):
             if seen.size:
                 unseen = {j for key in order for j in range(key, min(key + kv, keys)) if not seen[0] <= j <= seen[-1]}
                 assert unseen <= cleared and not cleared & set(seen.tolist())
+
+
+def test_kernels_of_a_bias_loaded_by_tma():
+    """Gradients at head dims up to 64 take the narrow kernel. Forward's tiles leave shared memory for the bias's."""
+    variant = TmaBias(True, False, bf16)
+    assert backward_narrow_hopper.serves(64, variant) and not backward_folded_hopper.serves(128, variant)
+    for value_dim in (128, 192):
+        _, smem = forward_hopper.make(forward_hopper.config_for(192, bf16, variant, 4096, value_dim))
+        assert smem.nbytes <= parse_target("sm_90a").shared_bytes
