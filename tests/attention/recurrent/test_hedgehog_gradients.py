@@ -40,6 +40,8 @@ def check(place, args, **options):
         if x.dtype == f32:
             terms = args["v"][..., 0].size / len(x)
             assert abs(x - want[name]).max() <= 3 * abs(low[name] - want[name]).max() + NOISE * terms**0.5, name
+        elif not want[name].any():  # dq and dk of one key alone: differences of equal sums in float32
+            assert abs(x.astype(f32)).max() <= 1e-6, name
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
     return got
