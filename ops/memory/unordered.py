@@ -18,7 +18,7 @@ import numpy as np
 
 from tiles.compiling.builder import i64
 from tiles.compiling.numba_types import SCALARS, void
-from tiles.dtypes import DTYPES, bf16, fp16
+from tiles.dtypes import DTYPES, bf16
 from tiles.interpreter import current_warp
 from tiles.interpreter.accesses import READ
 from tiles.numba_names import types
@@ -178,11 +178,8 @@ def _(pool, spec: type, page_rows, at, last):
 
 
 def _widened(b, spec, words, to):
-    """Words of four fp8 elements each, as words of two of dtype `to`. fp16 represents them exactly."""
-    if to is fp16:
-        return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
-    elements = b.elements(spec, b.pack(words))
-    return [b.pair(to, *elements[k : k + 2]) for k in range(0, len(elements), 2)]
+    """Words of four elements of one byte each, as words of two of dtype `to`, exactly."""
+    return [half for word in words for half in b.widened(spec.dtype, word, to)]
 
 
 @lowers(store_widened)
