@@ -150,7 +150,12 @@ def _wrong(name, acc, a, b, spaces):
     if spaces is None and a.dtype is b.dtype is fp32:
         return ": fp32 is not multiplied; load a and b as bf16, fp16 or tf32, or convert them, as bf16(a)"
     if spaces is None:
-        return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op"
+        remedy = ""
+        if "." not in name and a.dtype.itemsize == 2 and b.dtype.itemsize == 1:  # weights of one byte under rows of 16 bits
+            unzips = name in ("mma_AB", "mma_ABt") and isinstance(b, st)
+            remedy = f"; convert b, {a.dtype}({'load(b, ..)' if isinstance(b, st) else 'b'})"
+            remedy += f", or multiply a of fp16 by b as it is, {name}_unzipped" * unzips
+        return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op{remedy}"
     for letter, x, kinds in zip("ab", (a, b), spaces):
         if not isinstance(x, kinds):
             location = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]

@@ -8,6 +8,7 @@ global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 import numpy as np
 
 from tiles.compiling.numba_types import void
+from tiles.dtypes import DTYPES
 from tiles.interpreter import Touched, current_warp, note
 from tiles.numba_names import types
 from tiles.op import lowers, op
@@ -108,7 +109,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
-    current_warp().put(view, array[part].astype(view.dtype))
+    current_warp().put(view, DTYPES[view.dtype].round(array[part]))
     note(Touched, view, True)
 
 

@@ -8,7 +8,7 @@ from numba import cuda
 
 import tiles
 from ops import commit_group, copy_async, copy_pages, load, look_up, store, subtile, truncate, wait_group, warpgroup
-from tiles import bf16, fp8e4m3, fp16, fp32, inlined, pipeline, ring, rt, st, sv
+from tiles import bf16, fp8e4m3, fp16, fp32, inlined, int8, pipeline, ring, rt, st, sv
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import parameter
 from tiles.testing import blank, pairs, ptx
@@ -22,7 +22,7 @@ def padded(x, columns, skip=0):
     return root[:, skip : skip + x.shape[1]]
 
 
-SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]), (128, bf16, 2), (64, fp16, 2), (32, bf16, 2)]
+SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3, int8], [16, 8, 4, 16]), (128, bf16, 2), (64, fp16, 2), (32, bf16, 2)]
 
 
 @pytest.mark.parametrize(("width", "dtype", "piece"), SHAPES)

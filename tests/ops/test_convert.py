@@ -147,6 +147,19 @@ def test_loads_and_stores_convert_bytes(run, sample, dtype, layout, width):
     assert (out == np.tile(rounded(x, dtype), (2, 1))).all()
 
 
+@pytest.mark.parametrize(("dtype", "layout"), pairs([fp8e4m3, int8, fp8e5m2], ["row", "col"]))
+def test_a_store_to_an_array_of_bytes_saturates(run, dtype, layout):
+    T = rt(64, 32, fp32, layout)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, load(x, T, (0, 0)), (0, 0))
+
+    x, out = decisive(dtype), blank((64, 32), dtype)
+    run(body, x, out)
+    assert np.array_equal(wide(out), rounded(x, dtype), equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, int8, tf32])
 def test_by_four_warps(run, sample, dtype):
     T, narrow, S = rt(16, 64, fp32), rt(16, 64, dtype), st(64, 64, dtype)

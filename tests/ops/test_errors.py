@@ -312,10 +312,10 @@ def test_mistakes(backend, mistake, message):
         (lambda: rt(16.0, 16, fp32), "rt: rows and cols must be positive multiples of 16, got 16.0 x 16"),
         (lambda: rt(16, 16, tiles.fp8e5m2), "rt: cols of rt(16, 16, fp8e5m2) must be a multiple of 32"),
         (lambda: rt(16, 32, tiles.fp8e5m2, "col"), "rt: rows of rt(16, 32, fp8e5m2, col) must be a multiple of 32"),
-        (lambda: tiles.sv(32, "fp8"), "sv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got 'fp8'"),
+        (lambda: tiles.sv(32, "fp8"), "sv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2, int8), got 'fp8'"),
         (
             lambda: tiles.types.rv(32, "fp8", "row_vec"),
-            "rv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got",
+            "rv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2, int8), got",
         ),
         (lambda: st(64, 64, bf16, 256), "st: width must be one of (128, 64, 32) and divide a row of 128 bytes, got 256"),
         (lambda: st(64, 24, bf16), "a shared tile's row must be a multiple of 32 bytes, got 48"),

@@ -1,4 +1,4 @@
-"""ops/matmul/unzipped.py: products of 16-bit tiles in registers and fp8 tiles in shared memory."""
+"""ops/matmul/unzipped.py: products of 16-bit tiles in registers and tiles of fp8 or int8 in shared memory."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from ops import (
     wait_group,
     zeros,
 )
-from tiles import bf16, fp8e4m3, fp16, fp32, rt, st
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, rt, st
 from tiles.testing import blank, meaning, ptx
 
 ORDER = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15]
@@ -55,15 +55,19 @@ def test_what_is_no_view():
             ptx(kernel(spec), shared=smem)
 
 
-@pytest.mark.parametrize(("rows", "keys", "dim"), [(16, 16, 64), (32, 32, 128), (16, 32, 96)])
-def test_products(run, sample, rows, keys, dim):
+@pytest.mark.parametrize(
+    ("rows", "keys", "dim", "dtype"),
+    [(16, 16, 64, fp8e4m3), (32, 32, 128, int8), (16, 32, 96, fp8e5m2), (16, 32, 96, int8)],
+    ids=str,
+)
+def test_products(run, sample, rows, keys, dim, dtype):
     """Q K^T and P V, as in attention."""
     Q, S, P, O, KEYS = (
         rt(rows, dim, fp16),
         rt(rows, keys, fp32),
         rt(rows, keys, fp16),
         rt(rows, dim, fp32),
-        st(keys, dim, fp8e4m3),
+        st(keys, dim, dtype),
     )
     smem = tiles.shared(k=KEYS)
 
@@ -76,12 +80,13 @@ def test_products(run, sample, rows, keys, dim):
         store(s, mma_ABt_unzipped(zeros(S), unzipped(load(q, Q, (0, 0))), keys), (0, 0))
         store(o, rezipped(mma_AB_unzipped(zeros(O), load(p, P, (0, 0)), keys)), (0, 0))
 
-    q, k, p = sample((rows, dim), fp16), sample((keys, dim), fp8e4m3), sample((rows, keys), fp16)
+    q, k, p = sample((rows, dim), fp16), sample((keys, dim), dtype), sample((rows, keys), fp16)
     s, o = blank((rows, keys)), blank((rows, dim))
     run(body, q, k, p, s, o, shared=smem)
     exact = [x.astype(np.float64) for x in (q, k, p)]
-    np.testing.assert_allclose(s, exact[0] @ exact[1].T, atol=1e-3)
-    np.testing.assert_allclose(o, exact[2] @ exact[1], atol=1e-3)
+    atol = 1e-3 * np.abs(exact[1]).max()
+    np.testing.assert_allclose(s, exact[0] @ exact[1].T, atol=atol)
+    np.testing.assert_allclose(o, exact[2] @ exact[1], atol=atol)
 
 
 ACC, LEFT, RIGHT = rt(16, 64, fp32), rt(16, 64, fp16), st(64, 64, fp8e4m3)

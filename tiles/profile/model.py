@@ -58,7 +58,7 @@ FREE = set(
 SPECIAL = set(
     "exp exp2 gelu gelu_tanh itruediv log log2 reciprocal rsqrt sigmoid silu softplus sqrt tanh truediv".split()
 )  # ops with one special function an element
-NARROW = set("bf16 fp16 fp8e4m3 fp8e5m2".split())  # conversions, of two elements an instruction
+NARROW = set("bf16 fp16 fp8e4m3 fp8e5m2 int8".split())  # conversions, of two elements an instruction
 
 
 def _values(specs):
