@@ -28,9 +28,10 @@ class dtype:
         return self.np.itemsize
 
     @functools.cached_property
-    def greatest(self) -> float:
-        """The greatest finite number."""
-        return float(np.iinfo(self.np).max if self.np.kind == "i" else ml_dtypes.finfo(self.np).max)
+    def ends(self) -> tuple[float, float]:
+        """The least and the greatest finite number."""
+        info = np.iinfo(self.np) if self.np.kind == "i" else ml_dtypes.finfo(self.np)
+        return float(info.min), float(info.max)
 
     @property
     def run(self) -> int:
@@ -101,7 +102,12 @@ fp8e4m3 = dtype("fp8e4m3", E4M3, "e4m3", "UINT8", _saturating(E4M3))
 fp8e5m2 = dtype("fp8e5m2", E5M2, "e5m2", "UINT8", _saturating(E5M2))
 int8 = dtype("int8", np.dtype(np.int8), "s8", "UINT8", _to_int8)
 
-OPERANDS = (tf32, fp8e4m3, fp8e5m2, int8)  # of products: such tiles are loaded, stored, converted and multiplied, and that is all
+OPERANDS = (
+    tf32,
+    fp8e4m3,
+    fp8e5m2,
+    int8,
+)  # of products: such tiles are loaded, stored, converted and multiplied, and that is all
 DTYPES = {d.np: d for d in (fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8)}  # of arrays
 
 

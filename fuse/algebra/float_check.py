@@ -32,7 +32,7 @@ from ..language.axes import Axis, base_axes
 from ..language.axes import extent as extent_of
 from ..language.evaluate import NumPyArithmetic, evaluate
 from ..language.graph import walk
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.terms import Term
 from .identity import extent_in
 
@@ -207,7 +207,7 @@ def _draw_arguments(
 
 def _round_to(x: Any, dtype: str) -> Any:
     """float64 numbers rounded to a dtype, and clipped to its range."""
-    if dtype == FP8:
-        x = np.clip(x, -448, 448)
+    if dtype in BYTES:
+        return BYTES[dtype].round(x).astype(np.float64)
     greatest = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -greatest, greatest).astype(dtype).astype(np.float64)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..language import graph, term_operations, term_views, terms
 from ..language.graph import walk
-from ..language.maps import FP8, MAPS
+from ..language.maps import BYTES, MAPS
 from ..language.terms import Term
 
 NARROW = 64  # the most columns of a narrow (low-rank) factor
@@ -110,13 +110,13 @@ def _move_scales_of_weights(x: Term) -> Iterator[Term]:
     yield result
 
 
-def _widen_fp8(x: Term) -> Iterator[Term]:
-    """x @ w = x @ widened(w): fp8 weights converted to 16 bits, for templates that cannot multiply by fp8."""
+def _widen_bytes(x: Term) -> Iterator[Term]:
+    """x @ w = x @ widened(w): weights of fp8 or int8 converted to 16 bits, for templates that cannot multiply by them."""
     if x.operation == "matmul":
         a, w = x.args
-        if w.stored_dtype("") == FP8:
+        if w.stored_dtype("") in BYTES:
             yield terms.matmul(a, terms.apply("widened", w))
-        elif w.operation == "transpose" and w.args[0].stored_dtype("") == FP8:
+        elif w.operation == "transpose" and w.args[0].stored_dtype("") in BYTES:
             yield terms.matmul(a, terms.transpose(terms.apply("widened", w.args[0])))
 
 
@@ -235,7 +235,7 @@ RULES = (
         _move_scales_of_weights,
         loses="x * s",
     ),
-    Rule("fp8 weights are converted to 16 bits before the product", "x @ w = x @ widened(w)", _widen_fp8, True),
+    Rule("weights of fp8 or int8 are converted to 16 bits before the product", "x @ w = x @ widened(w)", _widen_bytes, True),
     Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _move_into_narrow, loses="c * t"),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _reassociate, loses="x @ a or a @ b"),
     Rule(

@@ -21,7 +21,7 @@ from tiles.launching.recording import RecordedStep, recorded
 from ..language import graph, terms
 from ..language.axes import derive_extent
 from ..language.graph import extents_at
-from ..language.maps import CASTS, FP8, MAPS
+from ..language.maps import BYTES, CASTS, FP8, MAPS
 from ..language.names import array, unused
 from ..language.terms import Term
 from ..language.trace import Shape, TracedDefinition
@@ -34,7 +34,7 @@ from .early_launch import EarlyLaunch, memory_of
 
 FLOATS = ("bfloat16", "float16", "float32")
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
-HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # {dtype: its name in a schema (tiles/calls/schema.py)}
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8", "int8": "int8"}  # {dtype: its name in a schema (tiles/calls/schema.py)}
 
 
 class FusedProgram(Program):
@@ -111,7 +111,7 @@ def _schema_rows(
     dtype of the first argument."""
     first, *others = [s.dtype for s in arrays.values()]
     like_first = "float32" if first == "float32" else "tile"
-    named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
+    named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8", "int8": "int8"}
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
     rows = [f"{name} ({', '.join(axes)}) {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
     for name, axes, x in zip(traced.outs, result_axes, traced.roots):
@@ -168,15 +168,14 @@ def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def refuse_dtypes(traced: TracedDefinition, arrays: Mapping[str, Shape]) -> None:
     """TypeError: an argument has a dtype that kernels do not compute with. The first must be one of FLOATS. Others may also be
-    fp8, and integers where they are only an index or dropout's seed."""
+    fp8 or int8, and other integers where they are only an index or dropout's seed."""
     inputs, nodes = dict(traced.inputs), [*graph.walk(*traced.roots)]
     integers = {x.args[2] for x in nodes if x.operation == "dropout"} | {*graph.indices(traced.roots)}
     integers -= {y for x in nodes if x.operation in MAPS for y in x.args}
     first = next(iter(arrays))
     for name, s in arrays.items():
-        if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
-            cure = "; quantise weights to float8_e4m3fn (fuse.operators.fp8_linear)" * (s.dtype == "int8" and name != first)
-            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}{cure}")
+        if s.dtype not in FLOATS and (name == first or not (s.dtype in BYTES or inputs[name] in integers)):
+            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
 
 
 def refuse_unaligned(function: Definition, problem: Any, generated: GeneratedModule) -> None:

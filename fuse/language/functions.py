@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from tiles import int8
 from tiles.calls.torch_op import imported_module
 
 from . import dropout_mask, term_operations, term_views, terms
@@ -147,15 +147,16 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x rounded to a dtype of tiles: fp32, bf16, fp16 or fp8e4m3. Numbers beyond the range of fp8e4m3 become its greatest. A
-    result that is a cast has that dtype. TypeError: dtype is another one."""
+    """x rounded to a dtype of tiles: fp32, bf16, fp16, fp8e4m3 or int8. Numbers beyond the range of fp8e4m3 or int8 become its
+    end. A result that is a cast has that dtype. TypeError: dtype is another one."""
     name = next((name for name, one in CASTS.items() if one is dtype), None)
     if name is None:
         raise TypeError(f"cast: dtype must be one of {', '.join(CASTS)} of tiles, got {dtype!r}")
     if isinstance(x, Term):
         return terms.apply(name, x)
     if _torch(x):
-        bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
+        rounded = x.round() if dtype is int8 else x  # torch would truncate
+        bounded = rounded if dtype.itemsize > 1 else rounded.clamp(*dtype.ends)
         return bounded.to(getattr(imported_module("torch"), dtype.np.name))
     return dtype.round(x)
 

@@ -40,10 +40,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 from .axes import Axis, unify
-from .maps import CASTS, FP8, MAPS
+from .maps import BYTES, CASTS, MAPS
 
 SEED = "int64"  # the dtype of dropout's seed
-SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
+SIZES = {"bfloat16": 2, "float16": 2, **dict.fromkeys(BYTES, 1), SEED: 8}  # bytes of an element, where it is not 4
 INDEX = "int32", "int64"  # dtypes of an index
 POWERS, ROOTS = range(2, 9), {0.5: "sqrt", -0.5: "rsqrt"}  # the exponents of **
 PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see term_operations.reduce_parts

@@ -24,7 +24,7 @@ from tiles.launching.recording import recorded
 
 from ..language import functions, graph
 from ..language.axes import Axis
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.trace import (
     Shape,
     TracedDefinition,
@@ -71,7 +71,7 @@ def refuse_mixed(name: str, traced: TracedDefinition) -> None:
     """NoKernel: a product has operands of two dtypes. name: of the function."""
     for x in graph.walk(*traced.roots):
         matrices = [y.args[0] if y.operation == "transpose" else y for y in x.args] if x.operation == "matmul" else []
-        operands = [y.attr for y in matrices if y.operation == "input" and y.attr[1] != FP8]
+        operands = [y.attr for y in matrices if y.operation == "input" and y.attr[1] not in BYTES]
         if len({dtype for _, dtype in operands}) > 1:
             dtypes = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in operands)
             raise NoKernel(f"{name}: the operands of a product must have one dtype, got {dtypes}: cast one of them")

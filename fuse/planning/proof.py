@@ -27,7 +27,7 @@ from ..language import graph
 from ..language.axes import Axis, base_axes
 from ..language.evaluate import evaluate
 from ..language.graph import walk
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.terms import Term
 from ..language.trace import TracedDefinition
 from ..writing import module_text
@@ -185,7 +185,7 @@ def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis,
     extents |= {part: traced_extents[part] for axis in extents if axis.factors for part in base_axes([axis])}
     few = [kernel.root.axes[-2] for kernel in candidate.plan.kernels if kernel.most_rows <= 64]
     extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
-    of_bytes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") == FP8 for name in x.axes)
+    of_bytes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") in BYTES for name in x.axes)
     for axis in base_axes(name for x in nodes for name in x.axes):
         if axis not in extents:
             extents[axis] = min(RUN_EXTENTS[0], max_rows - 3) if axis in rows else RUN_EXTENTS[1 + len(extents) % 5]
@@ -201,7 +201,8 @@ def _arguments(traced: TracedDefinition, extents: Mapping[Axis, int], seed: int)
         if x in indices:
             arguments[key] = rng.integers(-1, extent_in(indices[x][0], extents), shape, dtype)
         else:
-            arguments[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
+            drawn = rng.standard_normal(shape) * (32 if x.attr[1] == "int8" else 1)
+            arguments[key] = drawn.astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     return arguments
 
 

@@ -134,7 +134,9 @@ def test_what_is_refused():
             meaning(wrong, np.zeros((16, 16), bf16.np))
 
 
-@pytest.mark.parametrize(("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (int8, bf16), (fp8e4m3, fp16), (int8, fp16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (int8, bf16), (fp8e4m3, fp16), (int8, fp16)], ids=str
+)
 def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, to):
     """From an array, and from pages; rows past the end are 0, and their pages are not looked up."""
     HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, to), st(16, 128, dtype, 64), 27, 3

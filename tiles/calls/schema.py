@@ -37,9 +37,10 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
+    int8      that
     tile8     the same, as tiles that kernels move, like `tile`
     half      bfloat16 or float16; results are bfloat16
-    cache     what a cache keeps of tiles: bfloat16, float16 or fp8
+    cache     what a cache keeps of tiles: bfloat16, float16, fp8 or int8
 
 and, with values that a step of the program checks (checks.py):
     log          real, the logarithm of the part of a state that is kept: never above 0

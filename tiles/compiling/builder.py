@@ -79,7 +79,9 @@ class Builder(ir.IRBuilder):
         place = 0x4040 | high << 8 | low  # the bytes, each below one of the exponent's
         if to is fp16:
             text, biased = "sub.rn.f16x2 $0, $1, $2;", self.xor(register, self.u32(0x80808080))
-            return self.asm(i32, text, "=r,r,r", self.permuted(biased, self.u32(0x64646464), place), self.u32(0x64806480), effect=False)
+            return self.asm(
+                i32, text, "=r,r,r", self.permuted(biased, self.u32(0x64646464), place), self.u32(0x64806480), effect=False
+            )
         whole = self.permuted(register, self.u32(0x43434343), place)
         bits, sign = self.and_(whole, self.u32(0xFF7FFF7F)), self.and_(whole, self.u32(0xFF80FF80))
         text = "fma.rn.bf16x2 $0, $1, $2, $3;"  # sign times -1: sm_80 has no sub of bf16x2

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...language.graph import is_matrix
-from ...language.maps import FP8
+from ...language.maps import BYTES
 from ...language.term_views import view_base
 from ...language.terms import Term
 from ...writing.kernel_text import DTYPES, KernelText
@@ -61,14 +61,16 @@ class FewRows(Product):
 
     @functools.cached_property
     def widens(self) -> bool:
-        """Are the weights of all products fp8, with (n, k) in memory, and nothing else fp8? The kernel then converts them to 16
-        bits in registers."""
+        """Are the weights of all products fp8, or all int8, with (n, k) in memory, and has nothing else one byte an element? The
+        kernel then converts them to 16 bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
-        wide = not any(view_base(x).stored_dtype("") == FP8 for x in others)
+        dtypes = {w.array.stored_dtype("") for w in self.products.values()}
         return (
-            wide
+            len(dtypes) == 1
+            and dtypes <= {*BYTES}
+            and not any(view_base(x).stored_dtype("") in BYTES for x in others)
             and not self.extension
-            and all(w.transposed and w.array.stored_dtype("") == FP8 for w in self.products.values())
+            and all(w.transposed for w in self.products.values())
         )
 
     @property
@@ -84,6 +86,12 @@ class FewRows(Product):
     @property
     def early_reads(self) -> Sequence[Term]:
         return [view_base(w.array) for w in self.weights]
+
+    @property
+    def weight_dtype(self) -> str:
+        """The name of the weights' dtype, of tiles."""
+        one = next(iter(self.products.values())).array.stored_dtype("")
+        return str(BYTES[one]) if self.widens else DTYPES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
@@ -217,7 +225,7 @@ class FewRows(Product):
         phrases = [f"{subject} weights stream through {s.stages} stage{'s' * (s.stages > 1)} of {s.depth} x {s.columns}"]
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
-        phrases += ["fp8 is converted to 16 bits in registers"] * self.widens
+        phrases += [f"{self.weight_dtype} is converted to 16 bits in registers"] * self.widens
         return ", ".join([*phrases, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

@@ -158,7 +158,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     counted = "cols * BLOCKS" if parts else counted
     s = kernel.schedule
     assert s
-    weights = "fp8e4m3" if kernel.widens else dtype
+    weights = kernel.weight_dtype
     types = [("X", f"st(ROWS, DEPTH, {dtype})")]
     types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
@@ -172,7 +172,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     return {
         "schedule": s, "dtype": dtype, "plain": kernel.plain, "has_preparer": kernel.has_preparer,
         "types": format_assignments(types, 0),
-        "widens": kernel.widens, "rows_on_left": rows_on_left,
+        "widens": kernel.widens, "weight_dtype": weights, "rows_on_left": rows_on_left,
         "left_factor": x.name if kernel.plain else "u", "shared_names": shared_names, "products": products, "narrow": narrow,
         "row_sums": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
