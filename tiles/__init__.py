@@ -21,7 +21,7 @@ with importing():
     from .values import Tile, tensor
 
 __all__ = [
-    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "int8", "launch",
-    "lowers", "op", "pending", "persistent_blocks", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared", "st",
-    "static", "sv", "tensor", "tf32",
+    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "int8",
+    "launch", "lowers", "op", "pending", "persistent_blocks", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared",
+    "st", "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

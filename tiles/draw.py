@@ -51,8 +51,8 @@ def row(tile):
 
 
 def pairs(tile):
-    """Each lane stores the first neighbouring elements that it holds of a register tile, two or, of one byte, four; the banks serve
-    128 bytes a turn, so pairs of 4-byte elements take two."""
+    """Each lane stores the first neighbouring elements that it holds of a register tile, two or, of one byte, four; the banks
+    serve 128 bytes a turn, so pairs of 4-byte elements take two."""
     run = tile.dtype.run
     lanes = WORD // (run * tile.dtype.itemsize)
     for first in range(0, layout.LANES, lanes):

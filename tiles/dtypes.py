@@ -39,8 +39,8 @@ class dtype:
         return max(4 // self.itemsize, 2)
 
     def round(self, array) -> ndarray:
-        """An array's elements rounded to the nearest value of this dtype, ties to even. Numbers beyond the range of fp8 or int8,
-        inf too, become the end of it, and a NaN becomes 0 in int8; tf32 ties go away from zero."""
+        """An array's elements rounded to the nearest value of this dtype, ties to even. Numbers beyond the range of fp8 or
+        int8, inf too, become the end of it. A NaN becomes 0 in int8. tf32 ties go away from zero."""
         return np.asarray(array, self.np) if self.rounding is None else self.rounding(np.asarray(array))
 
     def copied(self, array) -> ndarray:
@@ -49,7 +49,8 @@ class dtype:
 
     def __call__(self, x):
         """x rounded to this dtype (see `round`); x is a register tile or vector. An fp32 accumulator becomes the A operand of
-        the next mma inside each lane, with no shuffle, unless that has one byte an element. (Lowering: ops/elementwise/convert.py.)"""
+        the next mma inside each lane, with no shuffle, unless that has one byte an element. (Lowering:
+        ops/elementwise/convert.py.)"""
         return OPS[self](x)
 
     def __hash__(self):

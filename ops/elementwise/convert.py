@@ -1,9 +1,9 @@
 """Conversions: a dtype called on a tile or vector, `p = bf16(p)`.
 
-Between dtypes of 2 and 4 bytes every element stays in its lane, for a lane holds pairs of neighbours of either. Of fp8 and int8 a lane
-holds runs of four: lane t of a quad has columns 2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights taken
-together, and of the next two. Two pairs are rounded into one register before the quad exchanges them: that takes two shuffles
-for 32 columns of a row, and two more back.
+Between dtypes of 2 and 4 bytes every element stays in its lane, for a lane holds pairs of neighbours of either. Of fp8 and int8
+a lane holds runs of four: lane t of a quad has columns 2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights
+taken together, and of the next two. Two pairs are rounded into one register before the quad exchanges them: that takes two
+shuffles for 32 columns of a row, and two more back.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Products of a 16-bit tile in registers and an fp8 or int8 tile in shared memory, whose elements become fp16 on the way, exactly:
+"""Products of a 16-bit tile in registers and an fp8 or int8 tile in shared memory, which becomes fp16 on the way, exactly:
 
     q = unzipped(fp16(load(queries, Q)))             # once
     s = mma_ABt_unzipped(zeros(S), q, keys)          # Q K^T

@@ -99,16 +99,16 @@ def product_of_unequal_dtypes(x, g):
 
 
 @says(
-    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, fp16), st(64, 64, fp8e4m3): fp16 and fp8e4m3 are not multiplied with each other "
-    "by this op; convert b, fp16(load(b, ..)), or multiply a of fp16 by b as it is, mma_ABt_unzipped; takes acc"
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, fp16), st(64, 64, fp8e4m3): fp16 and fp8e4m3 are not multiplied with each "
+    "other by this op; convert b, fp16(load(b, ..)), or multiply a of fp16 by b as it is, mma_ABt_unzipped; takes acc"
 )
 def product_by_shared_bytes(x, g):
     mma_ABt(zeros(T), zeros(H), smem.open()[2])
 
 
 @says(
-    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, bf16), rt(64, 64, int8): bf16 and int8 are not multiplied with each other by this "
-    "op; convert b, bf16(b); takes acc"
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, bf16), rt(64, 64, int8): bf16 and int8 are not multiplied with each other by "
+    "this op; convert b, bf16(b); takes acc"
 )
 def product_by_bytes_in_registers(x, g):
     mma_ABt(zeros(T), zeros(B), zeros(rt(64, 64, int8)))

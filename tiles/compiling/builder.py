@@ -69,13 +69,13 @@ class Builder(ir.IRBuilder):
         return [self.fpext(self.extract_element(halves, self.u32(k)), f32) for k in (0, 1)]
 
     def _int8_pair(self, register, to, low, high):
-        """The int8 elements x number `low` and `high` of a register of four in `to`. A byte becomes the mantissa of a float whose
-        units are 1, and what it has too much is subtracted:
+        """The int8 elements x number `low` and `high` of a register of four, in `to`. A byte becomes the mantissa of a number
+        whose unit is 1, and what that has too much is subtracted:
 
             fp16    x = (1024 + (x + 128)) - 1152                                   five instructions for four elements
             bf16    x = (128 + last seven bits of x) - (256 if x < 0 else 128)      eight
 
-        for bf16 has no room for all eight bits."""
+        since bf16 has no room for all eight bits."""
         place = 0x4040 | high << 8 | low  # the bytes, each below one of the exponent's
         if to is fp16:
             text, biased = "sub.rn.f16x2 $0, $1, $2;", self.xor(register, self.u32(0x80808080))

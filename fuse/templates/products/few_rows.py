@@ -61,8 +61,8 @@ class FewRows(Product):
 
     @functools.cached_property
     def widens(self) -> bool:
-        """Are the weights of all products fp8, or all int8, with (n, k) in memory, and has nothing else one byte an element? The
-        kernel then converts them to 16 bits in registers."""
+        """Are the weights of all products fp8, or all int8, with (n, k) in memory, and is nothing else of one byte an element?
+        The kernel then converts them to 16 bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
         dtypes = {w.array.stored_dtype("") for w in self.products.values()}
         return (
