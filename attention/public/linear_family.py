@@ -333,7 +333,7 @@ def plan_linear(
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
-    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
+    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state and normalize else None}
     gates = gate_operand(problem)
     tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
     if batch * length and (not by_channel or (tma and not normalize)):
