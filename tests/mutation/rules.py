@@ -40,6 +40,7 @@ EMITTED |= {"urem": "udiv", "icmp_signed": "icmp_unsigned", "sext": "zext", "zex
 EMITTED_EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SYMMETRIC = re.compile(r"min|max|minimum|maximum|add|fadd|mul|fmul|and_|or_|xor|print|zip|isinstance|product|gcd|lcm|all_same")
 MARKS = {"strict", "effect"}  # options that assert, or that let the compiler leave out what nobody uses
+ALIGNED = 5  # the place of the promise `aligned` among the arguments of load and store
 PLACES = ast.Name | ast.Attribute
 
 
@@ -284,27 +285,32 @@ def forgets_a_condition(node, source) -> Faults:
 
 @rule(ast.keyword, ast.Return, ast.Call)
 def flips_a_flag(node, source) -> Faults:
-    """True becomes False, and False becomes True."""
+    """True becomes False, and False becomes True. (Without the promise `aligned`, code is slower and does the same.)"""
     flags = {True: b"False", False: b"True"}
     match node:
+        case ast.keyword(arg="aligned", value=ast.Constant(value=True)):
+            pass
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name not in MARKS:
             yield f"flip-{name}", (source.replaced(constant, flags[value]),)
         case ast.Return(value=ast.Constant(value=bool(value)) as constant):
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)
         case ast.Call(args=arguments):
-            for constant in arguments:
-                if isinstance(constant, ast.Constant) and isinstance(constant.value, bool):
+            for place, constant in enumerate(arguments):
+                promise = called(node) in ("load", "store") and place == ALIGNED and getattr(constant, "value", False)
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, bool) and not promise:
                     yield f"pass-{not constant.value}", (source.replaced(constant, flags[constant.value]),)
 
 
 @rule(ast.Call)
 def forgets_an_option(node, source) -> Faults:
-    """A keyword argument is not passed on."""
+    """A keyword argument is not passed on. A load's fence, which is there by default, is missing."""
     if called(node) in ("dict", "replace", "_replace"):  # which have no defaults
         return
     for keyword in node.keywords:
         flag = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, bool)
-        if keyword.arg and not flag:
+        if keyword.arg == "fenced" and not flag:
+            yield "unfenced", (source.replaced(keyword.value, b"False"),)
+        elif keyword.arg and keyword.arg != "aligned" and not flag:
             start, end = source.span(keyword)
             after, before = re.match(rb"\s*,\s*", source.data[end:]), re.search(rb",\s*$", source.data[:start])
             if after:
