@@ -137,10 +137,11 @@ def make(config: Config):
     def decay_products(dq, read, written, dots, tiles, beta, scale):
         """dq, dk and r as far as they come from states, from products with these. dots: of <S, dS>, the warp's part."""
         queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
-        sums, last = load(channels.part(b), OUT, fenced=False), channels.load_last(b)
+        sums = load(channels.part(b), OUT, fenced=False)
         decay = exp2(sums)
         dq = dq * (decay * scale)
         read = read * (decay * (0.0 - beta))
+        last = channels.load_last(b)
         written = written * (exp2(last - sums) * beta)
         r = zeros(OUT)
         if WITH_GATES:
@@ -152,13 +153,21 @@ def make(config: Config):
         return dq, read + written, r
 
     @inlined
-    def add_level(sums, wx, keys_wx, e, x, keys_x, is_later):
-        """dq, dk and r with a level's products, of dP and of G. is_later: 1 or 0."""
+    def add_products(sums, wx, e, x, is_later):
+        """dq, dk and r with a level's products of dP. is_later: 1 or 0."""
         dq, dk, r = sums
         if WITH_GATES:
-            r = r + (wx * fp32(x) + keys_wx * fp32(keys_x)) * (is_later * 2.0 - 1.0)
+            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
         later = e * is_later
-        return dq + wx * later, dk + wx * (e - later) + keys_wx * e, r
+        return dq + wx * later, dk + wx * (e - later), r
+
+    @inlined
+    def add_keys_products(sums, wx, e, x, is_later):
+        """dk and r with a level's products of G."""
+        dq, dk, r = sums
+        if WITH_GATES:
+            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
+        return dq, dk + wx * e, r
 
     @inlined
     def meet_level(sums, tiles, size, inverse):
@@ -180,14 +189,15 @@ def make(config: Config):
             anchors = load_row_of_group(channels.part(b), OUT, size, size >> 1, fenced=False)
         e = exp2(0.0 - abs(load(channels.part(b), OUT, fenced=False) - anchors))
         key = load_rows(keys) * e
-        mine, keys_mine = INPUT(where(is_later, load_rows(queries) * e, key)), INPUT(key)
+        mine = INPUT(where(is_later, load_rows(queries) * e, key))
         thread_block.sync(FENCED)  # all have read x
         store(channels.part(x), mine)
-        store(channels.part(keys_x), keys_mine)
+        store(channels.part(keys_x), INPUT(key))
         thread_block.sync(FENCED)
         wx = mma_AB(zeros(OUT), pairs_of(w, 0, others, is_pair), subtile(x, FAR, others, PART, quarter))
-        keys_wx = mma_AB(zeros(OUT), pairs_of(w, 1, others, is_pair), subtile(keys_x, FAR, others, PART, quarter))
-        return add_level(sums, wx, keys_wx, e, mine, keys_mine, is_later)
+        sums = add_products(sums, wx, e, x, is_later)
+        wx = mma_AB(zeros(OUT), pairs_of(w, 1, others, is_pair), subtile(keys_x, FAR, others, PART, quarter))
+        return add_keys_products(sums, wx, e, keys_x, is_later)
 
     @inlined
     def pairs_of(w, which, others, is_pair):
@@ -212,6 +222,7 @@ def make(config: Config):
         row, late = int32(ROWS * rank), rank // 2
         odd, of_errors = rank - 2 * late, quarter // 2
         side = quarter - 2 * of_errors
+        padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
@@ -285,7 +296,6 @@ def make(config: Config):
                 channels.store_gate_gradients(gDGates, gGates, b, r, carried, seq, token, head)
             thread_block.sync(FENCED)
         if VARLEN and WITH_GATES:
-            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(part, padding.num_chunks(), parts):
                 at = padding.batch, int32(padding.chunk_start(j) + row), head, int32(PART * quarter)
                 store(gDGates, zeros(OUT), at, 1, 3, False)
