@@ -79,6 +79,25 @@ def test_sequences_of_several_lengths():
     assert cache.lengths.tolist() == [12, 11, 6]
 
 
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)], ids=str)
+def test_caches_of_one_byte(dtype, limit):
+    """Each token and head has a descale, which calls write; a step of one token is also that of a pool."""
+    module, x = layer_of("all"), inputs()
+    cache, expected = module.new_cache(2, TOKENS, dtype), exact(module, x)
+    out = torch.cat([module(part, cache=cache) for part in x.split(PIECES, 1)], 1)
+    assert (out - expected).abs().max() < limit * expected.abs().max() and (cache.k_descale > 0).all()
+    with pytest.raises(TypeError, match="v_descale: must not be passed with a cache, which sets it"):
+        module(x[:, :1], cache=cache, v_descale=cache.v_descale)
+    pools = [torch.zeros(12, 4, 2, 16, dtype=dtype) for _ in "kv"]
+    paged = PagedCache([pools], sequences=2, tokens=32, scaled=True)
+    both = [paged.add(), paged.add()]
+    for part, now in zip(*(y.split((11, 1, TOKENS - 12), 1) for y in (x, out))):
+        paged.extend(both, part.shape[1])
+        pages, _, starts = paged.tables(both)
+        at = AttentionCache(*paged.layers[0], starts.clone(), cache.rotary, pages, **paged.descales[0])
+        assert_near(module(part, cache=at), now.double(), "in pages")
+
+
 def test_pages():
     """Keys and values in the pools of a PagedCache, whose sequences share a prompt."""
     module, x = layer_of("all"), inputs(1)
