@@ -116,7 +116,9 @@ SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: shapes tha
 }
 DENSE_SHAPES = {128: (32, 4, 2, 1)}  # LARGE: of dense caches of 16 bits, and of stream-K, where a block has several epilogues
 PLAIN_SHAPES = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # LARGE: the same if neither scores nor keys are changed
-QUANTIZED_SPLIT_SHAPES = {128: (32, 4, 3, 2)}  # LARGE: of one byte with fixed splits; timed with descales of heads over dense caches alone
+QUANTIZED_SPLIT_SHAPES = {
+    128: (32, 4, 3, 2)
+}  # LARGE: of one byte with fixed splits; timed with descales of heads over dense caches alone
 TALL_SHAPES = {  # of tall tiles, where they pay: half of all warps' O must fit into the values' stages
     SMALL: {64: (32, 4, 2, 1)},
     MEDIUM: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},

@@ -46,7 +46,11 @@ class AttentionCache(NamedTuple):
     @property
     def descales(self) -> dict[str, torch.Tensor]:
         """The arguments of attention.decode for k_descale and v_descale, none if there are none."""
-        return {} if self.k_descale is None or self.v_descale is None else {"k_descale": self.k_descale, "v_descale": self.v_descale}
+        return (
+            {}
+            if self.k_descale is None or self.v_descale is None
+            else {"k_descale": self.k_descale, "v_descale": self.v_descale}
+        )
 
     def reset(self) -> None:
         """Forget all tokens: the next call begins a new sequence."""

@@ -46,7 +46,9 @@ def plan_append(
         raise ValueError(f"{name}: must be passed together with {other}: {name}=None")
     has_descale_per_key(problem)
     if descales[0] is not None and problem["k"].form.itemsize > 1:
-        raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn or int8: k.dtype={problem['k'].form.dtype!r}")
+        raise ValueError(
+            f"k_descale: must be None unless the cache is float8_e4m3fn or int8: k.dtype={problem['k'].form.dtype!r}"
+        )
     if queries and "cos" not in problem:
         raise ValueError("q: is passed to be rotated, and needs rotary=(cos, sin): rotary=None")
     batch, tokens, heads = problem("batch", "seqlen_new", "heads_k")

@@ -12,10 +12,10 @@ from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import decode_ampere, decode_combine, decode_hopper
+from ..parts.cache_scales import QUANTIZED
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, TokenHeadScoreMod, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
-from ..parts.cache_scales import QUANTIZED
 from ..parts.decode.products import KeyScaledProducts, QuantizedProducts, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
 from ..parts.decode.token_rows import PackedRows, UniformRows

@@ -248,7 +248,11 @@ def test_a_nan_is_0_in_int8():
     arguments["k_new"][0, 0, 0, 3], arguments["v_new"][0, 1, 0, 3] = np.nan, np.inf
     descales = {f"{name}_descale": np.zeros((1, 9, 1), F32) for name in "kv"}
     attention.append(**arguments, **descales)
-    assert arguments["k"][0, 0, 0, 3] == 0 and (arguments["k"][0, 0, 0, 4:] != 0).any() and np.isfinite(descales["k_descale"]).all()
+    assert (
+        arguments["k"][0, 0, 0, 3] == 0
+        and (arguments["k"][0, 0, 0, 4:] != 0).any()
+        and np.isfinite(descales["k_descale"]).all()
+    )
     assert np.isinf(descales["v_descale"][0, 1, 0]) and (arguments["v"][0, 1] == 0).all()
 
 

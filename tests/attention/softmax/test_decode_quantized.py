@@ -49,7 +49,9 @@ def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "dtype"), [(128, 9, 16, FP8), (128, 9, 16, INT8), (64, 1, None, FP8), (64, 1, None, INT8)], ids=str
+    ("head_dim", "tokens", "size", "dtype"),
+    [(128, 9, 16, FP8), (128, 9, 16, INT8), (64, 1, None, FP8), (64, 1, None, INT8)],
+    ids=str,
 )
 def test_caches(place, head_dim, tokens, size, dtype):
     agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None, dtype)
