@@ -68,9 +68,11 @@ class PagedCache:
         if min(count, self.page_size, sequences, tokens) < 1:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
         self._backend = backend_of(self.layers[0][0])
-        if scaled and not all(str(x.dtype).removeprefix("torch.") in QUANTIZED for layer in self.layers for x in layer):
+        dtypes = {str(x.dtype).removeprefix("torch.") for layer in self.layers for x in layer}
+        if scaled and not dtypes <= {*QUANTIZED}:
             raise TypeError(
-                f"scaled: must be False unless all pools are float8_e4m3fn or int8: layers[0][0].dtype={self.layers[0][0].dtype}"
+                "scaled: must be False unless all pools are float8_e4m3fn or int8: "
+                f"layers[0][0].dtype={self.layers[0][0].dtype}"
             )
         self.descales: list[dict[str, Any]] = [
             {name: self._backend.new(np.zeros(x.shape[:3], np.float32)) for name, x in zip(DESCALES, layer) if scaled}

@@ -22,8 +22,8 @@ class AttentionCache(NamedTuple):
     pages: None, or (N, most pages), int32, the page table of pools k and v (pages, page size, kv_heads, head_dim), such as
     those of a layer of attention.cache.PagedCache.
 
-    k_descale, v_descale: None, or of caches of torch.float8_e4m3fn or torch.int8 the numbers by which they are multiplied,
-    float32, (N, max_length, kv_heads) or (pages, page size, kv_heads), one for each token and head, which a call writes, too."""
+    k_descale, v_descale: None, or for caches of torch.float8_e4m3fn or torch.int8 what their numbers are multiplied by,
+    float32, (N, max_length, kv_heads) or (pages, page size, kv_heads): one for each token and head, which calls write, too."""
 
     k: torch.Tensor
     v: torch.Tensor

@@ -1,6 +1,6 @@
-"""The numbers by which new rows of K and V are divided before they go to a cache of fp8 or int8 (their descales). The classes have the
-same methods: no descales; descales that the caller gives; or one for each token and head, which makes the row's largest
-absolute value that of the cache's dtype, 448 of e4m3 or 127 of int8, and is written beside the row."""
+"""The numbers by which new rows of K and V are divided before they go to a cache of fp8 or int8 (their descales). The classes
+have the same methods: no descales; descales that the caller gives; or one for each token and head, which makes the row's
+largest absolute value the greatest number of the cache's dtype, 448 or 127, and is written beside the row."""
 
 from typing import Any, NamedTuple
 

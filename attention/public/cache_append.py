@@ -97,11 +97,11 @@ def append(
     in float32, each product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions:
     (B), of a sequence's first new key, if it is not `lengths`. Beyond the end of the tables nothing is written.
 
-    k_descale, v_descale: float32, by which the numbers of a cache of fp8 or int8 are multiplied when they are read; both or none.
-    Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale, or beyond -128 or 127 times
-    in int8, is clamped to it. (Hk) or (B, Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages, page
-    size, Hk), with any strides: then they are computed and written, for each new token and head, so that its largest rotated
-    number becomes 448, or 127 in int8; at least 2^-120. A NaN becomes 0 in int8.
+    k_descale, v_descale: float32, by which the numbers of a cache of fp8 or int8 are multiplied when they are read; both or
+    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale, in int8 beyond -128
+    or 127 times, is clamped to it. (Hk) or (B, Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages,
+    page size, Hk), with any strides: then they are computed and written, for each new token and head, so that its largest
+    rotated number becomes 448, or 127 in int8; at least 2^-120. A NaN becomes 0 in int8.
 
     k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
     (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, and the

@@ -156,7 +156,7 @@ class Fused(Definition):
             transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
             self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))
         results = computed if isinstance(computed, tuple) else (computed,)
-        results = tuple([x.reshape(*leading, x.shape[-1]) for x in results]) if leading else results
+        results = tuple([x.reshape(*leading.extents, x.shape[-1]) for x in results]) if leading else results
         return results[0] if program.single else results
 
     def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ class Fused(Definition):
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.stored_dtype(dtype.name)) for x, root in zip(values, traced.roots)]
-        results = [x.reshape(*leading, x.shape[-1]) for x in results] if leading else results
+        results = [x.reshape(*leading.extents, x.shape[-1]) for x in results] if leading else results
         results = copy_to_outs(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
 
@@ -229,7 +229,7 @@ class Fused(Definition):
         if not leading:
             return results
         several = isinstance(results, tuple)
-        shaped = tuple([x.reshape(*leading, x.shape[-1]) for x in (results if several else (results,))])
+        shaped = tuple([x.reshape(*leading.extents, x.shape[-1]) for x in (results if several else (results,))])
         return shaped if several else shaped[0]
 
     # ---- plans of calls ----------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from . import length_classes, plan_search, tune
 from .candidates import Candidate, candidates
 from .cost import Card, card, card_of
 from .generated_module import GeneratedModule, generate_module
+from .grouped_heads import LeadingAxes, group_heads
 from .proof import Proof, prove
 
 BEST = 1024  # classes of lengths whose best plan is remembered, per function
@@ -93,6 +94,8 @@ class Definition:
         self.best, self.known_plans = functools.lru_cache(BEST)(self._best), LruTable(BEST)
         self.roles: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         self.find_roles = memoize_by_kinds(self.roles, lambda shapes: length_classes.axis_roles(self._trace_all(shapes)))
+        self.shares_heads: dict[tuple, bool] = {}
+        self.find_shares_heads = memoize_by_kinds(self.shares_heads, self._find_shares_heads)
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = memoize_by_kinds(
             self.leading_are_rows, lambda shapes: leading_axes_are_rows(self._trace(shapes).roots)
@@ -116,19 +119,32 @@ class Definition:
             arrays = [float(x) if isinstance(x, BECOME_FLOATS) else x for x in arrays]
         return arrays
 
-    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """(the arguments with their leading axes joined into one, the rows; the extents of these axes). Where leading axes are
-        batches and heads (trace.leading_axes_are_rows), or there are none, the arguments stay as they are, and the extents are
-        ()."""
+    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], LeadingAxes | None]:
+        """(the arguments with their leading axes as kernels see them, how these differ from those of the results). Leading axes
+        are joined into one, the rows; those that are batches and heads stay (trace.leading_axes_are_rows), but heads that share
+        those of other arguments become two axes (grouped_heads.py). None: nothing differs."""
         batched = next((x for x in arrays if len(_shape(x)) > 2), None)
         if batched is None:
-            return list(arrays), ()
+            return list(arrays), None
+        if grouped := group_heads(arrays):
+            _, kinds = self._kinds(self.find_shares_heads, grouped.arrays)
+            if self.shares_heads[kinds]:
+                return grouped.arrays, grouped.leading
         _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
-            return list(arrays), ()
+            return list(arrays), None
         leading = tuple(batched.shape[:-1])
         flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == leading else x for x in arrays]
-        return [x.reshape(-1) if _shape(x) == leading and "int" in str(x.dtype) else x for x in flat], leading
+        return [x.reshape(-1) if _shape(x) == leading and "int" in str(x.dtype) else x for x in flat], LeadingAxes(leading)
+
+    def _find_shares_heads(self, shapes: tuple[Shape, ...]) -> bool:
+        """Does the definition say enable_gqa=True of attention, for arrays of these shapes, and leave heads where they are?"""
+        try:
+            traced = self._trace(shapes)
+        except (TypeError, ValueError):  # the error of the call shows its arrays
+            return False
+        stays = all(x.operation not in ("merge_heads", "split") for x in graph.walk(*traced.roots))
+        return traced.table.enables_gqa and stays and len({x.ndim for x in traced.roots}) == 1
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
         """What tracing must know of each argument, whose leading axes are rows."""

@@ -165,9 +165,9 @@ class QuantizedProducts(SameDtypeProducts):
 
 @static
 class KeyScaledProducts(QuantizedProducts):
-    """The cache is quantised, with a descale for each key and head, laid out as the cache is: params.k_descale multiplies the key's
-    scores, params.v_descale its weights. P times descales becomes fp16, whose smallest number is 2^-24. So O is kept in units
-    of the largest descale of values that a warp has met, divided by P_SCALE, and the other descales are divided by that
+    """The cache is quantised, with a descale for each key and head, laid out as the cache is: params.k_descale multiplies the
+    key's scores, params.v_descale its weights. P times descales becomes fp16, whose smallest number is 2^-24. So O is kept in
+    units of the largest descale of values that a warp has met, divided by P_SCALE, and the other descales are divided by that
     descale."""
 
     def __str__(self):
