@@ -219,7 +219,7 @@ def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False
     Query heads may share key heads (GQA) if heads have an axis of their own, q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D), or
     with enable_gqa=True, as in torch: q (B, H, S, D), k and v (B, Hk, T, D), H a multiple of Hk; query head h reads key head
     h // (H / Hk). A fused function then takes such arguments if it returns (B, H, rows, columns) and joins or cuts no heads."""
-    leading = [getattr(x, "extents", getattr(x, "shape", ()))[:-2] for x in (q, k)]
+    leading: list[tuple[int, ...]] = [getattr(x, "extents", getattr(x, "shape", ()))[:-2] for x in (q, k)]
     if isinstance(q, Term):
         terms.TABLES[-1].enables_gqa |= enable_gqa
         if any(terms.extents_differ(m, n) and 1 not in (m, n) for m, n in zip(*map(reversed, leading))):
@@ -229,7 +229,7 @@ def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False
                 f"attention: {rule}, got {q.extents} and {k.extents}; for query heads that share key heads {say}"
                 "reshape q to (B, Hk, H / Hk, S, D), and k and v to (B, Hk, 1, T, D)"
             )
-    elif enable_gqa and all(leading) and 1 not in (heads := [n for *_, n in leading]) and heads[0] != heads[1]:
+    elif enable_gqa and all(leading) and 1 not in (heads := [x[-1] for x in leading]) and heads[0] != heads[1]:
         k, v = (_repeat_heads(x, heads[0] // heads[1]) for x in (k, v))
     return softmax(q @ transpose(k) * scale) @ v
 
