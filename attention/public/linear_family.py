@@ -43,6 +43,7 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.chunk_states import MEMORY, STORED, check_chunk_states, choose_memory, merge_chunks
+from ..plans.gla_chunks import plan_gla_chunks, serves_gla_chunks
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -336,13 +337,20 @@ def plan_linear(
     z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state and normalize else None}
     gates = gate_operand(problem)
     tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
-    if batch * length and (not by_channel or (tma and not normalize)):
+    on_hopper = by_channel and tma
+    in_chunks = not normalize and (tma or serves_gla_chunks(problem)) if by_channel else True
+    if chunk_states and not (tma and in_chunks) and by_channel:
+        raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
+    if batch * length and in_chunks:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
         scratch = recurrent_chunks.ScratchAllocator(problem)
-        before, copies = prepare_rows(problem, scratch, raw.l2norm and not by_channel, by_channel, by_channel)
+        before, copies = prepare_rows(problem, scratch, raw.l2norm and not on_hopper, on_hopper, on_hopper)
         arrays |= copies
+        if by_channel and not tma:
+            steps = plan_gla_chunks(problem, arrays, scale, raw.gate, scratch)
+            return Plan([*before, *steps], scratch.shapes)
         if by_channel:
             steps, shapes = recurrent_chunks.plan_channel_decay(
                 problem, arrays, scale, raw.gate, scratch, raw.l2norm, chunk_states
@@ -356,8 +364,6 @@ def plan_linear(
             problem, arrays, scale, vector_bytes, NO_STEP_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
         return Plan([*before, *steps], shapes)
-    if chunk_states:
-        raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
     if family == HOPPER_FAMILY and batch * length:
         raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}

@@ -110,15 +110,31 @@ class ChunkChannels:
         """Write the running sums over a chunk's tokens of the warps' x, or `least` where it is less. The block meets."""
         store(self.part(tile), x)
         thread_block.sync(FENCED)
+        self.cumsum_in_place(tile, least)
+        thread_block.sync(FENCED)
+
+    @inlined
+    def cumsum_in_place(self, tile, least):
+        """The running sums over a chunk's tokens in a shared tile, 32 channels by each of some warps, of x in the tile, or
+        `least` where it is less."""
         if warp_index() < self.key_dim // LANES:
             part = subtile(tile, CHUNK, 0, LANES, warp_index())
             cumsum_columns(part, part, least)
-        thread_block.sync(FENCED)
 
     @inlined
     def cumsum_gates(self, tile, gates):
         """Write b, in powers of 2. The block meets."""
         self.cumsum_tokens(tile, clamp_gates(gates) * LOG2_E, FLOOR * LOG2_E)
+
+    @inlined
+    def store_gates(self, tile, gates):
+        """Write the warps' gates, in powers of 2, for `cumsum_stored_gates` once the block has met."""
+        store(self.part(tile), clamp_gates(gates) * LOG2_E)
+
+    @inlined
+    def cumsum_stored_gates(self, tile):
+        """Write b in place of what `store_gates` wrote, by some warps."""
+        self.cumsum_in_place(tile, FLOOR * LOG2_E)
 
     @inlined
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
