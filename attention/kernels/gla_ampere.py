@@ -53,7 +53,7 @@ class Config(ChannelChunkConfig):
     @property
     def ctas_per_sm(self):
         """How many thread blocks the registers of an SM hold."""
-        return 1 if self.key_dim > min(KEY_DIMS) else 2
+        return 1
 
     def __str__(self):
         return ", ".join(filter(None, (super().__str__(), str(self.formula or ""))))

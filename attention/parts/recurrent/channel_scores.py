@@ -19,6 +19,7 @@ No factor is above 1 there, for any gates.
 Each of the two warpgroups has half of the channels, its warps 16 tokens each, so that P is the sum of two tiles. They are
 rounded apart, and both are multiplied with the values."""
 
+from numba import cuda
 from numpy import float32, int32
 
 from ops import (
@@ -106,6 +107,11 @@ class ChannelScores:
         return fp32(load(self.block_part(tile, block), self.operand, fenced=False))
 
     @inlined
+    def load_sums(self, sums):
+        """b of the warp's tokens and channels."""
+        return load(self.channels.part(sums), self.channels.rows, fenced=False)
+
+    @inlined
     def edge_sums(self, sums, block):
         """b of the first and of the last token of a block."""
         part, kind = self.block_part(sums, block), self.channels.rows.row_vec
@@ -134,29 +140,29 @@ class ChannelScores:
         """Overwrite the warp's part of q by q~ and of k by k~. Returns its queries, decayed from their reference. near_keys:
         gets its keys, decayed to it, and reference_decays the decay from the reference before, both unless the chunk is
         halved."""
-        rank, part = warpgroup.rank(), self.channels.part
-        b, last, r = (
-            load(part(sums), self.channels.rows, fenced=False),
-            self.channels.load_last(sums),
-            self.reference(sums, rank),
-        )
-        r_query, r_key = r * (0.0 if halved else 1.0), where(less(0.0, r * 0.0 + float32(halved)), last, r)
-        query = self.load_block(queries, rank) * exp2(b - r_query)
-        store(part(queries), query * exp2(r_query))
-        key = self.load_block(keys, rank) * exp2(r_key - b)
+        rank, b, last = warpgroup.rank(), self.load_sums(sums), self.channels.load_last(sums)
+        query, key = self.load_block(queries, rank), self.load_block(keys, rank)
+        cuda.syncwarp()  # all lanes have read what they overwrite
+        if halved:
+            r_query, r_key = last * 0.0, last
+        else:
+            r_query = self.reference(sums, rank)
+            r_key, before = r_query, self.reference(sums, max(rank - 1, 0))
+            store(self.decays_part(reference_decays, rank), exp2(r_query - before))
+        query = query * exp2(b - r_query)
+        store(self.channels.part(queries), query * exp2(r_query))
+        key = key * exp2(r_key - b)
         if not halved:
-            store(part(near_keys), key)
-            before = self.reference(sums, max(rank - 1, 0))
-            block = int32(HALVES * rank + warpgroup.id())
-            store(subtile(reference_decays, self.channels.half, block), exp2(r - before))
-        store(part(keys), key * exp2(last - r_key))
+            store(self.channels.part(near_keys), key)
+        store(self.channels.part(keys), key * exp2(last - r_key))
         return self.dtype(query)
 
     @inlined
     def decay_keys(self, keys, sums):
         """Overwrite the warp's part of k by k~."""
-        b, last = load(self.channels.part(sums), self.channels.rows, fenced=False), self.channels.load_last(sums)
-        store(self.channels.part(keys), self.load_block(keys, warpgroup.rank()) * exp2(last - b))
+        key, b, last = self.load_block(keys, warpgroup.rank()), self.load_sums(sums), self.channels.load_last(sums)
+        cuda.syncwarp()
+        store(self.channels.part(keys), key * exp2(last - b))
 
     @inlined
     def advance(self, query, reference_decays, block):
@@ -198,7 +204,7 @@ class ChannelScores:
     def store_halved(self, scores, queries, keys, sums):
         """Compute and write the scores of the warp's queries in a halved chunk."""
         rank = warpgroup.rank()
-        b, (anchor, _) = load(self.channels.part(sums), self.channels.rows, fenced=False), self.edge_sums(sums, rank)
+        b, (anchor, _) = self.load_sums(sums), self.edge_sums(sums, rank)
         query = self.dtype(self.load_block(queries, rank) * exp2(b - anchor))
         for block in range(WARPGROUP):
             s = zeros(SQUARE)
@@ -216,7 +222,7 @@ class ChannelScores:
         row, col = row_index(SQUARE.col_vec), col_index(SQUARE.row_vec)
         rank, scores, size, inverse = warpgroup.rank(), zeros(SQUARE), int32(ROWS), float32(1 / ROWS)
         while size > 1:
-            b, part = load(self.channels.part(sums), self.channels.rows, fenced=False), self.channels.part(sums)
+            b, part = self.load_sums(sums), self.channels.part(sums)
             decay = exp2(0.0 - abs(b - load_row_of_group(part, self.channels.rows, size, size >> 1, fenced=False)))
             query, key = self.dtype(self.load_block(queries, rank) * decay), self.dtype(self.load_block(keys, rank) * decay)
             is_group = equal(row * inverse // 1, col * inverse // 1)
