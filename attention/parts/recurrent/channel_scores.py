@@ -46,11 +46,10 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static, sv
 from tiles.layout import WARPGROUP
 
 from .channel_chunks import HALVES, ROWS, ChunkChannels
-from .channel_decay import MIN_LOG2_DECAY
+from .channel_decay import MIN_LOG2_DECAY, MIN_LOG2_STEP
 from .tokens import CHUNK
 
 SQUARE, SCORES = rt(ROWS, ROWS, fp32), rt(ROWS, CHUNK, fp32)  # of a warp's tokens with so many others
-LEAST_STEP = -126.0  # log2 of the least number of bf16 that has all its digits
 NARROW = 32  # bytes of a panel of a tile whose columns are taken 16 at a time
 
 
@@ -133,7 +132,7 @@ class ChannelScores:
             return tile_min(last - first) < self.least_decay
         else:
             step = self.reference(sums, rank) - self.reference(sums, max(rank - 1, 0))
-            return tile_min(last - first) < self.least_decay or tile_min(step) < LEAST_STEP
+            return tile_min(last - first) < self.least_decay or tile_min(step) < MIN_LOG2_STEP[bf16]
 
     @inlined
     def decay_tokens(self, queries, keys, near_keys, sums, reference_decays, halved):

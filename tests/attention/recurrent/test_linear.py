@@ -230,6 +230,18 @@ def test_strong_chunks_with_decays_of_channels(place, key_dim, dtype, gates, str
     check(place, args)
 
 
+STEPS = [(bf16, -0.05, [17, 34], -np.inf), (bf16, -5, [16, 32, 48], -20), (f16, -0.9, [16, 32, 48], -4)]
+
+
+@pytest.mark.parametrize(("dtype", "gate", "tokens", "great"), STEPS)
+def test_decays_between_blocks_of_a_strong_chunk(place, dtype, gate, tokens, great):
+    """From one block's reference to the next a channel decays by more than a dtype holds, in each block by less."""
+    args = inputs(1, 64, 64, 64, "channel", dtype=dtype)
+    args["decay"][:] = gate
+    args["decay"][:, tokens] = great
+    check(place, args)
+
+
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "dtype", "extremes"),
     [(64, 64, bf16, True), (128, 128, bf16, False), (128, 64, f16, True), (256, 64, bf16, True)],
