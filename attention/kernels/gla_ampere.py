@@ -15,7 +15,7 @@ the state is updated."""
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from numba import cuda
 from numpy import int32
@@ -63,7 +63,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`. With a formula there is one
     size."""
     for form, local in itertools.product(chunk_forms(everything), (False, True)):
-        yield Config(*form, local)
+        yield replace(Config(*form), local=local)
     for formula in FORMULAS if everything else FORMULAS[:1]:
         yield from (Config(max(KEY_DIMS), bf16, local=local, formula=formula) for local in (False, True))
 

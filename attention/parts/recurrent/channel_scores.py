@@ -85,6 +85,11 @@ class ChannelScores:
         """log2 of the decay over a block below which its chunk is halved. A reference is rounded: hence the 2."""
         return 2 * MIN_LOG2_DECAY[self.dtype] + 2
 
+    @property
+    def least_step(self):
+        """log2 of the least decay from one reference to the next."""
+        return MIN_LOG2_STEP[bf16]
+
     @inlined
     def block_part(self, tile, block):
         """The part of a shared tile of a chunk with a block's tokens and the warp's channels."""
@@ -132,7 +137,7 @@ class ChannelScores:
             return tile_min(last - first) < self.least_decay
         else:
             step = self.reference(sums, rank) - self.reference(sums, max(rank - 1, 0))
-            return tile_min(last - first) < self.least_decay or tile_min(step) < MIN_LOG2_STEP[bf16]
+            return tile_min(last - first) < self.least_decay or tile_min(step) < self.least_step
 
     @inlined
     def decay_tokens(self, queries, keys, near_keys, sums, reference_decays, halved):
