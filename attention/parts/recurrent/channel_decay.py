@@ -50,9 +50,15 @@ class WarpChannels:
         return 2 * MIN_LOG2_DECAY[self.dtype]
 
     @property
-    def min_log2_step(self):
-        """What lies between the references of neighbouring blocks, in powers of 2, below which the chunk is halved."""
-        return MIN_LOG2_STEP[self.dtype]
+    def per_block(self):
+        """1 / the greatest decay within a block, as a sum of gates, of a chunk that is not halved. A reference is rounded."""
+        return LOG2_E / -(self.min_log2_decay + 2)
+
+    @property
+    def per_step(self):
+        """1 / twice the greatest decay from one block's reference to the next, as a sum of gates, of a chunk that is not
+        halved."""
+        return LOG2_E / (-2 * (MIN_LOG2_STEP[self.dtype] + 1))
 
     @inlined
     def warp_part(self, tile, warp):
@@ -132,16 +138,13 @@ class ChannelDecay(WarpChannels):
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
         if strong and self.has_references:
-            least, step = b_last * 0.0, b_last * 0.0
-            before, _ = self.edge_sums(sums, 0, warp)
-            before = before * 2.0
+            least = b_last * 0.0  # in units of the limits
             for i in range(CHUNK // TOKEN_GROUP):
                 first, last = self.edge_sums(sums, i, warp)
-                least = minimum(least, last - first)
-                step = minimum(step, first + last - before)  # twice what lies between references
-                before = first + last
-            too_strong = tile_min(least) * LOG2_E < self.min_log2_decay + 2  # a reference is rounded
-            halved = warpgroup.reduce_any(too_strong or tile_min(step) * LOG2_E < 2 * self.min_log2_step + 2)
+                first_before, last_before = self.edge_sums(sums, max(i - 1, 0), warp)
+                step = (first - first_before + last - last_before) * self.per_step
+                least = minimum(minimum(least, (last - first) * self.per_block), step)
+            halved = warpgroup.reduce_any(tile_min(least) < -1.0)
         return strong, halved
 
     @inlined
