@@ -161,7 +161,7 @@ def make(config: Config):
             pairs.score_tokens(w, value_tile, dout_tile, scale)
             query_tile, key_tile = q.wait(j, STAGES - 1), k.wait(j, STAGES - 1)  # the barrier also shows w to all warps
             gradients = PairGradients(zeros(OUT), zeros(OUT), zeros(OUT))
-            gradients = pairs.meet(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
+            gradients = pairs.add_pairs(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
             dq, dk, r, key = gradients.dq, gradients.dk, gradients.r, pairs.load_rows(key_tile)
 
             # what goes through states, by panels of values, with k~ in the place of X
@@ -200,7 +200,7 @@ def make(config: Config):
             store(truncate(gDK, 1, seq.end), OUTPUT(dk + dk_state), at, 1, 3, OUTPUT_BYTES)
             if WITH_GATES:
                 written = pairs.load_rows(key_tile) * dk_state
-                pairs.store_for_all(carried, col_sum(written) + exp2(last) * finish_sum(state_dots))
+                pairs.store_chunk_gate_gradient(carried, col_sum(written) + exp2(last) * finish_sum(state_dots))
                 thread_block.sync(FENCED)  # all have read b
                 channels.store_gate_gradients(gDGates, gGates, b, r - written, carried, seq, token, head)
             thread_block.sync(FENCED)

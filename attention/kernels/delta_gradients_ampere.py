@@ -127,7 +127,7 @@ def make(config: Config):
                 if STAGES == 1:
                     thread_block.sync()
                     fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # the block has met: all have read the panel before
+                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the panel before
                 errors, states = e.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     later = int32(panel + STAGES - 1)

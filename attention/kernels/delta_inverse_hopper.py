@@ -20,7 +20,7 @@ from ..parts.recurrent.delta_chunk_solver import ChunkSolver
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors, TwoParts
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
-BLOCKS_PER_SM = 4
+CTAS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, KEY, SINGLE = config.dtype, st(CHUNK, config.key_dim, config.dtype), 0
-    seq_layout, vectors_of, parts_of = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
-    solver = ChunkSolver(vectors_of, parts_of)
-    smem = shared(q=ring(KEY, 1), k=ring(KEY, 1), vectors=vectors_of.spec, high=TRIANGLE, low=TRIANGLE)
+    seq_layout, chunk_vectors, two_parts = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
+    solver = ChunkSolver(chunk_vectors, two_parts)
+    smem = shared(q=ring(KEY, 1), k=ring(KEY, 1), vectors=chunk_vectors.spec, high=TRIANGLE, low=TRIANGLE)
 
-    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
     def invert(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gForward: array(4, INPUT),
         gReverse: array(4, INPUT), gScores: array(4, INPUT), gVectors: array(3), length: INT, chunks: INT, heads: INT,
@@ -77,10 +77,10 @@ def make(config: Config):
         p = warpgroup.wait(warpgroup.mm_ABt(q.wait(SINGLE), keys))
         q.release(SINGLE)
         k.release(SINGLE)
-        p = vectors_of.decay_scores(p, vectors, scale)
+        p = chunk_vectors.decay_scores(p, vectors, scale)
         warpgroup.store(gScores, INPUT(warpgroup.causal(p, 0, 0.0)), (chunk, head, 0, 0), aligned=True)
         solution = solver.solve(s, vectors, (high, low))
-        first, second = parts_of.split(solution)
+        first, second = two_parts.split(solution)
         warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
         warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
         first, second = solver.split_reverse(solution, vectors)

@@ -101,7 +101,7 @@ class StatePass(NamedTuple):
         heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
         assert gates is not None
         sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
-        options = {"of_chunks": "gStates" in arrays, "reverse": self.reverse}
+        options = {"stores_states": "gStates" in arrays, "reverse": self.reverse}
         names = "gLocalStates", "gTotalDecays", "gInitialState", "gStates"
         return kernel_for(gla_states_hopper, intern_value(gla_states_hopper.Config, *sizes, **options), problem.device).bind(
             sequences * heads * scanned,

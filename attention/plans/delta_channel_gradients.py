@@ -9,7 +9,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import delta_channel_chains_hopper, delta_channel_gradients_hopper, delta_channel_inverse_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
@@ -24,7 +24,7 @@ PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), (
 PART_CHUNKS = 8  # of a packed sequence of average length, at least, for a thread block
 
 
-@follows
+@watched_function
 def count_packed_parts(sequences: int, heads: int, chunks: int, resident: int) -> int:
     """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
     many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
@@ -76,7 +76,7 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
     )
     group, walks, items = heads // key_heads, sequences * heads, chunks * heads
-    resident = delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors
+    resident = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors
     if varlen:
         parts = count_packed_parts(sequences, heads, each, resident)
         each = count_packed_parts(sequences, heads, each, device.processors)

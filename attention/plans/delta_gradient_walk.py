@@ -13,7 +13,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_gradients_hopper, delta_inverse_hopper, packed_tails
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
@@ -31,7 +31,7 @@ CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread b
 PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # see plan_tails
 
 
-@follows
+@watched_function
 def choose_segments(items: int, chunks: int, processors: int) -> int:
     """The number of segments of a walk that takes the shortest time, 1 for one after the pass. items: the number of sequences
     times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""

@@ -12,7 +12,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_compose_states_hopper,
@@ -58,7 +58,7 @@ def _count_blocks(problem: Problem) -> tuple[int, int]:
     return sequences * heads * -(-columns // COLUMNS), length * batch // sequences // CHUNK
 
 
-@follows
+@watched_function
 @functools.lru_cache(1024)
 def choose_segments(items: int, width: int, first_width: int, chunks: int, processors: int) -> int:
     """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
@@ -75,7 +75,7 @@ def choose_segments(items: int, width: int, first_width: int, chunks: int, proce
     return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1), key=time)
 
 
-@follows
+@watched_function
 def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
     """The number of blocks for the chunks of each of `items` heads."""
     return max(1, min(resident_ctas // items, chunks))

@@ -58,13 +58,18 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
     def of_chunks(kind: Any, x: str, sums_of: str, names: str, **more: Operand | float | None) -> Step:
         arrays: Arrays = {"g" + name: problem[name.lower()] for name in names.split()}
         arrays |= {"gFeatures": features[x], "gStates": states[sums_of], "gZ": sums[sums_of]}
-        arrays |= {"gNear": near[x], "gDFeatures": dfeatures[x]}
+        arrays |= {"gWindowDX": near[x], "gDFeatures": dfeatures[x]}
         sizes = {"parts": parts, "heads": heads, "group": group}
         return launch(intern_value(kind, *form), sequences * heads * parts, **window, **arrays, **sizes, **more)
 
     def go_back(x: str) -> list[Step]:
         dmap = scratch(1, key_dim, key_heads * splits, HALF)
-        arrays: Arrays = {"gX": problem[x], "gMap": problem[f"{x}_map"], "gNear": near[x], "gDFeatures": dfeatures[x]}
+        arrays: Arrays = {
+            "gX": problem[x],
+            "gMap": problem[f"{x}_map"],
+            "gWindowDX": near[x],
+            "gDFeatures": dfeatures[x],
+        }
         arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
         sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
         config = intern_value(HedgehogFeatureGradients, *form)

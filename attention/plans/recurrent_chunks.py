@@ -14,7 +14,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     chunk_ampere,
@@ -63,7 +63,7 @@ class Costs(NamedTuple):
     composed_in_scan: int = 1
 
 
-@follows
+@watched_function
 @functools.lru_cache(1024)
 def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
     """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:

@@ -113,7 +113,7 @@ def delta_rule(
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
-    default. qk_l2norm: q and k are divided by their lengths first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
+    default. qk_l2norm: q and k are divided by their L2 norms first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
     float32, 0 by default. out: written in place instead of a new array.
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to

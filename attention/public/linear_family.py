@@ -120,7 +120,7 @@ def linear(
     decay: log decays, never positive (-inf sets the state to 0), in float32, bfloat16 or float16: None; (H,), the same for
     all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. Or a gate as a layer
     projects it, attention.gates.softplus(a, A_log, dt_bias) and its like. scale: Dk^-1/2 by default. qk_l2norm: q and k are
-    divided by their lengths first, sqrt(sum(x^2) + 1e-6).
+    divided by their L2 norms first, sqrt(sum(x^2) + 1e-6).
     initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
 
     normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then

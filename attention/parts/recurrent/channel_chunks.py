@@ -107,7 +107,8 @@ class ChunkChannels:
 
     @inlined
     def cumsum_tokens(self, tile, x, least):
-        """Write the running sums over a chunk's tokens of the warps' x, or `least` where it is less. The block meets."""
+        """Write the running sums over a chunk's tokens of the warps' x, or `least` where they are less. All warps of the
+        block synchronise."""
         store(self.part(tile), x)
         thread_block.sync(FENCED)
         self.cumsum_in_place(tile, least)
@@ -123,7 +124,7 @@ class ChunkChannels:
 
     @inlined
     def cumsum_gates(self, tile, gates):
-        """Write b, in powers of 2. The block meets."""
+        """Write b, in powers of 2. All warps of the block synchronise."""
         self.cumsum_tokens(tile, clamp_gates(gates) * LOG2_E, FLOOR * LOG2_E)
 
     @inlined
@@ -139,17 +140,18 @@ class ChunkChannels:
     @inlined
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
         """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own.
-        carried: for each warp of the block what its channels have for all gates of the chunk. The block meets."""
+        carried: for each warp of the block what its channels have for all gates of the chunk. All warps of the
+        block synchronise."""
         gates = self.load_gates(gGates, seq, token, head)  # while sums are computed
         self.cumsum_tokens(b, r, -math.inf)
         total = self.load_last(b)
         for rank in range(WARPGROUP):
-            of_warp = int32(WARPGROUP * warpgroup.id() + rank)
-            total = total + load(subtile(carried, self.half, of_warp), self.rows.row_vec)
+            warp = int32(WARPGROUP * warpgroup.id() + rank)
+            total = total + load(subtile(carried, self.half, warp), self.rows.row_vec)
         gradients = total - (load(self.part(b), self.rows, fenced=False) - r)
-        forgets = less(gates, FLOOR)
+        below_floor = less(gates, FLOOR)
         at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
-        store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, gradients), at, 1, 3)
+        store(truncate(gDGates, 1, seq.end), where(below_floor, 0.0, gradients), at, 1, 3)
 
     @inlined
     def load_last(self, tile):

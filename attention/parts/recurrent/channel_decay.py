@@ -222,10 +222,10 @@ class ChannelDecay(WarpChannels):
         return tile_max(load(flag, FLAG_VEC))
 
     @inlined
-    def decay_state(self, s_t, state_decay, when):
-        """The transposed state, multiplied by exp(b_last - r) if `when`. A state is multiplied before it is read, which makes
-        it S', and again after the chunk; in a strong chunk only in between."""
-        if when:
+    def decay_state(self, s_t, state_decay, condition):
+        """The transposed state, multiplied by exp(b_last - r) if `condition`. A state is multiplied before it is read, which
+        makes it S', and again after the chunk; in a strong chunk only in between."""
+        if condition:
             return s_t * load(state_decay, self.channel_vec)
         else:
             return s_t

@@ -73,7 +73,7 @@ class DecayedKeys(ChunkDecay):
     other. Tokens have no factors. gB is the decay of each channel over the chunk."""
 
     key_dim: int
-    in_queries = True
+    queries_include_decay = True
 
     @inlined
     def end_row(self, end):

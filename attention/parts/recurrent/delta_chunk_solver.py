@@ -23,8 +23,8 @@ def away_from_zero(beta):
 class ChunkSolver:
     """Computes vectors, -L beta and R of a chunk."""
 
-    vectors_of: ChunkVectors
-    parts_of: TwoParts
+    chunk_vectors: ChunkVectors
+    two_parts: TwoParts
 
     @inlined
     def store_vectors(self, target, gVectors, gBeta, gGates, seq, token, chunk, head):
@@ -33,7 +33,7 @@ class ChunkSolver:
         beta = transpose(load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, at, cols=1))
         store(subtile(target, CHUNK, BETA), beta)
         store(gVectors, beta, (chunk, head, 0))
-        if self.vectors_of.gated:
+        if self.chunk_vectors.gated:
             gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
             b = cumsum(clamp_gates(transpose(gates)) * LOG2_E)
             store(subtile(target, CHUNK, SUM), b)
@@ -49,11 +49,11 @@ class ChunkSolver:
     def solve(self, s, vectors, triangles):
         """(-L beta)^T, by a warpgroup. s: K K^T. vectors: the chunk's. triangles: two shared TRIANGLEs."""
         high, low = triangles
-        a = self.vectors_of.decay_scores(s, vectors, away_from_zero(self.vectors_of.cols(vectors, BETA)))
+        a = self.chunk_vectors.decay_scores(s, vectors, away_from_zero(self.chunk_vectors.cols(vectors, BETA)))
         return warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
 
     @inlined
     def split_reverse(self, solution, vectors):
         """The two parts of R^T, from what `solve` returns."""
-        reverse = solution / away_from_zero(self.vectors_of.rows(vectors, BETA))
-        return self.parts_of.split(reverse * self.vectors_of.cols(vectors, BETA))
+        reverse = solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA))
+        return self.two_parts.split(reverse * self.chunk_vectors.cols(vectors, BETA))

@@ -94,8 +94,8 @@ class InverseConfig(DeltaChunkConfig):
     beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
 
     def __str__(self):
-        kinds = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
-        return ", ".join(filter(None, (super().__str__(), *kinds)))
+        flags = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
+        return ", ".join(filter(None, (super().__str__(), *flags)))
 
 
 def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
@@ -129,7 +129,7 @@ class ChunkDecay:
     gated: are there gates? Otherwise sums are 0, and nothing is read."""
 
     gated: bool
-    in_queries = False  # are queries as they are multiplied, decayed and scaled, so that dO has no factors?
+    queries_include_decay = False  # are queries in memory decayed and scaled, so that dO needs no factors?
 
     @inlined
     def end_row(self, end):

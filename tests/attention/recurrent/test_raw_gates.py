@@ -232,7 +232,7 @@ def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels
 
 
 def test_as_compiled_for_hopper(as_compiled):
-    """The PTX of the kernel that passes inverse lengths through rings, for two chunks of which the last is shorter."""
+    """The PTX of the kernel that passes inverse norms through rings, for two chunks of which the last is shorter."""
     as_compiled("sm_90a")
     place = type("Compiled", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
     agree(place, "softplus", 70, delta_rule)
