@@ -87,7 +87,7 @@ def map(item, rank):
     owner = blocks[rank]
     owner.reached(warp, "reaches for shared memory")
     if not isinstance(item, SharedTile):
-        item = owner.opened[next(name for name, tile in warp.block.opened.items() if tile is item)]
+        item = owner.shared_members[next(name for name, tile in warp.block.shared_members.items() if tile is item)]
     return Remote(item, owner)
 
 

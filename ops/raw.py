@@ -86,13 +86,13 @@ def fence_async():
 @op
 def named_sync(number, threads):
     """bar.sync: until `threads` threads have arrived on a named barrier."""
-    current_warp().block.named(number, threads).meet(current_warp(), threads)
+    current_warp().block.named(number, threads).sync(current_warp(), threads)
 
 
 @op
 def named_arrive(number, threads):
     """bar.arrive: arrive on a named barrier without waiting."""
-    current_warp().block.named(number, threads).meet(current_warp(), threads, sync=False)
+    current_warp().block.named(number, threads).sync(current_warp(), threads, wait=False)
 
 
 def _check_copy(name, tensor, at, tile):
@@ -125,4 +125,4 @@ _lowers(tma_store, gl, types.BaseTuple, st | sv, emit=_emit_store, check=_check_
 _lowers(store_wait, emit=_one_lane(ptx.tma_store_wait))
 _lowers(fence_async, emit=lambda b, _: ptx.fence_async(b))
 _lowers(named_sync, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t)))
-_lowers(named_arrive, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t), sync=False))
+_lowers(named_arrive, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t), wait=False))

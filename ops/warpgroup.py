@@ -99,7 +99,7 @@ def sync(fenced=False):
     """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA.
     fenced=True: the caller has seen to the fence (which waits for everything that a thread has under way, copies included),
     so there is none here; without one, wgmma and TMA may not see it."""
-    FOUR_WARPS.meet(current_warp(), not fenced)
+    FOUR_WARPS.sync(current_warp(), not fenced)
 
 
 @op

@@ -114,7 +114,7 @@ class pipeline:
         warp = _opened(self, j)
         warp.wait_group(newer, (self.name, j))
         threads = layout.LANES * self.warps
-        warp.block.named(0, threads).meet(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
+        warp.block.named(0, threads).sync(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
         return _tile(self, j)
 
 
@@ -123,7 +123,7 @@ def _opened(pipe, j):
     warp = current_warp()
     if j < 0:
         raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")
-    if warp.block.opened is None or pipe.name not in warp.block.opened:
+    if warp.block.shared_members is None or pipe.name not in warp.block.shared_members:
         raise warp.hazard(f"{pipe} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
     if warp.block.size != pipe.warps:
         raise warp.hazard(f"{pipe} is filled by a block of {warp.block.size} warps", "collective")

@@ -181,9 +181,9 @@ def _slot(ring, j):
     block = current_warp().block
     if j < 0:
         raise current_warp().hazard(f"ring {ring.name!r} has no tile {j}")
-    if block.opened is None or ring.name not in block.opened:
+    if block.shared_members is None or ring.name not in block.shared_members:
         raise current_warp().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
-    return block.opened[ring.name][j % ring.stages]
+    return block.shared_members[ring.name][j % ring.stages]
 
 
 def _own(ring, source, at, rank, parts):
@@ -194,7 +194,7 @@ def _own(ring, source, at, rank, parts):
 
 def tile_of(block, ring, j):
     """The j-th tile, whatever its state."""
-    slot = block.opened[ring.name][j % ring.stages]
+    slot = block.shared_members[ring.name][j % ring.stages]
     return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}", slot, j)
 
 

@@ -39,7 +39,7 @@ def wait_count(counts, at, n):
     )
     current_warp().until(lambda: count.item() >= n, lambda: description)
     note(Touched, count, False)
-    current_warp().block.cluster.in_turn = True
+    current_warp().block.cluster.waits_for_count = True
     current_warp().fence_async()
 
 

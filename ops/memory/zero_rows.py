@@ -9,7 +9,7 @@ from tiles.layout import WARPGROUP
 from tiles.op import integer, lowers, op
 from tiles.types import st
 
-from ..threads.warpgroups import emit_meet, meet
+from ..threads.warpgroups import emit_sync_warpgroups, sync_warpgroups
 from ..threads.warps import MOST_GROUPS, THREADS
 
 CHUNK_BYTES = 16  # that a thread writes at once
@@ -35,7 +35,7 @@ def _zero(tile, gone, groups):
     share, mine = -(-len(gone) // count), warp.index if groups > 1 else warp.rank
     if rows := gone[share * mine : share * (mine + 1)]:
         warp.write(tile, np.zeros((len(rows), tile.cols), np.float32), rows)
-    meet(warp, groups)
+    sync_warpgroups(warp, groups)
 
 
 @lowers(zero_rows)
@@ -70,6 +70,6 @@ def _lowered(name, side, tile, bound, groups):
                 with b.if_then(gone):
                     at = b.add(address, b.add(b.mul(chunk, b.u32(CHUNK_BYTES)), b.u32(panel * tile.panel_bytes)))
                     b.do("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", at, nothing)
-        emit_meet(b, groups)
+        emit_sync_warpgroups(b, groups)
 
     return void, emit

@@ -37,9 +37,9 @@ def reduced(group, kind, x, scratch):
     rank, size = group.rank(warp), group.size(warp)
     if size * room > scratch.length:
         raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
-    group.meet(warp, fence=False)
+    group.sync(warp, fence=False)
     warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * rank, room * (rank + 1)))
-    group.meet(warp, fence=False)
+    group.sync(warp, fence=False)
     parts = warp.read(scratch, range(room * size), fence=False).reshape(size, room)
     out = ufunc.reduce(parts, axis=0)
     return out.reshape(x.spec.shape) if hasattr(x, "spec") else out[0]
@@ -49,9 +49,9 @@ def voted(group, decide, flag):
     """What any and all mean: decide(the flags of all warps)."""
     warp = current_warp()
     barrier = group.barrier(warp)
-    flags = VOTES.setdefault(barrier, {}).setdefault(barrier.opened, [])
+    flags = VOTES.setdefault(barrier, {}).setdefault(barrier.generation, [])
     flags.append(bool(flag))
-    barrier.meet(warp, LANES * group.size(warp), description=f"the {group.name}'s vote: ", vote=True)
+    barrier.sync(warp, LANES * group.size(warp), description=f"the {group.name}'s vote: ", vote=True)
     return decide(flags)
 
 
@@ -73,7 +73,7 @@ def _room(x):
 
 def _sync(group):
     def rule(fenced: int):
-        return void, lambda b, _: group.emit_meet(b, fence=not fenced)
+        return void, lambda b, _: group.emit_sync(b, fence=not fenced)
 
     return rule
 
@@ -108,14 +108,14 @@ def _reduction(group, name, kind):
             return b.add(address, b.mul(b.u32(part), b.u32(room * fp32.itemsize)))
 
         def lower(b, value, address):
-            group.emit_meet(b, fence=False)
+            group.emit_sync(b, fence=False)
             own_address = at(b, address, group.emit_rank(b))
             if stored:
                 shared_vectors.lower_store(scratch, stored, lambda b: b.u32(0))(b, own_address, b.pack(b.elements(x, value)))
             else:
                 with b.if_then(elected(b, LANES)):
                     b.do("st.shared.f32 [$0], $1;", own_address, b.real(value))
-            group.emit_meet(b, fence=False)
+            group.emit_sync(b, fence=False)
             size, folded = group.emit_warps(b), None
             for k in range(parts):
                 values = at(b, address, k)

@@ -17,7 +17,7 @@ Faults = Iterator[tuple[str, tuple[Edit | None, ...]]]
 RULES: dict[type, list[Callable[[ast.AST, SourceFile], Faults]]] = defaultdict(list)  # by the kinds of nodes that they match
 
 # calls that order, hand over, clear or check, and give nothing: without them the code runs on
-ORDERS = "fence wait sync commit arrive release meet emit_meet publish reads_done warp_sync mbarrier acquire signal"
+ORDERS = "fence wait sync commit arrive release emit_sync publish reads_done warp_sync mbarrier acquire signal"
 CLEARS = "zero clear fill expect open close add append update store copy give take check needs refuse"
 DROPPED = re.compile(rf"_*({'|'.join((ORDERS + ' ' + CLEARS).split())})(?!_registers)\w*")
 PASSED_THROUGH = re.compile(r"(wait|fence|abs|rounded|round|clip|after)\w*")  # f(x) where x is nearly right

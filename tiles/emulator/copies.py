@@ -33,11 +33,11 @@ def _(match, w, at):
     sources, memory = address(w, source)[lanes], w.block.cluster.memory
     if (sources % np.uint64(size))[counts > 0].any():
         raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (piece=)")
-    w._allowed(owner.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
+    w._check_access(owner.shadow.unwritable(w.knowledge(lanes), cells), "copies into shared memory")
     for n in {int(n) for n in counts} - {0}:
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
 
-    def land():
+    def complete():
         arrived = np.zeros(cells.shape, np.uint8)
         for n in {int(n) for n in counts} - {0}:
             copies_of_n = counts == n
@@ -46,7 +46,7 @@ def _(match, w, at):
         owner.shadow.bytes[cells] = arrived
         owner.shadow.state[cells] = VALID
 
-    copy = w.block.cluster.start(land, "the copy into shared memory", cells.size, w.place())
+    copy = w.block.cluster.start(complete, "the copy into shared memory", cells.size, w.place())
     copy.awaited = False
     w.copies.append(copy)
     event = Event("copy", f"the end of {copy.operation}", copy.place)
@@ -69,7 +69,7 @@ def _(match, w, at):
     newer = int(at.operands[0].text) if at.operands else 0
     done = max(0, len(w.groups) - newer)
     waited = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
-    w.until(lambda: all(copy.done for copy in waited), lambda: "its copies")
+    w.wait_until(lambda: all(copy.done for copy in waited), lambda: "its copies")
     for copy in waited:
         copy.awaited = True
     lanes = np.arange(LANES)
@@ -173,11 +173,11 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
     cells = tensor_map.cells(first)
     extent = slice(first, first + tensor_map.nbytes)
     w.within(first, first + tensor_map.nbytes, 1, owner)
-    owner.reached(thread, operation)
-    bar = mbarrier(w, owner, bar_address, w.asks_lane(lane, True))
-    w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), operation)
+    owner.check_reachable(thread, operation)
+    bar = mbarrier(w, owner, bar_address, w.lane_knowledge(lane, True))
+    w._check_access(shadow.unwritable(w.lane_knowledge(lane, True), extent), operation)
 
-    def land():
+    def complete():
         arrived = np.zeros((len(cells), tensor_map.size), np.uint8)
         arrived[inside] = memory[places[inside][:, None] + np.arange(tensor_map.size)]
         if tensor_map.encoding.dtype == "TFLOAT32":
@@ -186,7 +186,7 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
         shadow.state[extent] = VALID
         bar.end_copy(copy)
 
-    copy = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
+    copy = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
     for waited in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
         bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
@@ -213,11 +213,11 @@ def _(match, w, at):
     w.within(first, first + tensor_map.nbytes, 1)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     shadow, extent = w.block.shadow, slice(first, first + tensor_map.nbytes)
-    w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), operation)
+    w._check_access(shadow.unreadable(w.lane_knowledge(lane, True), extent), operation)
     cells, places = tensor_map.cells(first), tensor_map.pointer + offsets - low
     agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[tensor_map.encoding.dtype], match[2]
 
-    def land():
+    def complete():
         octets = shadow.bytes[cells[inside]]
         into = places[inside][:, None] + np.arange(tensor_map.size)
         if fold:
@@ -225,7 +225,7 @@ def _(match, w, at):
             octets = FOLDS[fold](old, octets.view(kind)).astype(kind).view(np.uint8)
         memory[into] = octets
 
-    store = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
+    store = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     store.lane = lane
     shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", operation, store.place))
     w.stores.append(store)
@@ -246,7 +246,7 @@ def _(match, w, at):
     group_numbers = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
     done = group_numbers[: len(group_numbers) - newer] if newer else group_numbers
     waited = [store for k in done for store in w.store_groups[k - 1]]
-    w.until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
+    w.wait_until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
     if done:
         agent = w.block.store_agents[w.index]
         starters = sorted({store.lane for store in waited})
@@ -272,16 +272,16 @@ def _(match, w, at):
         raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
     lane, shadow = int(lanes[0]), owner.shadow
     thread = w.threads[lane]
-    owner.reached(thread, "st.async")
-    barrier = mbarrier(w, owner, bar_address, w.asks_lane(lane))
-    w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
+    owner.check_reachable(thread, "st.async")
+    barrier = mbarrier(w, owner, bar_address, w.lane_knowledge(lane))
+    w._check_access(shadow.unwritable(w.knowledge(lanes), cells), "st.async writes shared memory")
 
-    def land():
+    def complete():
         shadow.bytes[cells] = octets
         shadow.state[cells] = VALID
         barrier.end_copy(copy)
 
-    copy = w.block.cluster.start(land, "the store", octets.size, w.place())
+    copy = w.block.cluster.start(complete, "the store", octets.size, w.place())
     time = barrier.begin_copy(thread, copy)
     for each in lanes:
         barrier.learn(w.clocks[each])

@@ -17,7 +17,7 @@ def _ways(program):
     return follow
 
 
-def meets(program: PtxProgram) -> list[int]:
+def reconvergence_points(program: PtxProgram) -> list[int]:
     """For each instruction, its immediate postdominator: the first one that every path to the end comes through."""
     end, follow = len(program.code), _ways(program)
     before: list[list[int]] = [[] for _ in range(end + 1)]

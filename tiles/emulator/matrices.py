@@ -122,11 +122,11 @@ class WgmmaRegister:
 
 
 class WarpWgmma:
-    """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. held: {slot:
-    value} of A's registers, which must not change before the wait."""
+    """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. a_registers:
+    {slot: value} of A's registers, which must not change before the wait."""
 
     def __init__(self, place, registers, compute, a_registers):
-        self.place, self.compute, self.held = place, compute, a_registers
+        self.place, self.compute, self.a_registers = place, compute, a_registers
         self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
@@ -164,7 +164,7 @@ def _(match, w, at):
     signs, transposed = [int(x.text) for x in numbers[:2]], [int(x.text) for x in numbers[2:]]
     if k * size != SLICE or len(acc) != n // 2:
         raise w.hazard(f"{at.opcode} with {len(acc)} registers", "language")
-    w.together(f"wgmma {at.number}")
+    w.check_collective(f"wgmma {at.number}")
     accumulate = operand(scale, np.bool_)(w)
     if accumulate.any() != accumulate.all():
         raise w.hazard("the lanes disagree on whether the wgmma accumulates", "divergence")
@@ -172,7 +172,7 @@ def _(match, w, at):
     from_registers = isinstance(a, list)
     w.mmas.append(None)
     agent, time = w.block.mma_agents[w.index], len(w.mma_groups) + 1
-    ask, shadow = w.asks(asynchronous=True), w.block.shadow
+    ask, shadow = w.knowledge(asynchronous=True), w.block.shadow
     b_cells = _cells(w, b, range(n), transposed[-1:] != [1], size)
     reads = [b_cells]
     if from_registers:
@@ -183,7 +183,7 @@ def _(match, w, at):
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
         w.within(int(cells.min()), int(cells.max()) + 1, 1)
-        w._allowed(shadow.unreadable(ask, cells), "mma reads shared memory")
+        w._check_access(shadow.unreadable(ask, cells), "mma reads shared memory")
         shadow.note_read(agent, time, cells, event)
 
     def matrix(cells, kind):
@@ -226,7 +226,7 @@ def _(_, w, at):
 @means(r"wgmma\.commit_group\.sync\.aligned")
 def _(_, w, at):
     w.converged("wgmma.commit_group")
-    w.together("wgmma.commit_group")
+    w.check_collective("wgmma.commit_group")
     w.mma_groups.append(w.mmas)
     w.mmas = []
 
@@ -236,17 +236,17 @@ def _(_, w, at):
     w.converged("wgmma.wait_group")
     newer: Imm = at.operands[0]
     done = max(0, len(w.mma_groups) - int(newer.text))
-    group = w.block.crew[w.group * WARPGROUP : (w.group + 1) * WARPGROUP]
-    w.until(
+    group = w.block.warp_list[w.group * WARPGROUP : (w.group + 1) * WARPGROUP]
+    w.wait_until(
         lambda: all(len(other.mma_groups) >= done for other in group),
         lambda: "the other warps of its warpgroup to issue the mma",
     )
     for mmas in w.mma_groups[w.mmas_done : done]:
         for mma in mmas:
-            if any(w.r[slot] is not value for slot, value in mma.held.items()):
+            if any(w.r[slot] is not value for slot, value in mma.a_registers.items()):
                 raise w.hazard("A's registers were written between a wgmma and this wait for it", "in flight", mma.place)
             mma.finish()
     w.mmas_done = max(w.mmas_done, done)
     agent = w.block.mma_agents[w.index]
     w.clocks[:, agent] = np.maximum(w.clocks[:, agent], done)
-    w.redeem()
+    w.resolve_pending()

@@ -91,7 +91,7 @@ class PtxProgram:
     code: list[PtxInstruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
     unguarded: list[Any] = field(default_factory=list)
-    meets: list[int] = field(default_factory=list)
+    reconvergence_points: list[int] = field(default_factory=list)
     with_lines: Callable[[], list[PtxInstruction]] | None = None
 
     @functools.cached_property

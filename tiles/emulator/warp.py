@@ -15,7 +15,7 @@ from ..interpreter.hazard import Hazard, WarpPlace
 from ..interpreter.shadow import POISON, VALID, Event
 from ..interpreter.warp import InterpretedWarp
 from ..layout import LANES, WARPGROUP
-from .memory import LOCAL, WINDOW, Ask
+from .memory import LOCAL, WINDOW, Knowledge
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -54,7 +54,7 @@ class Thread:
     def __init__(self, warp, lane):
         self.warp, self.lane, self.block = warp, lane, warp.block
         self.agent, self.clock = warp.first + lane, warp.clocks[lane]
-        self.tick, self.place, self.hazard, self.until = warp.tick, warp.place, warp.hazard, warp.until
+        self.tick, self.place, self.hazard, self.wait_until = warp.tick, warp.place, warp.hazard, warp.wait_until
         self.index = warp.index
 
 
@@ -70,11 +70,11 @@ class EmulatedWarp(greenlet):
         self.agent = self.first = (block.rank * block.size + index) * LANES  # of its lanes
         self.copier = self.agents.warps + self.first  # of their copies by cp.async
         self.clocks = np.zeros((LANES, self.agents.count), np.int64)
-        self.own = np.arange(LANES), self.first + np.arange(LANES)
+        self.lane_agents = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers, self.settings = block.entry_registers, 0
-        self.met, self.waited, self.met_at, self.collectives = 0, 0, None, 0
+        self.cluster_arrivals, self.cluster_waits, self.cluster_arrival_place, self.collectives = 0, 0, None, 0
         self.instruction = program.code[0]
         self.mask, self.full = np.ones(LANES, bool), True
         self.r = [None] * len(program.widths)
@@ -86,20 +86,20 @@ class EmulatedWarp(greenlet):
         self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
 
     # -- time, messages: as in the interpreter
-    until, hazard, together, set_registers, close_deeds = (
-        InterpretedWarp.until,
+    wait_until, hazard, check_collective, set_registers, close_collectives = (
+        InterpretedWarp.wait_until,
         InterpretedWarp.hazard,
-        InterpretedWarp.together,
+        InterpretedWarp.check_collective,
         InterpretedWarp.set_registers,
-        InterpretedWarp.close_deeds,
+        InterpretedWarp.close_collectives,
     )
-    _allowed, __str__ = InterpretedWarp._allowed, InterpretedWarp.__str__
-    _not_awaited = staticmethod(lambda cause: "")  # the instructions say it
+    _check_access, __str__ = InterpretedWarp._check_access, InterpretedWarp.__str__
+    _describe_unawaited = staticmethod(lambda cause: "")  # the instructions say it
 
     def tick(self):
         """A new time of all lanes' clocks."""
         self.time += 1
-        self.clocks[self.own] = self.time
+        self.clocks[self.lane_agents] = self.time
         return self.time
 
     @property
@@ -111,8 +111,8 @@ class EmulatedWarp(greenlet):
         """All lanes know what `clock` knows."""
         np.maximum(self.clocks, clock, out=self.clocks)
 
-    def meet(self):
-        """The lanes meet: each knows what one of them knows."""
+    def join_lanes(self):
+        """The lanes converge: each knows what any of them knows."""
         self.clocks[:] = np.maximum.reduce(self.clocks)
         self.synced = self.time
 
@@ -148,7 +148,7 @@ class EmulatedWarp(greenlet):
             self.r[to.slot] = value
             self.pending.add(to.slot)
 
-    def redeem(self):
+    def resolve_pending(self):
         """Promises that are kept become values, which no fence needs to follow."""
         pending_values = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
         for slot, value in pending_values.items():
@@ -177,7 +177,12 @@ class EmulatedWarp(greenlet):
 
     # -- the program
     def _execute(self):
-        code, runs, meets, unguarded = self.program.code, self.program.runs, self.program.meets, self.program.unguarded
+        code, runs, reconvergence_points, unguarded = (
+            self.program.code,
+            self.program.runs,
+            self.program.reconvergence_points,
+            self.program.unguarded,
+        )
         end, executed = len(code), self.block.cluster.counts.executed
         stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they meet others, how many
         while stack:
@@ -208,8 +213,11 @@ class EmulatedWarp(greenlet):
                 elif not count:
                     top[0] = pc + 1
                 else:
-                    top[0], rest = meets[pc], mask & ~mask_of_guard
-                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, mask_of_guard, meets[pc], count]]
+                    top[0], rest = reconvergence_points[pc], mask & ~mask_of_guard
+                    stack += [
+                        [pc + 1, rest, reconvergence_points[pc], lanes - count],
+                        [at.target, mask_of_guard, reconvergence_points[pc], count],
+                    ]
                 continue
             if at.opcode in ("ret", "exit"):
                 for entry in stack:
@@ -232,19 +240,19 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"an address of block {rank} of the cluster, which takes shared::cluster", "bounds")
         return blocks[rank], address & (1 << WINDOW) - 1
 
-    def asks(self, rows=None, asynchronous=False):
+    def knowledge(self, rows=None, asynchronous=False):
         """The knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
         if rows is None:
-            return Ask(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
-        return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
+            return Knowledge(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
+        return Knowledge(self.clocks, self.agents.ordinary, asynchronous, rows)
 
-    def asks_active(self):
+    def active_knowledge(self):
         """The clock of accesses that all active lanes are ordered after."""
-        return Ask(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
+        return Knowledge(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
 
-    def asks_lane(self, lane, asynchronous=False):
+    def lane_knowledge(self, lane, asynchronous=False):
         """An Ask by what this one lane knows."""
-        return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
+        return Knowledge(self.clocks[lane], self.agents.ordinary, asynchronous)
 
     def within(self, first, last, align, owner=None):
         """Raises a Hazard unless these bytes lie in shared memory, at a multiple of `align`."""
@@ -278,10 +286,10 @@ class EmulatedWarp(greenlet):
         """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
         operation = "reads shared memory"
         owner, lanes, cells = self._cells(addresses, size)
-        owner.reached(self.threads[lanes[0]], operation)
-        self._allowed(owner.shadow.unreadable(self.asks(lanes), cells, plain), operation)
+        owner.check_reachable(self.threads[lanes[0]], operation)
+        self._check_access(owner.shadow.unreadable(self.knowledge(lanes), cells, plain), operation)
         time = self.tick()
-        owner.visited(self, time, operation)
+        owner.note_visit(self, time, operation)
         owner.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
         return owner.shadow.bytes[cells]
 
@@ -289,20 +297,20 @@ class EmulatedWarp(greenlet):
         """Store (active lanes, size) bytes."""
         operation = "writes shared memory"
         owner, lanes, cells = self._cells(addresses, values.shape[1])
-        owner.reached(self.threads[lanes[0]], operation)
-        self._allowed(owner.shadow.unwritable(self.asks(lanes), cells), operation)
+        owner.check_reachable(self.threads[lanes[0]], operation)
+        self._check_access(owner.shadow.unwritable(self.knowledge(lanes), cells), operation)
         time, writers = self.tick(), self.first + lanes
         if owner is not self.block:
-            writers = self.block.cluster.abroad.start + writers
+            writers = self.block.cluster.peer_writers.start + writers
             self.clocks[lanes, writers] = time
-        owner.visited(self, time, operation)
+        owner.note_visit(self, time, operation)
         event = Event("store", "the write", self.place())
         owner.shadow.note_write(writers[:, None], time, cells, VALID, event)
         owner.shadow.bytes[cells] = values
         if np.count_nonzero(owner.shadow.bytes[cells] != values):
             raise self.hazard(f"{operation}, and lanes put different numbers in the same place", "race")
 
-    def own_bytes(self, addresses, size):
+    def local_bytes_of(self, addresses, size):
         """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
         at = addresses[self.mask].astype(np.int64) - LOCAL
         end = self.local.shape[1]
@@ -323,4 +331,4 @@ class EmulatedWarp(greenlet):
                 raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.operation}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
-        self.close_deeds()
+        self.close_collectives()

@@ -40,7 +40,7 @@ from ..layout import LANES
 from .accesses import global_accesses
 from .barriers import Mbarrier, NamedBarrier
 from .block import Block
-from .cluster import Cluster, RecordingCluster, seeded
+from .cluster import Cluster, RecordingCluster, random_order
 from .hazard import KINDS, Hazard
 from .language import Bounded, current_warp, getcurrent, rebind
 from .processes import run_all
@@ -107,7 +107,7 @@ def recorded(kernel, grid, threads, args, shared, which):
     run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
     for n, indices in enumerate(which):
         cluster = run(indices, n, arguments)
-        yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}
+        yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.warp_list}
 
 
 def _runs(kind, kernel, grid, threads, shared, seed):
@@ -120,7 +120,7 @@ def _runs(kind, kernel, grid, threads, shared, seed):
     function = rebind(kernel, rebound)
 
     def run(indices, n, args, accesses=None, tick=Cluster.tick):
-        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), rebound, ctas_per_sm)
+        one = kind(indices, grid, threads // LANES, shared, random_order(seed, n), rebound, ctas_per_sm)
         one.accesses, one.tick = accesses, tick
         with np.errstate(all="ignore"):
             one.run(function, args)

@@ -108,7 +108,7 @@ class Cuda:
     def syncthreads(self):
         """Every thread of the block meets here."""
         block = current_warp().block
-        block.named(0, LANES * block.size).meet(current_warp(), LANES * block.size, description="syncthreads: ")
+        block.named(0, LANES * block.size).sync(current_warp(), LANES * block.size, description="syncthreads: ")
 
     def syncwarp(self, mask=-1):
         """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
@@ -155,7 +155,7 @@ class Bounded(np.ndarray):
             if not isinstance(i, slice) and not 0 <= i < size:
                 raise current_warp().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
         if access == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
-            warp.touches(self, access)
+            warp.note_access(self, access)
         return index
 
 

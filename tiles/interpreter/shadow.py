@@ -40,7 +40,7 @@ class Event(NamedTuple):
         return self.place.by(self.operation)
 
 
-OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
+HAZARD_OF_WRITE = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
 
 
 class TileCells:
@@ -120,13 +120,13 @@ class Shadow:
             return clock
         return np.concatenate([clock[self.ordinary : 2 * self.ordinary], clock[self.ordinary :]])
 
-    def _overtaken(self, clock, cells, bad):
+    def _describe_conflict(self, clock, cells, bad):
         """(kind, cause) for the first bad cell, by who wrote it."""
         writer, written, _, event_number = cells.of(self.last).reshape(-1, 4)[bad.argmax()]
         event = self.writes[event_number]
         if writer < self.ordinary and clock[writer] >= written:
             return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
-        return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
+        return HAZARD_OF_WRITE[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
@@ -137,14 +137,14 @@ class Shadow:
             return None
         if last[..., STATE].flat[bad.argmax()] == NEVER:
             return "never written", "which nobody has written"
-        return self._overtaken(clock, cells, bad)
+        return self._describe_conflict(clock, cells, bad)
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
         known, last = self._seen(clock, asynchronous), cells.of(self.last)
         bad = known[last[..., WRITER]] < last[..., WRITTEN]
         if np.count_nonzero(bad):
-            return self._overtaken(clock, cells, bad)
+            return self._describe_conflict(clock, cells, bad)
         for agent, time in self.latest.items():
             if time <= known[agent]:
                 continue
@@ -170,11 +170,11 @@ class Shadow:
         cells.set(self.last, (agent, time, state, len(self.writes)))
         self.writes.append(event)
 
-    def land(self, cells):
-        """A copy into these cells is done."""
+    def mark_valid(self, cells):
+        """A copy into these cells is done: they may be read."""
         cells.of(self.last)[..., STATE] = VALID
 
-    def reading(self, agent, clock, cells):
+    def unfinished_read(self, agent, clock, cells):
         """The first read of these cells by `agent` that `clock` does not know to be over, or None."""
         if agent not in self.read:
             return None

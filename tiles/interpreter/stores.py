@@ -56,7 +56,7 @@ class Stores:
         if numbers is None:
             return
         cluster = warp.block.cluster
-        if not cluster.in_turn and np.count_nonzero(numbers):
+        if not cluster.waits_for_count and np.count_nonzero(numbers):
             self._check(numbers, view, values, cluster.blocks[0].index, clock, place)
         self.events.append(StoreRecord(cluster.blocks[0].index, warp.agent, time, place))
         numbers[...] = len(self.events) - 1
