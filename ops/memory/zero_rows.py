@@ -10,7 +10,7 @@ from tiles.op import integer, lowers, op
 from tiles.types import st
 
 from ..threads.warpgroups import emit_sync_warpgroups, sync_warpgroups
-from ..threads.warps import MOST_GROUPS, THREADS
+from ..threads.warps import MAX_GROUPS, THREADS
 
 CHUNK_BYTES = 16  # that a thread writes at once
 
@@ -50,9 +50,9 @@ def _(tile, end, groups: int):
 
 def _lowered(name, side, tile, bound, groups):
     """The rule of both: `side` compares the rows that become 0 with the bound."""
-    if not isinstance(tile, st) or not integer(bound) or not 1 <= groups <= MOST_GROUPS:
+    if not isinstance(tile, st) or not integer(bound) or not 1 <= groups <= MAX_GROUPS:
         raise TypeError(
-            f"{name}: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {bound} and {groups}"
+            f"{name}: takes a shared tile, an integer and 1 to {MAX_GROUPS} warpgroups, got {tile}, {bound} and {groups}"
         )
     threads = THREADS * groups
     chunks = tile.width // CHUNK_BYTES

@@ -30,7 +30,7 @@ POISON = 0xFF  # as bf16, fp16 and fp32: NaN
 
 
 class Event(NamedTuple):
-    """An access, for messages: `kind` is a key of OVERTAKEN or "read"."""
+    """An access, for messages: `kind` is a key of HAZARD_OF_WRITE or "read"."""
 
     kind: str
     operation: str
