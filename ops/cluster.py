@@ -85,7 +85,7 @@ def map(item, rank):
     if not 0 <= rank < len(blocks):
         raise warp.hazard(f"there is no block {rank} in a cluster of {len(blocks)} blocks")
     owner = blocks[rank]
-    owner.reached(warp, "reaches for shared memory")
+    owner.check_reachable(warp, "reaches for shared memory")
     if not isinstance(item, SharedTile):
         item = owner.shared_members[next(name for name, tile in warp.block.shared_members.items() if tile is item)]
     return Remote(item, owner)

@@ -139,7 +139,7 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any([type(x) is np.ndarray for x in args]):
             return self.meaning(*args, **kwargs)
-        spec_of, wrap, getcurrent, record, of_a_type = _interpreted()
+        spec_of, wrap, getcurrent, record_op, of_a_type = _interpreted()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
         try:
@@ -153,11 +153,11 @@ class Op:
 
             raise TypeError(f"{error}{hazard_line()}") from None
         warp = getcurrent()
-        if global_accesses and (touches := getattr(warp, "touches", None)):
+        if global_accesses and (note_access := getattr(warp, "note_access", None)):
             for place, access in global_accesses:
-                touches(args[place], access)
+                note_access(args[place], access)
         recorded = getattr(warp, "steps", None) is not None
-        value = record(self, tuple(specs), result, args) if recorded else self.meaning(*args)
+        value = record_op(self, tuple(specs), result, args) if recorded else self.meaning(*args)
         try:
             return wrap(result, value)
         except TypeError as error:
@@ -197,10 +197,10 @@ def _interpreted():
     ops."""
     from greenlet import getcurrent
 
-    from .interpreter.record import record
+    from .interpreter.record import record_op
     from .values import OF_A_TYPE, spec_of, wrap
 
-    return spec_of, wrap, getcurrent, record, OF_A_TYPE
+    return spec_of, wrap, getcurrent, record_op, OF_A_TYPE
 
 
 UNKNOWN = object()  # no rule was called with these types yet

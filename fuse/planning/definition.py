@@ -43,9 +43,9 @@ from .generated_module import GeneratedModule, generate_module
 from .grouped_heads import LeadingAxes, group_heads
 from .proof import Proof, prove
 
-BEST = 1024  # classes of lengths whose best plan is remembered, per function
+CACHE_SIZE = 1024  # classes of lengths whose best plan is cached, for each function
 T = TypeVar("T")
-BECOME_FLOATS = bool, np.generic  # types of numbers that become Python floats
+FLOAT_LIKE = bool, np.generic  # types of numbers that become Python floats
 
 
 class NoKernel(TypeError):
@@ -91,7 +91,7 @@ class Definition:
         self.names = list(self.signature.parameters)
         parameters = self.signature.parameters.values()
         self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
-        self.best, self.known_plans = functools.lru_cache(BEST)(self._best), LruTable(BEST)
+        self.best, self.known_plans = functools.lru_cache(CACHE_SIZE)(self._best), LruTable(CACHE_SIZE)
         self.roles: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         self.find_roles = memoize_by_kinds(self.roles, lambda shapes: length_classes.axis_roles(self._trace_all(shapes)))
         self.shares_heads: dict[tuple, bool] = {}
@@ -115,8 +115,8 @@ class Definition:
                 raise TypeError(f"{self.name}: {error}") from None
             bound.apply_defaults()
             arrays = bound.args
-        if any([isinstance(x, BECOME_FLOATS) for x in arrays]):
-            arrays = [float(x) if isinstance(x, BECOME_FLOATS) else x for x in arrays]
+        if any([isinstance(x, FLOAT_LIKE) for x in arrays]):
+            arrays = [float(x) if isinstance(x, FLOAT_LIKE) else x for x in arrays]
         return arrays
 
     def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], LeadingAxes | None]:
@@ -147,7 +147,7 @@ class Definition:
         return traced.table.enables_gqa and stays and len({x.ndim for x in traced.roots}) == 1
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
-        """What tracing must know of each argument, whose leading axes are rows."""
+        """The Shape of each argument, whose leading axes have been joined into rows: what a trace depends on."""
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
     def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple[tuple[Shape, ...], tuple]:
@@ -191,14 +191,16 @@ class Definition:
             raise NoKernel(f"{self.name}: {plan_search.explain_no_plan(traced.roots, card)}")
         return ranked
 
-    def _candidates(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card) -> tuple[TracedDefinition, list[Candidate]]:
+    def _candidates(
+        self, shapes: tuple[Shape, ...], ordinal: int | None, on_card: Card
+    ) -> tuple[TracedDefinition, list[Candidate]]:
         """(the definition as terms, its candidates on a card, the best first), for arrays of these shapes, the representatives
         of their class: as `tune` measured them on this GPU, else by the roofline. NoKernel: there is none."""
         traced = self._trace(shapes)
-        ranked = self._find_candidates(traced, at)
+        ranked = self._find_candidates(traced, on_card)
         if ordinal is None or len(ranked) == 1:
             return traced, ranked
-        seconds = tune.recall_seconds(tune.key(self.name, traced, ranked[: tune.FEW], at.name))
+        seconds = tune.recall_seconds(tune.key(self.name, traced, ranked[: tune.MAX_MEASURED], on_card.name))
         return traced, tune.rank(ranked, seconds) if seconds else ranked
 
     # ---- classes of lengths (length_classes.py) -----------------------------------------------------------------------------
@@ -216,13 +218,15 @@ class Definition:
         return [*choices, tuple([(length_classes.EXACT,) * len(some) for some in roles])]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
-        """What `trace` computes for the representatives of the class of these shapes. An error shows these shapes."""
+        """trace(representatives of the class of these shapes). An error shows these shapes instead."""
         roles, *_, exact = self._axis_roles(shapes)
         known, axis_roles = length_classes.round_lengths(shapes, roles)
-        stand = length_classes.fill_lengths(known, roles, axis_roles)
+        representatives = length_classes.fill_lengths(known, roles, axis_roles)
         with self._reraise_for(shapes, trace):
             return trace(
-                shapes if roles != exact and length_classes.reads_rounded_length(self._trace_all(stand), roles) else stand
+                shapes
+                if roles != exact and length_classes.reads_rounded_length(self._trace_all(representatives), roles)
+                else representatives
             )
 
     @contextmanager
@@ -236,11 +240,11 @@ class Definition:
             raise
 
     def _of_class(
-        self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, at: Card
+        self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, on_card: Card
     ) -> tuple[TracedDefinition, list[Candidate]] | None:
         """The result of `_candidates` for the class of these shapes; None if some of these roles cannot be used."""
         known, axis_roles = length_classes.round_lengths(shapes, roles)
-        traced, ranked = self._candidates(length_classes.fill_lengths(known, roles, axis_roles), ordinal, at)
+        traced, ranked = self._candidates(length_classes.fill_lengths(known, roles, axis_roles), ordinal, on_card)
         inputs = zip((x for _, x in traced.inputs), roles)
         keys = {
             axis.root: one for x, role in inputs for axis, one in zip(x.axes, role) if axis and one in length_classes.KEY_AXES
@@ -252,14 +256,14 @@ class Definition:
         return None if other else (traced, ranked)
 
     def _rank_plans(
-        self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None
+        self, shapes: tuple[Shape, ...], ordinal: int | None, on_card: Card | None = None
     ) -> tuple[TracedDefinition, list[Candidate]]:
         """(the definition as terms, for the representatives of these shapes; the candidates for arrays of these shapes, best
         first), on this GPU or on a card. A call takes the first one (calls/program.py). NoKernel: there is none."""
-        at = at or card(ordinal)
-        with self._reraise_for(shapes, lambda shapes: self._find_candidates(self._trace(shapes), at)):
-            served = (self._of_class(shapes, roles, ordinal, at) for roles in self._axis_roles(shapes))
-            traced, ranked = next(filter(None, served))
+        on_card = on_card or card(ordinal)
+        with self._reraise_for(shapes, lambda shapes: self._find_candidates(self._trace(shapes), on_card)):
+            of_classes = (self._of_class(shapes, roles, ordinal, on_card) for roles in self._axis_roles(shapes))
+            traced, ranked = next(filter(None, of_classes))
         known = length_classes.known_extents(traced, shapes)
         return traced, [one.with_schedules(one.schedules(known)) for one in ranked]
 
@@ -346,11 +350,11 @@ class Definition:
         if ordinal is None:
             raise ValueError(f"{self.name}: tune measures on a GPU, and {self.names[0]} is in host memory: move it to a GPU")
         traced, ranked = self._rank_plans(shapes, None, card(ordinal))  # by the roofline
-        modules = [generate_module(self.name, traced, one) for one in ranked[: tune.FEW]]
+        modules = [generate_module(self.name, traced, one) for one in ranked[: tune.MAX_MEASURED]]
         known = length_classes.known_extents(traced, shapes)
         arguments = [without_grad(x.T if s.transposed else x) for x, s in zip(flat, self._shapes(flat))]
         seconds = tune.measure(self.name, modules, known, arguments, say)
-        tune.remember(tune.key(self.name, traced, ranked[: tune.FEW], card(ordinal).name), seconds)
+        tune.remember(tune.key(self.name, traced, ranked[: tune.MAX_MEASURED], card(ordinal).name), seconds)
         self.best.cache_clear()
         return tune.rank(ranked, seconds)
 

@@ -61,9 +61,13 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
         [*(key for key, _ in traced.inputs), *traced.outs, name, *(key for key, _ in traced.local_names)],
     )
     marks = module_names.make_marks(requested)
-    each = iter(marks)
-    argument_names, outs, function = [next(each) for _ in traced.inputs], [next(each) for _ in traced.outs], next(each)
-    local_names = {x: mark for (_, x), mark in zip(traced.local_names, each)}
+    remaining_marks = iter(marks)
+    argument_names, outs, function = (
+        [next(remaining_marks) for _ in traced.inputs],
+        [next(remaining_marks) for _ in traced.outs],
+        next(remaining_marks),
+    )
+    local_names = {x: mark for (_, x), mark in zip(traced.local_names, remaining_marks)}
     parameters = {x: mark for (_, x), mark in zip(traced.inputs, argument_names)} | dict(zip(candidate.roots, outs))
     scratch = candidate.name_scratch(parameters)
     views = []

@@ -39,7 +39,7 @@ def _meaning(name, acc, a, b):
     transposed, warp, from_shared = transposed_in(name), current_warp(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
     if isinstance(acc, PendingTile):
-        warp.hand_on(acc)
+        warp.chain(acc)
     slab = (acc, None if from_shared else a.array)
 
     def compute(slabs):

@@ -19,7 +19,7 @@ from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i64, struct
 from tiles.compiling.numba_types import SCALARS, void
 from tiles.dtypes import fp32
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
 from tiles.numba_names import types
@@ -62,16 +62,16 @@ def add_held(target, value, at, together=1):
     element is added atomically, and nothing waits for the sums. target: C-ordered, fp32; a tile takes as many elements as it
     has. together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
     line = _line(target, value.spec, at, together)
-    current_warp().touches(target, READ)  # too: two blocks that add to one place must not do so at once
+    current_warp().note_access(target, READ)  # too: two blocks that add to one place must not do so at once
     line[_places(value.spec, together)] += value.array
-    note(Touched, line, True)
+    note(AccessStep, line, True)
 
 
 @op
 def load_held(source, spec, at, together=1):
     """The tile of type `spec` that was added by add_held. together: 4 if it came through a shared tile."""
     line = _line(source, spec, at, together)
-    note(Touched, line, False)
+    note(AccessStep, line, False)
     return line[_places(spec, together)]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tiles.compiling.numba_types import void
 from tiles.dtypes import DTYPES
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.numba_names import types
 from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv
@@ -110,7 +110,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
     current_warp().put(view, DTYPES[view.dtype].round(array[part]))
-    note(Touched, view, True)
+    note(AccessStep, view, True)
 
 
 def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
@@ -123,7 +123,7 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
-    note(Touched, view, False)
+    note(AccessStep, view, False)
     return out.reshape(spec.shape)
 
 

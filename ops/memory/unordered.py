@@ -129,7 +129,7 @@ def load_pages(pool, spec, page_rows, at, last):
     warp = current_warp()
     if reason := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {reason}")
-    warp.touches(pool, READ)
+    warp.note_access(pool, READ)
     values, _ = warp.from_pages(np.asarray(pool), page_rows, at, last, range(spec.rows), spec.cols)
     return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]
 

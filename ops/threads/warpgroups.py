@@ -77,12 +77,12 @@ class ping_pong:
     @op
     def take(self, me):
         """Wait for the turn of player `me`."""
-        self._arrive(current_warp(), me, sync=True)
+        self._arrive(current_warp(), me, wait=True)
 
     @op
     def give(self, me):
         """Grant the next player its turn."""
-        self._arrive(current_warp(), me + 1, sync=False)
+        self._arrive(current_warp(), me + 1, wait=False)
 
 
 def _needs_player(name, me):
@@ -138,21 +138,21 @@ class named_barrier:
     def __str__(self):
         return f"named_barrier({self.warps} warps)"
 
-    def _meet(self, warp, group, sync):
+    def _arrive_at(self, warp, group, wait):
         if not 0 <= group < SEVERAL - self.first:
             raise warp.hazard(f"{self} has no group {group}")
         threads = LANES * self.warps
-        warp.block.named(self.first + group, threads).sync(warp, threads, sync, f"the named barrier of group {group}: ")
+        warp.block.named(self.first + group, threads).sync(warp, threads, wait, f"the named barrier of group {group}: ")
 
     @op
     def arrive(self, group=0):
         """This warp has written its part; it does not wait."""
-        self._meet(current_warp(), group, sync=False)
+        self._arrive_at(current_warp(), group, wait=False)
 
     @op
     def sync(self, group=0):
         """Wait until the others have arrived."""
-        self._meet(current_warp(), group, sync=True)
+        self._arrive_at(current_warp(), group, wait=True)
 
 
 def _barrier_rule(name, sync):

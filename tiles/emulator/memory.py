@@ -59,8 +59,8 @@ class Global:
 
 
 class EmulatedSharedMemory:
-    """One block's shared memory. Cells are a slice, or an array of indices. `ask.know(agents)` gives the times up to which the
-    one who asks knows these agents' accesses, as an array of the same shape as the cells."""
+    """One block's shared memory. Cells are a slice, or an array of indices. `knowledge.access_times(agents)` gives the times up
+    to which an accessor knows these agents' accesses, as an array of the same shape as the cells."""
 
     def __init__(self, nbytes, agents):
         self.end = BASE + nbytes
@@ -156,7 +156,7 @@ class EmulatedSharedMemory:
 
 
 class Knowledge:
-    """The knowledge of someone who accesses shared memory: a clock (agents,), or one for each of the `rows` (n,) of clocks
+    """What an accessor of shared memory knows: a clock (agents,), or one for each of the `rows` (n,) of clocks
     (lanes, agents). asynchronous: through the asynchronous proxy, which knows only those ordinary accesses that a fence has
     covered."""
 
@@ -175,7 +175,7 @@ class Knowledge:
         return self.known_times(agents)
 
     def lane_access_times(self, first):
-        """The times that `know` gives, for all lanes of a warp, in an axis behind those of the cells."""
+        """The times that `access_times` gives, for all lanes of a warp, in an axis behind those of the cells."""
         first += self.ordinary if self.asynchronous else 0
         if self.rows is None:
             return self.clock[first : first + LANES]

@@ -45,36 +45,36 @@ from .hazard import KINDS, Hazard
 from .language import Bounded, current_warp, getcurrent, rebind
 from .processes import run_all
 from .progress import Progress
-from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
+from .record import AccessStep, ArriveStep, CopyStep, MmaStep, OpStep, SignalStep, WaitStep, is_recording, note, record_op
 from .rings import Slot
 from .shadow import TileCells
 from .warp import InterpretedWarp
 
 __all__ = [
     "KINDS",
-    "Arrived",
+    "AccessStep",
+    "ArriveStep",
     "Block",
     "Cluster",
-    "Did",
-    "Feeds",
+    "CopyStep",
     "Hazard",
     "InterpretedWarp",
-    "Issued",
     "Mbarrier",
+    "MmaStep",
     "NamedBarrier",
+    "OpStep",
+    "SignalStep",
     "Slot",
-    "Started",
     "TileCells",
-    "Touched",
-    "Waited",
+    "WaitStep",
     "current_warp",
     "global_accesses",
     "hazard_line",
     "interpret",
+    "is_recording",
     "note",
-    "record",
+    "record_op",
     "recorded",
-    "recording",
 ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..layout import LANES
 from ..types import barrier
 from .hazard import Hazard
-from .record import Arrived, Feeds, Waited, note
+from .record import ArriveStep, SignalStep, WaitStep, note
 
 
 class Mbarrier:
@@ -57,7 +57,7 @@ class Mbarrier:
         if self.due == 0:
             raise warp.hazard(f"one arrival too many on {self.name}: a phase takes {self.count}", "arrivals")
         place = warp.place()
-        note(Arrived, (self, self.phase + 1))
+        note(ArriveStep, (self, self.phase + 1))
         self.arrivals[warp.agent] = time = warp.tick()
         self.block.note_visit(warp, time, f"arrives on {self.name}")
         self.arrived.append(place)
@@ -74,7 +74,7 @@ class Mbarrier:
         for bar in after:
             self.clock[bar.agent] = max(self.clock[bar.agent], bar.phase)
         self._check_phase_known(warp, "starts a copy that counts on", "bytes")
-        note(Feeds, copy, (self, self.phase + 1))
+        note(SignalStep, copy, (self, self.phase + 1))
         self.copies_in_flight.append(copy)
         self.last_copy = self.phase + 1, copy
         return self.phase + 1
@@ -137,7 +137,7 @@ class Mbarrier:
         self._check_not_missed(warp, phases, description)
         warp.wait_until(lambda: self.phase >= phases, lambda: description + (missing or self._describe_missing)(phases))
         self._check_not_missed(warp, phases, description)
-        note(Waited, ((self, phases),), name)
+        note(WaitStep, ((self, phases),), name)
         warp.learn(self.published[phases])
         self.waits[warp.agent] = phases, warp.tick(), warp.place()
 
@@ -184,7 +184,7 @@ class NamedBarrier:
         all warps must use then."""
         place = warp.place()
         if self.arrived and vote != self.vote:
-            cause = f"{description}named barrier {self.number} is synced at by some, and voted at by others"
+            cause = f"{description}named barrier {self.number}: some warps sync, others vote"
             raise warp.hazard(cause, "collective", *self.arrived.values())
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
@@ -196,7 +196,7 @@ class NamedBarrier:
             cause = f"{description}arrives on named barrier {self.number}, and nothing orders this after"
             raise warp.hazard(f"{cause} its opening number {self.generation}, for which it might have counted", "arrivals")
         self.threads, self.vote, generation = threads, vote, self.generation
-        note(Arrived, (self, generation + 1))
+        note(ArriveStep, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)
         if LANES * len(self.arrived) == threads:
@@ -205,7 +205,7 @@ class NamedBarrier:
             self.arrived = {}
         if wait:
             warp.wait_until(lambda: self.generation > generation, lambda: description + self._describe_missing())
-            note(Waited, ((self, generation + 1),), description.removesuffix(": ") or f"named barrier {self.number}")
+            note(WaitStep, ((self, generation + 1),), description.removesuffix(": ") or f"named barrier {self.number}")
             warp.learn(self.published[generation + 1])
 
     def _describe_missing(self):

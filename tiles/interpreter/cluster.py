@@ -11,7 +11,7 @@ import numpy as np
 
 from .block import Block
 from .hazard import Hazard
-from .record import Arrived, Waited, note
+from .record import ArriveStep, WaitStep, note
 from .shadow import Agents
 from .warp import InterpretedWarp
 
@@ -147,7 +147,7 @@ class ClusterBarrier:
                 "arrives on the cluster's barrier once more, and has not waited since", "arrivals", warp.cluster_arrival_place
             )
         warp.cluster_arrivals, warp.cluster_arrival_place = warp.cluster_arrivals + 1, warp.place()
-        note(Arrived, (self, warp.cluster_arrivals))
+        note(ArriveStep, (self, warp.cluster_arrivals))
         self.arrived[warp.agent] = warp.cluster_arrival_place
         np.maximum(self.clock, warp.clock, out=self.clock)
         if len(self.arrived) == self.cluster.size * self.cluster.warps:
@@ -159,7 +159,7 @@ class ClusterBarrier:
         if warp.cluster_arrivals == warp.cluster_waits:
             raise warp.hazard("waits on the cluster's barrier, and has not arrived", "wait")
         warp.wait_until(lambda: self.generation >= warp.cluster_arrivals, self._describe_missing)
-        note(Waited, ((self, warp.cluster_arrivals),), "the cluster's barrier")
+        note(WaitStep, ((self, warp.cluster_arrivals),), "the cluster's barrier")
         warp.cluster_waits = warp.cluster_arrivals
         warp.learn(self.published[warp.cluster_arrivals])
 

@@ -18,7 +18,7 @@ from ..op import OPS
 from ..types import is_static
 from ..values import Tile
 from .accesses import READ, WRITE
-from .record import Touched, note, recording
+from .record import AccessStep, is_recording, note
 from .warp import InterpretedWarp
 
 
@@ -139,8 +139,8 @@ class Bounded(np.ndarray):
         self._touched(index, True)
 
     def _touched(self, index, written):
-        if recording():
-            note(Touched, np.asarray(self)[tuple([*index, ...])], written)
+        if is_recording():
+            note(AccessStep, np.asarray(self)[tuple([*index, ...])], written)
 
     def _inside(self, index, access):
         warp = getcurrent()

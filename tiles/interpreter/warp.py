@@ -11,7 +11,7 @@ from ..types import sv
 from .accesses import READ, WRITE
 from .copies import cut, inside, misaligned, remedy
 from .hazard import Hazard, WarpPlace
-from .record import Issued, Started, Waited, note
+from .record import CopyStep, MmaStep, WaitStep, note
 from .shadow import FILLING, VALID, Event, TileCells
 
 
@@ -170,7 +170,7 @@ class InterpretedWarp(greenlet):
     def _record_copy(self, work, kind, view, written):
         """Record asynchronous work, between shared memory and `view()` of global memory."""
         if self.steps is not None:
-            note(Started, work, kind, view(), written)
+            note(CopyStep, work, kind, view(), written)
 
     # -- copies by TMA
     def load_async(self, tile, barrier, source, at, after=()):
@@ -238,7 +238,7 @@ class InterpretedWarp(greenlet):
         agent, done = self.block.store_agents[self.index], max(0, self.stores - newer)
         known = int(self.clock[agent])
         self.wait_until(lambda: all(store.done for store in self.sent[known:done]), lambda: "its TMA stores")
-        note(Waited, tuple(self.sent[known:done]), "its TMA stores")
+        note(WaitStep, tuple(self.sent[known:done]), "its TMA stores")
         self.clock[agent] = max(known, done)
 
     # -- copies by cp.async
@@ -346,7 +346,7 @@ class InterpretedWarp(greenlet):
             raise self.hazard(f"{cause} than {name}: at most newer={younger}", "wait")
         known = int(self.clock[self.copier])
         self.wait_until(lambda: all(copy.done for group in self.groups[known:done] for copy in group), lambda: "its copies")
-        note(Waited, tuple(copy for group in self.groups[known:done] for copy in group), "its copies")
+        note(WaitStep, tuple(copy for group in self.groups[known:done] for copy in group), "its copies")
         self.clock[self.copier] = max(known, done)
 
     # -- what the four warps of a warpgroup do together
@@ -392,7 +392,7 @@ class InterpretedWarp(greenlet):
             self._check_access(block.shadow.unreadable(self.clock, cells, True), f"mma reads {tile.name}")
             block.shadow.note_read(agent, self.mmas, cells, Event("read", "the end of the mma", place))
         mma.slabs[self.rank], mma.places[self.rank] = slab, place
-        note(Issued, mma)
+        note(MmaStep, mma)
         return mma, self.mmas
 
     def chain(self, pending):
@@ -416,7 +416,7 @@ class InterpretedWarp(greenlet):
         )
         for mma in mmas[self.clock[agent] : done]:
             mma.finish()
-        note(Waited, tuple(mmas[self.clock[agent] : done]), "the product")
+        note(WaitStep, tuple(mmas[self.clock[agent] : done]), "the product")
         self.clock[agent] = max(self.clock[agent], done)
         return None if pending is None else pending.part(self.rank)
 
