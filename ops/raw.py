@@ -125,4 +125,4 @@ _lowers(tma_store, gl, types.BaseTuple, st | sv, emit=_emit_store, check=_check_
 _lowers(store_wait, emit=_one_lane(ptx.tma_store_wait))
 _lowers(fence_async, emit=lambda b, _: ptx.fence_async(b))
 _lowers(named_sync, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t)))
-_lowers(named_arrive, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t), wait=False))
+_lowers(named_arrive, int, int, emit=lambda b, _, n, t: ptx.named_barrier(b, b.u32(n), b.u32(t), sync=False))

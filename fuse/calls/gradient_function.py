@@ -32,7 +32,7 @@ from ..language.term_views import view_base
 from ..language.terms import Term
 from ..language.trace import Shape, TracedDefinition, result_names, trace_definition
 from ..planning.candidates import Candidate
-from ..planning.definition import BEST, NoKernel
+from ..planning.definition import CACHE_SIZE, NoKernel
 from ..planning.grouped_heads import LeadingAxes
 from ..planning.plan_search import is_total_of_rows
 from ..planning.proof import Proof
@@ -173,7 +173,7 @@ class Gradient(Fused):
         self.gradients_definition, self.checked_definition = all_gradients, with_results
         definition.__doc__ = f"The gradient of {function.name}."
         super().__init__(definition)
-        self.plan = functools.lru_cache(BEST)(self._make_plan)
+        self.plan = functools.lru_cache(CACHE_SIZE)(self._make_plan)
         if count:
             self._set_result_count(count)
 

@@ -220,13 +220,13 @@ class Definition:
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
         """trace(representatives of the class of these shapes). An error shows these shapes instead."""
         roles, *_, exact = self._axis_roles(shapes)
-        known, axis_roles = length_classes.round_lengths(shapes, roles)
-        representatives = length_classes.fill_lengths(known, roles, axis_roles)
+        rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+        class_shapes = length_classes.fill_lengths(rounded_shapes, roles, representatives)
         with self._reraise_for(shapes, trace):
             return trace(
                 shapes
-                if roles != exact and length_classes.reads_rounded_length(self._trace_all(representatives), roles)
-                else representatives
+                if roles != exact and length_classes.reads_rounded_length(self._trace_all(class_shapes), roles)
+                else class_shapes
             )
 
     @contextmanager
@@ -243,8 +243,8 @@ class Definition:
         self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, on_card: Card
     ) -> tuple[TracedDefinition, list[Candidate]] | None:
         """The result of `_candidates` for the class of these shapes; None if some of these roles cannot be used."""
-        known, axis_roles = length_classes.round_lengths(shapes, roles)
-        traced, ranked = self._candidates(length_classes.fill_lengths(known, roles, axis_roles), ordinal, on_card)
+        rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+        traced, ranked = self._candidates(length_classes.fill_lengths(rounded_shapes, roles, representatives), ordinal, on_card)
         inputs = zip((x for _, x in traced.inputs), roles)
         keys = {
             axis.root: one for x, role in inputs for axis, one in zip(x.axes, role) if axis and one in length_classes.KEY_AXES
@@ -272,23 +272,23 @@ class Definition:
         representatives of their class."""
         with self._reraise_for(shapes, lambda shapes: self._rank_plans(shapes, ordinal)):
             for roles in self._axis_roles(shapes):
-                known, axis_roles = length_classes.round_lengths(shapes, roles)
-                best = length_classes.fixed_value(watched_call(self.best, known, ordinal, roles, *axis_roles))
+                rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+                best = length_classes.fixed_value(watched_call(self.best, rounded_shapes, ordinal, roles, *representatives))
                 if best is not None:
                     return best
         raise AssertionError("the roles that are all EXACT always serve")
 
     def _best(
-        self, known: tuple[Shape, ...], ordinal: int | None, roles: tuple[tuple[str, ...], ...], *axis_roles: int
+        self, rounded_shapes: tuple[Shape, ...], ordinal: int | None, roles: tuple[tuple[str, ...], ...], *representatives: int
     ) -> BestPlan | None:
         """The best plan for representatives of a class, None if these roles cannot be used. Classes that have the same modules
         share one object."""
-        shapes = length_classes.fill_lengths(known, roles, axis_roles)
+        shapes = length_classes.fill_lengths(rounded_shapes, roles, representatives)
         refuse_mixed(self.name, self._trace(shapes))
         if self._of_class(shapes, roles, ordinal, card(ordinal)) is None:
             return None
         traced, ranked = self._rank_plans(shapes, ordinal)
-        key = known, ordinal, ranked[0].identity
+        key = rounded_shapes, ordinal, ranked[0].identity
         if (best := self.known_plans.get(key)) is None:
             best = BestPlan(self.name, traced, ranked[0])
             self.known_plans.put(key, best)

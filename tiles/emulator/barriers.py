@@ -37,12 +37,12 @@ class ByParity(Mbarrier):
         self.waits[warp.agent] = phase, warp.tick(), warp.place()
 
     def _is_ordered_after(self, index, time):
-        """Some lane of the warp says so: its lanes have waited together."""
+        """Is it for some lane of the warp? Its lanes have waited together."""
         return self.clock[index : index + LANES].max() >= time
 
 
 def _without_peer_writes(warp, clock):
-    """A clock without what it knows of writes to peers' memory."""
+    """A clock without the times of writes to peers' memory."""
     known = clock.copy()
     known[warp.block.cluster.peer_writers] = 0
     return known
@@ -66,14 +66,14 @@ def mbarrier(w, owner, at, knowledge):
     return bar
 
 
-def _lanes(w, operand_text):
-    """(lane, its thread, block, address there) of the active lanes."""
-    at = address(w, operand_text, np.uint32)
+def _lanes(w, operand_):
+    """[(lane, its thread, block, address there)] of the active lanes."""
+    at = address(w, operand_, np.uint32)
     return [(lane, w.threads[lane], *w.find_owner(int(at[lane]))) for lane in np.flatnonzero(w.mask)]
 
 
-def the_lane(w, operation):
-    """The number of the lane that is active, of which there must be one."""
+def only_lane(w, operation):
+    """The number of the active lane. Hazard: several are active."""
     lanes = np.flatnonzero(w.mask)
     if len(lanes) != 1:
         raise w.hazard(f"{operation} by {len(lanes)} lanes: each would do it once", "divergence")
@@ -130,7 +130,7 @@ def _(match, w, at):
 
 
 class _RelaxedArrival:
-    """A thread that arrives at a peer's barrier without a release: what it wrote there is not published, only that it came."""
+    """A thread that arrives at a peer's barrier without a release: its writes there are not published, only its arrival."""
 
     def __init__(self, thread):
         self.thread, self.clock = thread, _without_peer_writes(thread, thread.clock)
@@ -158,7 +158,7 @@ def _(match, w, at):
 
 # ---- named barriers ------------------------------------------------------------------------------------------------
 class _ConvergedWarp:
-    """A warp whose lanes meet at a barrier as one."""
+    """A warp whose lanes have converged, and arrive at a barrier as one."""
 
     def __init__(self, warp):
         warp.join_lanes()
@@ -181,8 +181,8 @@ class _ConvergedWarp:
         self.warp.learn(clock)
 
 
-def _uniform(w, operand_text, operation):
-    values = operand(operand_text, np.uint32)(w)
+def _uniform(w, operand_, operation):
+    values = operand(operand_, np.uint32)(w)
     if (values != values[0]).any():
         raise w.hazard(f"{operation}: the lanes name different barriers or numbers of threads", "divergence")
     return int(values[0])

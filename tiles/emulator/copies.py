@@ -1,4 +1,5 @@
-"""Asynchronous copies: cp.async, TMA's loads and stores by tensor maps, st.async. They land as late as the waits allow."""
+"""Asynchronous copies: cp.async, TMA's loads and stores by tensor maps, st.async. They are completed as late as the waits
+allow."""
 
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from ..interpreter.shadow import VALID, Event
 from ..layout import LANES
-from .barriers import mbarrier, the_lane
+from .barriers import mbarrier, only_lane
 from .moves import address
 from .table import TYPES, means, operand
 
@@ -32,7 +33,7 @@ def _(match, w, at):
         raise w.hazard(f"cp.async of {counts.max()} bytes into {size}")
     sources, memory = address(w, source)[lanes], w.block.cluster.memory
     if (sources % np.uint64(size))[counts > 0].any():
-        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (piece=)")
+        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (vector_bytes=)")
     w._check_access(owner.shadow.unwritable(w.knowledge(lanes), cells), "copies into shared memory")
     for n in {int(n) for n in counts} - {0}:
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
@@ -116,17 +117,17 @@ def _map(w, operand_, operation):
     return tensor_map
 
 
-def _box(w, octets, operation):
-    lane = the_lane(w, operation)
-    tensor_map = _map(w, octets, operation)
-    at = [int(operand(x, np.int32)(w)[lane]) for x in octets.coordinates]
+def _box(w, target, operation):
+    lane = only_lane(w, operation)
+    tensor_map = _map(w, target, operation)
+    at = [int(operand(x, np.int32)(w)[lane]) for x in target.coordinates]
     if len(at) != len(tensor_map.encoding.box):
         raise w.hazard(f"{operation}: {len(at)} coordinates for a tensor map of {len(tensor_map.encoding.box)} axes", "plan")
     offsets, inside = (x.reshape(-1) for x in tensor_map.box(at))
     return lane, tensor_map, offsets, inside
 
 
-def _begins(w, first, operation):
+def _check_box_start(w, first, operation):
     """Raises a Hazard if a box may not begin at this address of shared memory."""
     if first % TENSOR_ALIGN:
         raise w.hazard(f"{operation}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
@@ -152,7 +153,7 @@ def _(match, w, at):
         raise w.hazard(f"{operation} brings to one block and tells another's barrier", "plan")
     else:
         owners = [block]
-    _begins(w, first, operation)
+    _check_box_start(w, first, operation)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     for owner in owners:
         _load(w, lane, owner, tensor_map, first, bar_address, tensor_map.pointer + offsets - low, inside, memory, operation)
@@ -209,7 +210,7 @@ def _(match, w, at):
     operation = "the TMA store"
     lane, tensor_map, offsets, inside = _box(w, target, operation)
     _, first = w.find_owner(int(address(w, source, np.uint32)[lane]))
-    _begins(w, first, operation)
+    _check_box_start(w, first, operation)
     w.within(first, first + tensor_map.nbytes, 1)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     shadow, extent = w.block.shadow, slice(first, first + tensor_map.nbytes)
@@ -264,10 +265,10 @@ def _(match, w, at):
     kind = np.dtype(f"u{np.dtype(TYPES[match[2]]).itemsize}")
     octets = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
     owner, lanes, cells = w._cells(address(w, to, np.uint32), octets.shape[1])
-    wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
-    if len(wheres) != 1:
+    bar_addresses = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
+    if len(bar_addresses) != 1:
         raise w.hazard("lanes store and tell different barriers", "divergence")
-    bar_owner, bar_address = w.find_owner(wheres.pop())
+    bar_owner, bar_address = w.find_owner(bar_addresses.pop())
     if bar_owner is not owner:
         raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
     lane, shadow = int(lanes[0]), owner.shadow

@@ -1,7 +1,7 @@
 """A warp that executes PTX: its registers, its lanes' clocks, its branches, and what its lanes do to memory.
 
-A register is an array with an entry a lane, its bits unsigned. Lanes that part at a branch run one side after the other and
-meet where all ways from the branch come together, as ptxas makes them do.
+A register is an array with an entry a lane, its bits unsigned. Lanes that diverge at a branch run one side after the other, and
+reconverge at the branch's immediate postdominator, as ptxas makes them do.
 """
 
 import contextvars
@@ -149,7 +149,7 @@ class EmulatedWarp(greenlet):
             self.pending.add(to.slot)
 
     def resolve_pending(self):
-        """Promises that are kept become values, which no fence needs to follow."""
+        """Replace registers of completed wgmmas by their values, which no fence needs to follow."""
         pending_values = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
         for slot, value in pending_values.items():
             self.r[slot] = value
@@ -184,7 +184,7 @@ class EmulatedWarp(greenlet):
             self.program.unguarded,
         )
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they meet others, how many
+        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they reconverge, how many
         while stack:
             top = stack[-1]
             pc, mask, until, lanes = top
@@ -241,17 +241,17 @@ class EmulatedWarp(greenlet):
         return blocks[rank], address & (1 << WINDOW) - 1
 
     def knowledge(self, rows=None, asynchronous=False):
-        """The knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
+        """The Knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
         if rows is None:
             return Knowledge(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
         return Knowledge(self.clocks, self.agents.ordinary, asynchronous, rows)
 
     def active_knowledge(self):
-        """The clock of accesses that all active lanes are ordered after."""
+        """The Knowledge that all active lanes have in common."""
         return Knowledge(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
 
     def lane_knowledge(self, lane, asynchronous=False):
-        """An Ask by what this one lane knows."""
+        """The Knowledge of one lane."""
         return Knowledge(self.clocks[lane], self.agents.ordinary, asynchronous)
 
     def within(self, first, last, align, owner=None):
@@ -263,7 +263,8 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"bytes {first} to {last} of shared memory, which ends at {shadow.end}")
 
     def _cells(self, addresses, size, align=None):
-        """(home, lanes, cells) of what the active lanes reach."""
+        """(owner, lanes, cells) that the active lanes access: the block in whose memory they lie, the lanes' numbers, the bytes
+        of each."""
         lanes = np.flatnonzero(self.mask)
         at = addresses[lanes].astype(np.int64)
         ranks = at >> WINDOW

@@ -175,10 +175,10 @@ class Module:
     """A module seen from a kernel: `helpers.step`, `numba.cuda.blockIdx`."""
 
     def __init__(self, module, rebound):
-        self.__dict__.update(_module=module, _seen=rebound)
+        self.__dict__.update(_module=module, _rebound=rebound)
 
     def __getattr__(self, name):
-        value = self.__dict__[name] = _swap(getattr(self._module, name), self._seen)
+        value = self.__dict__[name] = _swap(getattr(self._module, name), self._rebound)
         return value
 
 
@@ -187,14 +187,14 @@ class InterpretedStatic:
     `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, rebound):
-        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=rebound)
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__rebound=rebound)
 
     __class__ = property(lambda self: type(self.__value))
 
     def __getattr__(self, name):
         op_function = inspect.getattr_static(type(self.__value), name, None)
         if isinstance(op_function, python.FunctionType) and name not in vars(self.__value):
-            call = rebind(op_function, self.__seen) if hasattr(op_function, "dispatcher") else _plain(op_function)
+            call = rebind(op_function, self.__rebound) if hasattr(op_function, "dispatcher") else _plain(op_function)
             attribute = python.MethodType(call, self)
         else:
             getattr(self.__value, name)  # its own AttributeError
@@ -203,7 +203,7 @@ class InterpretedStatic:
             except TypeError as error:
                 raise TypeError(f"{error}\n  at {current_warp()}") from None
             is_code = isinstance(attribute, python.FunctionType) and attribute not in OPS
-            attribute = rebind(attribute, self.__seen) if is_code else _swap(attribute, self.__seen)
+            attribute = rebind(attribute, self.__rebound) if is_code else _swap(attribute, self.__rebound)
         self.__dict__[name] = attribute
         return attribute
 
@@ -315,8 +315,8 @@ def _plain(function):
 
 
 def rebind(function, rebound):
-    """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn; `seen`
-    collects them: plain function -> replaced one."""
+    """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn.
+    rebound: {plain function: replaced one}, to which it adds."""
     function = getattr(function, "py_func", function)
     if function in rebound:
         return rebound[function]

@@ -128,7 +128,7 @@ class InterpretedWarp(greenlet):
     # -- ordinary accesses to shared memory
     def read(self, tile, rows=None, fence=True, owner=None, cols=None):
         """The elements of a shared tile (some of its rows or columns), read with ordinary loads; `fence`: a fence follows the
-        loads. home: the block in whose memory it lies, this one by default."""
+        loads. owner: the block in whose memory it lies, this one by default."""
         owner = owner or self.block
         cells, shadow = TileCells(tile, rows, cols), owner.shadow
         self._check_not_released(tile, f"reads {tile.name}")
@@ -143,7 +143,7 @@ class InterpretedWarp(greenlet):
         return values if cols is None else values[:, cols.start : cols.stop]
 
     def write(self, tile, values, rows=None, owner=None, cols=None):
-        """Store values to (some rows or columns of) a shared tile, of block `home`, with ordinary stores."""
+        """Store values to (some rows or columns of) a shared tile of block `owner`, with ordinary stores."""
         owner = owner or self.block
         cells, shadow = TileCells(tile, rows, cols), owner.shadow
         self._check_not_released(tile, f"writes {tile.name}")
