@@ -99,7 +99,7 @@ def _check_copy(name, tensor, at, tile):
     """TypeError if TMA copies other tiles, or has no such index."""
     if not (1 <= len(at) <= tensor.rank and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be up to {tensor.rank} integers, got {', '.join(map(str, at))}")
-    if tensor.tile.alone != tile.alone:
+    if tensor.tile.unsliced != tile.unsliced:
         raise TypeError(f"{name}: the array is cut into {tensor.tile}, got {tile}")
 
 

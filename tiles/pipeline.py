@@ -56,7 +56,7 @@ class pipeline:
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.room
+        return self.start + j % self.stages * self.tile.stage_bytes
 
     @property
     def warp_rows(self):
@@ -64,14 +64,14 @@ class pipeline:
         return cp_async.rows_of(self.tile) // self.warps
 
     @op
-    def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=cp_async.CHUNK_BYTES):
+    def fill(self, j, source, at, rows=-2, cols=-1, end=None, vector_bytes=cp_async.CHUNK_BYTES):
         """Start copying the tile at `at` of a global array into slot j % stages, as one group. All warps of the block call it.
         Nobody may still read tile j - stages: call it after a `wait` that came later. With j >= `end` nothing is copied and
         the group is empty, so that counts of newer groups hold to the end. Other arguments: see ops.copy_async. A vector
         lies along axis `cols` of the array, at any stride."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _rows_of_warp(self, warp))
+            warp.copy_async(_tile(self, j), source, at, rows, cols, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -83,13 +83,13 @@ class pipeline:
         return current_warp().look_up(pages, size, at, last, _rows_of_warp(self, current_warp()), begin)
 
     @op
-    def fill_pages(self, j, pool, page_rows, at, last, end=None, piece=cp_async.CHUNK_BYTES):
+    def fill_pages(self, j, pool, page_rows, at, last, end=None, vector_bytes=cp_async.CHUNK_BYTES):
         """`fill` with rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
         (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
         become 0."""
         warp = _opened(self, j)
         if end is None or j < end:
-            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _rows_of_warp(self, warp))
+            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -156,7 +156,7 @@ def _warp_tile(pipe, j, warp):
 # ---- lowerings -----------------------------------------------------------------------------------------------------
 def _address(b, pipe, base, j):
     slot = b.urem(b.u32(j), b.u32(pipe.stages))
-    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.room))), b.u32(pipe.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.stage_bytes))), b.u32(pipe.start))
 
 
 def _fill(b, pipe, base, j, end, copy):
@@ -169,9 +169,9 @@ def _fill(b, pipe, base, j, end, copy):
 
 
 @lowers(pipeline.fill)
-def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
+def _(pipe, j, source, at, rows: int, cols: int, end, vector_bytes: int):
     needs_index("fill", j)
-    cp_async.check_copy("fill", pipe.tile, source, at, rows, cols, piece)
+    cp_async.check_copy("fill", pipe.tile, source, at, rows, cols, vector_bytes)
     if not (end is None or integer(end)):
         raise TypeError(f"fill: end must be an integer, got {end}")
     warp_rows = pipe.warp_rows
@@ -180,7 +180,7 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
         def copy(address, first):
             if isinstance(pipe.tile, sv):
                 return cp_async.lower_copy_numbers(b, source, pipe.tile, address, array, at, cols, warp_rows, first)
-            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, warp_rows, first)
+            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, vector_bytes, warp_rows, first)
 
         _fill(b, pipe, base, j, None if end is None else last, copy)
 
@@ -194,9 +194,9 @@ def _(pipe, pages, size, at, last, begin):
 
 
 @lowers(pipeline.fill_pages)
-def _(pipe, j, pool, page_rows, at, last, end, piece: int):
+def _(pipe, j, pool, page_rows, at, last, end, vector_bytes: int):
     needs_index("fill_pages", j)
-    copies = paged_copies.copy_pages_rule("fill_pages", pipe.tile, pipe.warp_rows, pool, page_rows, at, last, piece)
+    copies = paged_copies.copy_pages_rule("fill_pages", pipe.tile, pipe.warp_rows, pool, page_rows, at, last, vector_bytes)
     if not (end is None or integer(end)):
         raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
@@ -226,9 +226,9 @@ def _(pipe, j, newer: int):
 
 @lowers(pipeline.reuse)
 def _(pipe, tile: type):
-    room = pipe.stages * pipe.tile.room
-    if not isinstance(tile, st) or tile.room > room:
-        raise TypeError(f"reuse: takes the type of a shared tile of up to the {room} bytes of {pipe}, got {tile}")
+    stage_bytes = pipe.stages * pipe.tile.stage_bytes
+    if not isinstance(tile, st) or tile.stage_bytes > stage_bytes:
+        raise TypeError(f"reuse: takes the type of a shared tile of up to the {stage_bytes} bytes of {pipe}, got {tile}")
     return tile, lambda b, base, _: b.add(base, b.u32(pipe.start))
 
 

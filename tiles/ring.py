@@ -86,7 +86,7 @@ class ring:
     def part(self):
         """What one block fills of a tile (the blocks divide the rows in order); this is the tile of the tensors that it comes
         from."""
-        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
+        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, parent_rows=0)
 
     @property
     def fenced(self):
@@ -101,7 +101,7 @@ class ring:
             return self.part
         if across:
             return replace(self.tile, cols=self.tile.cols // parts)
-        return replace(self.tile, rows=self.tile.rows // parts, whole=0)
+        return replace(self.tile, rows=self.tile.rows // parts, parent_rows=0)
 
     def across(self, parts, box):
         """Do the boxes, so many to a tile, divide its columns?"""
@@ -114,7 +114,7 @@ class ring:
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.room
+        return self.start + j % self.stages * self.tile.stage_bytes
 
     @op
     def fill(self, j, source, at, part=0, parts=1):
@@ -172,7 +172,7 @@ def needs_whole(name, tile):
     """ValueError if this tile is a part of another; TypeError if it does not lie in shared memory."""
     if not hasattr(tile, "whole"):
         raise TypeError(f"{name}: must be of a tile in shared memory, st or sv, got {tile}")
-    if tile.whole != tile.rows:
+    if tile.parent_rows != tile.rows:
         raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")
 
 
@@ -206,7 +206,7 @@ def _modulo(b, ring, j):
 
 
 def _address(b, ring, base, slot):
-    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.room))), b.u32(ring.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.stage_bytes))), b.u32(ring.start))
 
 
 def full_barrier(b, ring, base, slot):
@@ -405,7 +405,7 @@ def _(ring, j, after, fenced: int):
             ptx.warp_sync(b)
         mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
-            mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
+            mine = b.and_(mine, ptx.wait_for_registers(b, b.unpack(vector)))
         with b.if_then(mine):
             empty = empty_barrier(b, ring, base, _modulo(b, ring, j)[0])
             if ring.blocks == 1:

@@ -47,7 +47,7 @@ class shared:
             if not isinstance(item, barrier):
                 tile, stages = (item.tile, item.stages) if isinstance(item, STAGED) else (item, 1)
                 self.starts[name] = -(-at // tile.align) * tile.align
-                at = self.starts[name] + stages * tile.room
+                at = self.starts[name] + stages * tile.stage_bytes
         self.barriers = 0
         for name, item in items.items():
             if isinstance(item, ring):

@@ -34,7 +34,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, int8, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
@@ -168,7 +168,7 @@ def final_or_partial(output_dtype: dtype, vector_bytes: int) -> FinalOrPartialOu
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16, one token and vectors of 16 bytes, or for `everything`.
     fp16 takes as many registers as bf16."""
-    plain, size = Variant(), PIECES[0]
+    plain, size = Variant(), VECTOR_SIZES[0]
     limit, pdl = target.shared_bytes, target.has_early_launch
     quantized = [fp8e4m3, int8] if target.has_fp8 else [int8]
     one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
@@ -181,7 +181,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     products: list[tuple[SameDtypeProducts, int]] = [(SameDtypeProducts(bf16), size)]
     products += [(QuantizedProducts(bf16, one, True), size) for one in (quantized if everything else quantized[:1])]
     if everything:
-        products += [*((SameDtypeProducts(bf16), n) for n in PIECES[1:]), (SameDtypeProducts(fp16), size)]
+        products += [*((SameDtypeProducts(bf16), n) for n in VECTOR_SIZES[1:]), (SameDtypeProducts(fp16), size)]
     configs = [
         config_for(dim, dim, product, plain, window, cache(n), result(product.q_dtype, n), plain, split, pdl, tall, limit)
         for (product, n), dim, (window, cache, result, split), tall in itertools.product(products, SHAPES, kinds, (False, True))

@@ -43,7 +43,7 @@ from ops import (
 )
 from ops import block as thread_block
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
@@ -83,7 +83,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         config = Config(*form)
         if config.gated and target.shared_bytes >= MEDIUM:
             yield config
-            if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0]:
+            if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
                 yield from (replace(config, unrounded=True), replace(config, stages=1), replace(config, with_gates=False))
 
 

@@ -85,7 +85,7 @@ class HedgehogFeatures(HedgehogConfig):
             (m,) = smem.open()
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
-            m.fill(0, gMap, (head, 0, 0), piece=VECTOR_BYTES)
+            m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             at = batch, int32(CHUNK * tile + ROWS * warp_index()), head, 0
             x = load(truncate(gX, 1, last_token(gCuSeqlens, length, VARLEN)), X, at, 1, 3)
             up, down = softmaxes(mma_AB(zeros(Y), x, m.wait(0)))
@@ -142,12 +142,12 @@ class HedgehogFeatureGradients(HedgehogConfig):
                 truncate(gWindowDX, 1, end),
                 truncate(gDFeatures, 1, end),
             )
-            m.fill(0, gMap, (head, 0, 0), piece=VECTOR_BYTES)
+            m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             total = zeros(DMAP)
             for n in range(split, batches * tiles, splits):
                 batch, tile = divmod(int32(n), tiles)
                 row = int32(CHUNK * tile + ROWS * warp)
-                x.fill(0, rows, (batch, int32(CHUNK * tile), head, 0), 1, 3, piece=VECTOR_BYTES)
+                x.fill(0, rows, (batch, int32(CHUNK * tile), head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
                 x_tile, map_tile = x.wait(0), m.wait(0)
                 up, down = softmaxes(mma_AB(zeros(Y), subtile(x_tile, ROWS, warp), map_tile))
                 gradient = through_softmax(up, sum_group(dfeatures, Y, batch, row, head, 0, group))

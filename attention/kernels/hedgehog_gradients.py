@@ -97,10 +97,10 @@ class HedgehogQueryGradients(HedgehogConfig):
                 token, old = seq.chunk_start(j), seq.chunk_start(max(j - 1, 0))
                 row = int32(token + ROWS * warpgroup.rank())
                 chunk = seq_layout.chunk_index(token, sequence, length)
-                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, piece=VECTOR_BYTES)
-                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, piece=VECTOR_BYTES)
-                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, piece=VECTOR_BYTES)
-                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, piece=VECTOR_BYTES)
+                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
                 s.fill(0, gStates, (chunk, head, 0, 0))
                 queries, at_query = truncate(gQ, 1, seq.end), (seq.batch, row, key_head, 0)
                 row_maxima = neg_infty(SCORES.col_vec)
@@ -182,15 +182,15 @@ class HedgehogKeyGradients(HedgehogConfig):
         )
 
         @inlined
-        def fill(w, x, gW, gX, seq, j, head, x_head, piece):
+        def fill(w, x, gW, gX, seq, j, head, x_head, vector_bytes):
             """Start to copy what queries of a chunk and of the next one have for the keys of the first, and these queries'
             rows of gX. Of a chunk after the last one, zeros come."""
             weights, rows = truncate(gW, 1, seq.end), truncate(gX, 1, seq.end)
             token, far_weights = seq.chunk_start(j), seq.chunk_start(j + 1)
             w.fill(0, weights, (seq.batch, token, head, CHUNK), 1, 3)
             w.fill(1, weights, (seq.batch, far_weights, head, 0), 1, 3)
-            x.fill(0, rows, (seq.batch, token, x_head, 0), 1, 3, piece=piece)
-            x.fill(1, rows, (seq.batch, far_weights, x_head, 0), 1, 3, piece=piece)
+            x.fill(0, rows, (seq.batch, token, x_head, 0), 1, 3, vector_bytes=vector_bytes)
+            x.fill(1, rows, (seq.batch, far_weights, x_head, 0), 1, 3, vector_bytes=vector_bytes)
 
         @inlined
         def multiply(acc, w, x):

@@ -160,8 +160,10 @@ class Redistribution:
         arriving = [*local, *[overlap for _, overlap in received]]
         self.target_views = RectangleViews(self.shape, [rectangle(one.to_rows, one.to_heads) for one in arriving])
         self.complete = sum(map(_size, arriving)) == self.shape[0] * self.shape[1]
-        copies = [next((found for found in [_locate(overlap, one) for one in local] if found), None) for _, overlap in sent]
-        self.output_views = [found and RectangleViews(self.shape, [rectangle(*found)]) for found in copies]
+        copies = [
+            next((location for location in [_locate(overlap, one) for one in local] if location), None) for _, overlap in sent
+        ]
+        self.output_views = [location and RectangleViews(self.shape, [rectangle(*location)]) for location in copies]
         self.row_copies: dict[Any, RowCopies] = {}
         has_all_heads = source.heads == target.heads and None not in (
             self.source_views.all_head_rows,

@@ -36,14 +36,14 @@ def choose_segments(items: int, chunks: int, processors: int) -> int:
     """The number of segments of a walk that takes the shortest time, 1 for one after the pass. items: the number of sequences
     times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
 
-    def cut(segments: int) -> float:
+    def segmented_time(segments: int) -> float:
         recurrences = math.ceil(CHAINS * items / processors) * chunks * STEP
         walk = math.ceil(items * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
         return LAUNCH + items * chunks / processors * INVERSE + recurrences + walk
 
-    uncut = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
-    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=cut)
-    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and cut(best) < uncut else 1
+    unsegmented_time = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
+    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=segmented_time)
+    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time(best) < unsegmented_time else 1
 
 
 def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -31,7 +31,7 @@ FP8_SCHEMA = Schema(
     marks         *                                                              any          optional
 {AUX_ROWS}
     out           (batch, seqlen_q, heads, head_dim_v)                           half         in_place
-    lse           (batch, heads, seqlen_q)                                       float32      made      return_lse
+    lse           (batch, heads, seqlen_q)                                       float32      output    return_lse
 """,
 )
 

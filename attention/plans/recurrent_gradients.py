@@ -253,27 +253,27 @@ def plan_accumulation(
     names = [name for name in ("dq", "dk", "dv", "ddecay", "dinitial_state", "dinitial_z") if arrays.get(name)]
     sums = {name: x for name in names for x in [arrays[name]] if x}
     shapes = {name: (*tokens, key_dim) for name in ("dq", "dk")}
-    computed = {name: scratch(*shapes.get(name, x.form.shape)) for name, x in sums.items()}
-    steps = plan(problem, arrays | computed, scale, vector_bytes, scratch)
+    gradients = {name: scratch(*shapes.get(name, x.form.shape)) for name, x in sums.items()}
+    steps = plan(problem, arrays | gradients, scale, vector_bytes, scratch)
     for name, x in sums.items():
         if 0 not in x.form.shape:
-            steps.append(_add(problem, name, computed[name], x))
+            steps.append(_add(problem, name, gradients[name], x))
     return steps
 
 
-def _add(problem: Problem, name: str, computed: Operand, total: Operand) -> Step:
+def _add(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
     """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
-    computed, total = (_with_tokens_and_heads(name, x) for x in (computed, total))
+    gradients, total = (_with_tokens_and_heads(name, x) for x in (gradients, total))
     batch, rows, heads, columns = total.form.shape
     tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
     return kernel_for(sum_head_groups, sum_head_groups.ACCUMULATE, problem.device).bind(
         -(-batch * heads * tiles // sum_head_groups.WARPS),
-        gPartial=computed,
+        gPartial=gradients,
         gOut=total,
         tiles=tiles,
         panels=panels,
         heads=heads,
-        group=computed.form.shape[2] // heads,
+        group=gradients.form.shape[2] // heads,
     )
 
 

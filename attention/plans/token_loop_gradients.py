@@ -123,8 +123,8 @@ def sum_gates_by_token(
         gradient = gradient.spread(0, 1).spread(0, 1)
     if kind != "channel":
         decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
-    by_pieces = kind == "channel" or delta
-    channels = gate_gradient_token_loop.CHANNELS if by_pieces else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
+    by_parts = kind == "channel" or delta
+    channels = gate_gradient_token_loop.CHANNELS if by_parts else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels) if kind == "channel" else 1
     config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem), delta)
     return kernel_for(gate_gradient_token_loop, config, problem.device).bind(

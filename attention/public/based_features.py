@@ -26,9 +26,9 @@ BASED = Schema(
     cu_seqlens     (ends)                                   ends     optional
     initial_state  (sequences, heads, features, value_dim)  float32  optional
     initial_z      (sequences, heads, features)             float32  optional
-    out            (batch, seqlen, heads, value_dim)        tile     made
-    state          (sequences, heads, features, value_dim)  float32  made  return_state
-    z              (sequences, heads, features)             float32  made  return_state  normalize
+    out            (batch, seqlen, heads, value_dim)        tile     output
+    state          (sequences, heads, features, value_dim)  float32  output  return_state
+    z              (sequences, heads, features)             float32  output  return_state  normalize
     """,
     features=FEATURES,
 )

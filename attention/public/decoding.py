@@ -52,7 +52,7 @@ BIAS = """
 """
 RESULTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
-    lse  (batch, heads, seqlen_q)              float32  made  return_lse
+    lse  (batch, heads, seqlen_q)              float32  output  return_lse
 """
 PACKED_QUERIES = """
     cu_seqlens  (ends)  ends_q  optional

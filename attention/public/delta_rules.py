@@ -54,8 +54,8 @@ INPUTS = """
     initial_state  (sequences, heads, key_dim, value_dim)                          float32  optional
 """
 RESULTS = """
-    out            (batch, seqlen, heads, value_dim)                               tile     made
-    state          (sequences, heads, key_dim, value_dim)                          float32  made  return_state
+    out            (batch, seqlen, heads, value_dim)                               tile     output
+    state          (sequences, heads, key_dim, value_dim)                          float32  output  return_state
 """
 DELTA_RULE, RAW_DELTA_RULE = Schema("delta_rule", INPUTS + RESULTS), Schema("delta_rule_raw", INPUTS + RAW_GATES + RESULTS)
 
@@ -69,7 +69,7 @@ DELTA_STATES = Schema(
     cu_seqlens     (ends)                                      ends     optional
     initial_state  (sequences, heads, key_dim, state_columns)  float32
     skipped        (sequences, heads, 1)                       float32  optional
-    state          (sequences, heads, key_dim, state_columns)  float32  made
+    state          (sequences, heads, key_dim, state_columns)  float32  output
     """,
 )
 

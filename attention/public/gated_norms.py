@@ -20,12 +20,12 @@ ROWS = """
     gate    (batch, seqlen, heads, head_dim)  tile  optional
 """
 RESULTS = """
-    out     (batch, seqlen, heads, head_dim)  tile  made
+    out     (batch, seqlen, heads, head_dim)  tile  output
 """
 GRADIENTS = """
-    dx       (batch, seqlen, heads, head_dim)  tile     made
-    dweight  =weight                           float32  made
-    dgate    (batch, seqlen, heads, head_dim)  tile     made  grads:dgate
+    dx       (batch, seqlen, heads, head_dim)  tile     output
+    dweight  =weight                           float32  output
+    dgate    (batch, seqlen, heads, head_dim)  tile     output  grads:dgate
 """
 GATED_NORM = Schema("gated_rms_norm", ROWS + RESULTS)
 GATED_NORM_BACKWARD = Schema("gated_rms_norm_backward", "    dout  (batch, seqlen, heads, head_dim)  tile" + ROWS + GRADIENTS)

@@ -28,7 +28,7 @@ HEDGEHOG = Schema(
     alphas      (heads)                            float32
     betas       (heads)                            float32
     cu_seqlens  (ends)                             ends     optional
-    out         (batch, seqlen, heads, value_dim)  tile     made
+    out         (batch, seqlen, heads, value_dim)  tile     output
     """,
 )
 

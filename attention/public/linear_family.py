@@ -70,16 +70,16 @@ TOKENS = """
 STATES = """
     initial_state  (sequences, heads, key_dim, value_dim)  float32  optional
     initial_z      (sequences, heads, key_dim)             float32  optional
-    out            (batch, seqlen, heads, value_dim)       tile     made
-    state          (sequences, heads, key_dim, value_dim)  float32  made  return_state
-    final_z        (sequences, heads, key_dim)             float32  made  return_state  normalize
+    out            (batch, seqlen, heads, value_dim)       tile     output
+    state          (sequences, heads, key_dim, value_dim)  float32  output  return_state
+    final_z        (sequences, heads, key_dim)             float32  output  return_state  normalize
 """
 COMPOSED = """
     initial_state  (sequences, heads, value_dim, key_dim)  float32  optional
     decay          (sequences, heads, 1)                   float32  updated
     final_state    (sequences, heads, value_dim, key_dim)  float32  updated
 """
-CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     made  return_chunk_states  memory:states"
+CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     output  return_chunk_states  memory:states"
 LINEAR = Schema("linear", TOKENS + STATES + CHUNK_STATES, chunks=recurrent_chunks.count_chunks)
 SEGMENTS = Schema("linear_segments", TOKENS)
 COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)

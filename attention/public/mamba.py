@@ -37,8 +37,8 @@ STEPS = """
 """
 STATES = """
     initial_states  (sequences, heads, value_dim, key_dim)  float32  optional
-    out             (batch, seqlen, heads, value_dim)       tile     made
-    states          (sequences, heads, value_dim, key_dim)  float32  made  return_final_states
+    out             (batch, seqlen, heads, value_dim)       tile     output
+    states          (sequences, heads, value_dim, key_dim)  float32  output  return_final_states
 """
 MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES)
 SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)

@@ -26,7 +26,7 @@ RAW_GATE = """
     dt_bias  (heads)|(heads, key_dim)                real  optional
 """
 OUT = """
-    out    (batch, heads, value_dim)                       tile     made
+    out    (batch, heads, value_dim)                       tile     output
 """
 STEP, RAW_STEP = Schema("linear_step", TOKEN + OUT), Schema("linear_step_raw", TOKEN + RAW_GATE + OUT)
 

@@ -49,7 +49,7 @@ def mamba2_backward(
         values[:, padding] = dy[:, padding] = 0
     if dt_bias is not None:
         unclipped = unclipped + host(dt_bias).astype(real)
-    slope = 1 / (1 + np.exp(-unclipped)) if dt_softplus else 1
+    derivative = 1 / (1 + np.exp(-unclipped)) if dt_softplus else 1
     if dt_softplus:
         unclipped = np.logaddexp(unclipped, real(0))
     steps = unclipped.clip(*map(real, dt_limit))
@@ -64,7 +64,7 @@ def mamba2_backward(
     of_linear = linear_backward(dy_operand, C, B, u, decay=steps * rate, **options)
     du, dg = of_linear["dv"], of_linear["ddecay"]
     skip = 0 if D is None else np.broadcast_to(host(D).astype(real).reshape(x.shape[2], -1), x.shape[2:])
-    draw = ((du * values).sum(-1) + rate * dg) * slope * ((unclipped >= dt_limit[0]) & (unclipped <= dt_limit[1]))
+    draw = ((du * values).sum(-1) + rate * dg) * derivative * ((unclipped >= dt_limit[0]) & (unclipped <= dt_limit[1]))
     results = {"dx": rounded(steps[..., None] * du + skip * dy), "ddt": draw, "dA": (steps * dg).sum((0, 1))}
     results |= {"dB": of_linear["dk"], "dC": of_linear["dq"]}
     results["dinitial_states"] = of_linear["dinitial_state"].swapaxes(2, 3)

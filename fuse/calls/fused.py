@@ -136,7 +136,7 @@ class Fused(Definition):
         if is_jax_tracer(operands[0]):
             self._refuse_parts_in_jit(program, shapes, ordinal_of(operands), numbers)
         try:
-            computed = program(stream, (*operands, *outs), numbers)
+            result = program(stream, (*operands, *outs), numbers)
         except NoKernel as error:
             if stream is not None:
                 words = f"stream: must be None where a call runs by parts, on the arrays' own stream: {error}"
@@ -155,7 +155,7 @@ class Fused(Definition):
             places = [n for n, s in enumerate(shapes) if not s.extents]
             transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
             self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))
-        results = computed if isinstance(computed, tuple) else (computed,)
+        results = result if isinstance(result, tuple) else (result,)
         results = tuple([x.reshape(*leading.extents, x.shape[-1]) for x in results]) if leading else results
         return results[0] if program.single else results
 

@@ -69,8 +69,8 @@ def _result(name, acc, a, b):
 def _operand(b, tile, address, rows_are_k):
     """k -> the descriptor of a shared operand's slice that begins at `k` of the contracted axis."""
     low = b.zext(b.lshr(address, b.u32(4)), i64)
-    start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
-    return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+    start = b.or_(low, i64(layout.descriptor(tile.parent_rows, tile.width, rows_are_k)))
+    return lambda k: b.add(start, i64(layout.k_step(k, tile.parent_rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
 
 def _left_registers(b, a, value):

@@ -87,7 +87,7 @@ def rule(name, fold, dtypes=None, emit_sync=FOUR_WARPS.emit_sync, threads=THREAD
         _check(name, target, at)
         if dtypes and target.tile.dtype not in dtypes:
             raise TypeError(f"{name}: TMA does this for {', '.join(map(str, dtypes))}, got {target}")
-        if not (isinstance(tile, (st, sv)) and target.tile.alone == tile.alone):
+        if not (isinstance(tile, (st, sv)) and target.tile.unsliced == tile.unsliced):
             raise TypeError(f"{name}: the target takes {target.tile}, got {tile}")
         if not target.storable:
             raise TypeError(

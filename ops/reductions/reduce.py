@@ -24,7 +24,7 @@ from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.op import lowers, op
-from tiles.types import rt, rv, st, sv, whole
+from tiles.types import finished_type, rt, rv, st, sv
 from tiles.values import SharedTile
 
 from ..elementwise.arithmetic import fadd, fmax, fmin, fmul
@@ -259,7 +259,7 @@ def finish_sum(vector):
 def _(vector):
     if not (isinstance(vector, rv) and vector.partial):
         raise TypeError(f"finish_sum: takes a partial sum (from lane_sum), got {vector}")
-    out = whole(vector)
+    out = finished_type(vector)
     return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), fadd))
 
 

@@ -14,7 +14,7 @@ def _type(tile, spec):
     rows = [(x.rows, x.width, x.cols * x.dtype.itemsize) for x in (tile, spec)]
     if rows[0] != rows[1]:
         raise TypeError(f"viewed: takes a type of as many rows, as many bytes long, in panels as wide as {tile}, got {spec}")
-    return replace(spec, whole=tile.whole)
+    return replace(spec, parent_rows=tile.parent_rows)
 
 
 @op

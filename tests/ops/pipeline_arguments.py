@@ -16,7 +16,7 @@ REFUSED = [
     (pipeline.fill, [PIPE, N, A2, TWO, -2, 0, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
     (pipeline.fill, [PIPE, N, A2, TWO, 0, 2, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
     (pipeline.fill, [PIPE, N, A2, TWO, -3, 1, None, 16], "fill: st(32, 64, fp32) lies along 2 axes of the array"),
-    (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, None, 2], "fill: piece must be one of"),
+    (pipeline.fill, [PIPE, N, A2, TWO, 0, 1, None, 2], "fill: vector_bytes must be one of"),
     (pipeline.look_up, [PIPE, A2, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),
     (pipeline.look_up, [PIPE, LINE, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),
     (pipeline.look_up, [PIPE, N, N, TWO, N, None], "look_up: takes int32 or int64 numbers"),

@@ -288,7 +288,7 @@ def test_command(tmp_path, capsys):
         assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-FILLED = Schema("filled", "x (seqlen, head_dim) float32\nout (seqlen, head_dim) float32 made")
+FILLED = Schema("filled", "x (seqlen, head_dim) float32\nout (seqlen, head_dim) float32 output")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_shared_tile_knows_its_panels():
 
 
 def test_a_shared_vector_knows_its_parts():
-    assert (sv(48, bf16).panels, sv(48, bf16).nbytes, sv(48, bf16).room) == (1, 96, 128)
+    assert (sv(48, bf16).panels, sv(48, bf16).nbytes, sv(48, bf16).stage_bytes) == (1, 96, 128)
     assert [(sv(n, fp32).panels, sv(n, fp32).panel_cols) for n in (256, 384, 512)] == [(1, 256), (3, 128), (2, 256)]
     assert (sv(32, bf16).offsets() == 2 * np.arange(32)).all() and gl(sv(32, bf16), 3, None, 1).origin((1, 2, 3)) == (1, 64, 3)
 

@@ -3,7 +3,7 @@ through the tables (of known shapes, of plans for new sequence lengths) and says
 
     SCALED = Schema("scaled", '''
         x    (seqlen, head_dim)  float32
-        out  (seqlen, head_dim)  float32  made
+        out  (seqlen, head_dim)  float32  output
     ''')
 
     @program(SCALED)
@@ -308,7 +308,7 @@ class Program:
         assert self.prepare_next is not None
         arrays, named = {name: x for name, x in zip(self.names, descriptions) if x}, dict(zip(self.options, options))
         problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
-        results = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
+        results = {name: c_ordered(*problem.result_form(name), problem.device) for name in self.schema.results(named)}
         self.prepare_next(arrays, results, named, layout)
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
@@ -322,7 +322,9 @@ class Program:
         order, kind = self.schema.places, first.kind
         placement = kind.placement(first)
         allocators = [
-            (order[name], kind.watched_allocator(placement, *problem.made(name))) for name in results if name not in forms
+            (order[name], kind.watched_allocator(placement, *problem.result_form(name)))
+            for name in results
+            if name not in forms
         ]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]

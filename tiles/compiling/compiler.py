@@ -79,7 +79,7 @@ class CompileError(RuntimeError):
     def __init__(self, title, arch, complaints):
         self.complaints = list(dict.fromkeys(complaints))
         matches = [_LACKS.search(said) for said, _ in self.complaints]
-        self.lacks = list(dict.fromkeys(match[1] for match in matches if match))
+        self.missing_features = list(dict.fromkeys(match[1] for match in matches if match))
         super().__init__(f"{title} cannot be compiled for {arch}:\n{self.text}")
 
     @property

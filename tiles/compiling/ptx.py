@@ -366,7 +366,7 @@ def opaque(b, x):
     return b.asm(x.type, f"mov.b{x.type.width} $0, $1;", f"={letter},{letter}", x, effect=False)
 
 
-def computed(b, registers):
+def wait_for_registers(b, registers):
     """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
     compiler cannot know."""
     true = b.icmp_unsigned("==", b.u32(0), b.u32(0))

@@ -43,7 +43,7 @@ class Slot:
         tile = slot.tile(j)
         if self.ring.blocks == 1 and parts == 1:
             return tile
-        box, number = replace(self.ring.box(parts, across), whole=tile.rows), part if parts > 1 else self.block.rank
+        box, number = replace(self.ring.box(parts, across), parent_rows=tile.rows), part if parts > 1 else self.block.rank
         first, address = 0 if across else number * box.rows, tile.address + number * self.ring.offset(parts, across)
         return SharedTile(box, address, f"part {number} of {tile.name}", slot, j, first)
 

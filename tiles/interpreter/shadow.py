@@ -64,9 +64,9 @@ class TileCells:
         self.cells = slice(start // CELL, (start + spec.panels * spec.panel_bytes) // CELL)
         self.rows, self.shape = (
             slice(tile.first + rows.start, tile.first + rows.stop),
-            (spec.panels, spec.whole, spec.width // CELL),
+            (spec.panels, spec.parent_rows, spec.width // CELL),
         )
-        if len(rows) == spec.whole:
+        if len(rows) == spec.parent_rows:
             self.rows = None
 
     def of(self, array):

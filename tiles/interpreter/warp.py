@@ -9,7 +9,7 @@ from greenlet import getcurrent, greenlet
 from ..layout import WARPGROUP
 from ..types import sv
 from .accesses import READ, WRITE
-from .copies import cut, inside, misaligned, remedy
+from .copies import copy_box, inside, misaligned, remedy
 from .hazard import Hazard, WarpPlace
 from .record import CopyStep, MmaStep, WaitStep, note
 from .shadow import FILLING, VALID, Event, TileCells
@@ -242,21 +242,22 @@ class InterpretedWarp(greenlet):
         self.clock[agent] = max(known, done)
 
     # -- copies by cp.async
-    def copy_async(self, tile, source, at, rows, cols, piece, rows_of_tile):
-        """Start copying rows `rows_of_tile` of the tile at `at` of a global array to a shared tile, `piece` bytes at a time."""
+    def copy_async(self, tile, source, at, rows, cols, vector_bytes, rows_of_tile):
+        """Start copying rows `rows_of_tile` of the tile at `at` of a global array to a shared tile, `vector_bytes` bytes at a
+        time."""
         if isinstance(tile.spec, sv):
             return self._copy_numbers(tile, source, at, cols % source.ndim, rows_of_tile)
         rows, cols = rows % source.ndim, cols % source.ndim
         self.note_access(source, READ)
-        if why := misaligned(source, at, cols, piece):
-            raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(source, at, cols)}")
+        if why := misaligned(source, at, cols, vector_bytes):
+            raise self.hazard(f"copy in pieces of {vector_bytes} bytes: {why}; {remedy(source, at, cols)}")
         for axis, (index, size) in enumerate(zip(at, source.shape)):
             if axis not in (rows, cols) and not 0 <= index < size:
                 raise self.hazard(f"index {index} is out of range for axis {axis} of an array of shape {source.shape}")
         at = tuple(int(index) + (rows_of_tile.start if axis == rows else 0) for axis, index in enumerate(at))
         array, shape = np.asarray(source), (len(rows_of_tile), tile.spec.cols)
         view = lambda: inside(array, at, shape, rows, cols)[0]
-        self._start_cp_async(tile, rows_of_tile, lambda: cut(array, at, shape, rows, cols), view)
+        self._start_cp_async(tile, rows_of_tile, lambda: copy_box(array, at, shape, rows, cols), view)
 
     def _copy_numbers(self, tile, source, at, axis, rows_of_tile):
         """Start copying numbers of a vector that lies along one axis, as copy_async does."""
@@ -267,7 +268,7 @@ class InterpretedWarp(greenlet):
         line = np.moveaxis(np.asarray(source), axis, -1)[tuple(int(i) for k, i in enumerate(at) if k != axis)]
         at = 0, int(at[axis]) + rows_of_tile.start
         view = lambda: inside(line[None], at, (1, len(rows_of_tile)), 0, 1)[0]
-        self._start_cp_async(tile, rows_of_tile, lambda: cut(line[None], at, (1, len(rows_of_tile)), 0, 1)[0], view)
+        self._start_cp_async(tile, rows_of_tile, lambda: copy_box(line[None], at, (1, len(rows_of_tile)), 0, 1)[0], view)
 
     def look_up(self, pages, size, at, last, rows_of_tile, begin=None):
         """(page, row in the page, ...) of these rows of a tile, by the page table `pages`: see pipeline.look_up."""
@@ -284,14 +285,14 @@ class InterpretedWarp(greenlet):
             page_rows += int(table[sequence, row // size]) if exists else 0, row % size
         return tuple(page_rows)
 
-    def copy_pages(self, tile, pool, page_rows, at, last, piece, rows_of_tile):
+    def copy_pages(self, tile, pool, page_rows, at, last, vector_bytes, rows_of_tile):
         """Start copying these rows of a tile from the pages that they lie in: see pipeline.fill_pages."""
         self.note_access(pool, READ)
         if isinstance(tile.spec, sv):  # as tiles of one column
             values, view = self.from_pages(np.asarray(pool)[..., None], page_rows, (*at, 0), last, rows_of_tile, 1)
             return self._start_cp_async(tile, rows_of_tile, lambda: values()[:, 0], view)
-        if why := misaligned(pool, where := (0, 0, *at[1:]), pool.ndim - 1, piece):
-            raise self.hazard(f"copy in pieces of {piece} bytes: {why}; {remedy(pool, where, pool.ndim - 1)}")
+        if why := misaligned(pool, where := (0, 0, *at[1:]), pool.ndim - 1, vector_bytes):
+            raise self.hazard(f"copy in pieces of {vector_bytes} bytes: {why}; {remedy(pool, where, pool.ndim - 1)}")
         self._start_cp_async(
             tile, rows_of_tile, *self.from_pages(np.asarray(pool), page_rows, at, last, rows_of_tile, tile.spec.cols)
         )
@@ -308,7 +309,7 @@ class InterpretedWarp(greenlet):
                 if not 0 <= page < len(array):
                     raise self.hazard(f"row {row} lies in page {page}, which is out of range for a pool of {len(array)} pages")
                 at_page = page, slice(None), *rest
-                line = cut(array[at_page], (page_row, col), line.shape, 0, 1)
+                line = copy_box(array[at_page], (page_row, col), line.shape, 0, 1)
             lines.append(line)
         return lambda: np.concatenate(lines), lambda: None
 

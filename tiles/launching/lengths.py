@@ -196,7 +196,7 @@ class Trace:
         space, known, lines = {**self.constants}, dict(fixed), []
 
         def substitute(text: str) -> str:
-            return _VARIABLE.sub(lambda found: literal(found[0]) if found[0] in known else found[0], text)
+            return _VARIABLE.sub(lambda match: literal(match[0]) if match[0] in known else match[0], text)
 
         def literal(name: str) -> str:
             value = known[name]

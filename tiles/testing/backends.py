@@ -101,8 +101,8 @@ def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
     arguments: list[Any] = []
     for a in args:
         if isinstance(a, tensor):
-            cut = a.spec
-            arguments.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
+            spec = a.spec
+            arguments.append(tensor(_on_device(a.array, roots), spec.tile, spec.rows, spec.cols, spec.unit))  # type: ignore[arg-type]
         else:
             arguments.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     launch(*arguments)

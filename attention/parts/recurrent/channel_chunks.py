@@ -33,7 +33,7 @@ from numpy import int32
 from ops import block as thread_block
 from ops import cumsum_columns, less, load, load_row, store, subtile, truncate, warp_index, warpgroup, where
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES, WARPGROUP
 
 from .gates import FLOOR, LOG2_E, clamp_gates
@@ -53,23 +53,23 @@ class ChannelChunkConfig:
     key_dim: int
     dtype: dtype
     varlen: bool = False
-    vector_bytes: int = PIECES[0]
+    vector_bytes: int = VECTOR_SIZES[0]
     label = ""
     threads = LANES * WARPGROUP * HALVES
 
     def __str__(self):
-        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != PIECES[0])
+        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != VECTOR_SIZES[0])
         return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}"
 
 
 def chunk_forms(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim in KEY_DIMS:
-        yield key_dim, bf16, False, PIECES[0]
+        yield key_dim, bf16, False, VECTOR_SIZES[0]
         if everything:
-            yield from ((key_dim, *form) for form in itertools.product((fp16,), (False, True), PIECES[:1]))
-            yield key_dim, bf16, True, PIECES[0]
-            yield from ((key_dim, bf16, False, vector_bytes) for vector_bytes in PIECES[1:])
+            yield from ((key_dim, *form) for form in itertools.product((fp16,), (False, True), VECTOR_SIZES[:1]))
+            yield key_dim, bf16, True, VECTOR_SIZES[0]
+            yield from ((key_dim, bf16, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])
 
 
 @static

@@ -96,8 +96,8 @@ class DecayedKeys(ChunkDecay):
         return int32(2 * j + 1), j
 
     @inlined
-    def fill_first(self, k, j, gKeys, at, end, piece):
-        k.fill(int32(2 * j), gKeys, at, 1, 3, end, piece)
+    def fill_first(self, k, j, gKeys, at, end, vector_bytes):
+        k.fill(int32(2 * j), gKeys, at, 1, 3, end, vector_bytes)
 
     @inlined
     def wait_second(self, k, j, first, newer):

@@ -51,7 +51,7 @@ from numpy import float32, int32
 
 from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES
 
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
@@ -109,11 +109,11 @@ def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]
 def chunk_forms(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim, gated in itertools.product(KEY_DIMS, (False, True)):
-        yield key_dim, bf16, gated, gated, PIECES[0]
+        yield key_dim, bf16, gated, gated, VECTOR_SIZES[0]
         if everything:
-            yield key_dim, fp16, gated, False, PIECES[0]
-            yield key_dim, bf16, gated, not gated, PIECES[0]
-            yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in PIECES[1:])
+            yield key_dim, fp16, gated, False, VECTOR_SIZES[0]
+            yield key_dim, bf16, gated, not gated, VECTOR_SIZES[0]
+            yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])
 
 
 @inlined
@@ -157,7 +157,7 @@ class ChunkDecay:
         return int32(j + 1), int32(j + 1)
 
     @inlined
-    def fill_first(self, k, j, gKeys, at, end, piece):
+    def fill_first(self, k, j, gKeys, at, end, vector_bytes):
         """Start to copy the keys that the j-th chunk multiplies first, if not all of its keys come together."""
 
     @inlined

@@ -154,7 +154,7 @@ class FewRows(Product):
         x, slot = rows * depth * ITEM, count * columns * depth * self.weight_bytes
         second = self.prepared_slots(rows) * (not self.plain)
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
-        room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
+        budget = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
         more = self.extension.left.extents[1] if self.extension else 0
         steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
@@ -163,7 +163,7 @@ class FewRows(Product):
             (min(tall * stages, ahead + (rows < MOST_ROWS) * second), stages, -ahead)
             for ahead in range(turns, MOST_SLOTS + 1, turns)
             for stages in range(1, min(steps, MOST_SLOTS) + 1)
-            if stages * slot + ahead * beside <= room
+            if stages * slot + ahead * beside <= budget
         ]
         return FewRowsSchedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 

@@ -215,9 +215,9 @@ class Halves:
             body.append(f"store{'_unordered' * self.unordered}({array(y)}, {writer.expression(part)}, {place}{rows})")
         text.kernel += passed(body)
 
-        cut = {_array_of(x) for x in split} | ({self.root} if two else set())
+        split_arrays = {_array_of(x) for x in split} | ({self.root} if two else set())
         pairs = [(x, parameters[x]) for x in (*self.leaves, self.root)]
-        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in cut else its) for x, its in pairs]
+        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in split_arrays else its) for x, its in pairs]
         text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
         text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
         return text
