@@ -96,7 +96,7 @@ class Profile:
         table = [columns, *[[row.get(name, "") for name in columns] for row in rows]]
         widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
         lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in table]
-        parts = {launch.counts.count_interpreted / launch.counts.clusters for launch in self.launches if launch.counts}
+        parts = {launch.counts.counted / launch.counts.clusters for launch in self.launches if launch.counts}
         said = "all blocks" if parts <= {1.0} else "a few blocks, and multiplied"
         how = f"FLOP and bytes: counted by the interpreter, of {said}; once: each array no more than once"
         why = [f"{launch.title} was not counted: {launch.uncounted}" for launch in self.launches if launch.uncounted]
