@@ -95,13 +95,13 @@ class RecurrenceOnTorch:
         return functional.silu(functional.conv1d(x, weight[:, None], bias, groups=len(weight)).mT)
 
     def recur(self, member, q, k, v, cu_seqlens, cache, *, beta, decay, qk_l2norm):
-        """The delta rule."""
+        """The gated delta rule, by PyTorch's operations."""
         q, k = (gates.normalize(x.float()) for x in (q, k))
         arrays = q, k, v, gates.evaluate(decay), gates.evaluate(beta)
         return checkpoint(recurrence, *arrays, q.shape[-1] ** -0.5, use_reentrant=False).to(v.dtype)
 
     def scan(self, x, dt, B, C, cu_seqlens, cache):
-        """Mamba-2's scan."""
+        """Mamba-2's scan, by PyTorch's operations."""
         dt = functional.softplus(dt.float() + self.dt_bias)
         arrays = C, B, dt[..., None] * x, -dt * self.A_log.exp(), None
         return (checkpoint(recurrence, *arrays, 1.0, use_reentrant=False) + self.D[:, None] * x).to(x.dtype)
@@ -206,16 +206,16 @@ class RecurrenceOnRanks:
         return short_conv(x, weight, self.conv1d.bias, activation="silu", initial_state=before)
 
     def recur(self, member, q, k, v, cu_seqlens, cache, **options):
-        """The delta rule."""
+        """The gated delta rule of a sequence that the ranks share."""
         return parallel.delta_rule(q, k, v, length=self.length, **options)
 
     def scan(self, x, dt, B, C, cu_seqlens, cache):
-        """Mamba-2's scan."""
+        """Mamba-2's scan of a sequence that the ranks share."""
         options = {"D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True}
         return parallel.mamba2(x, dt, -self.A_log.exp(), B, C, length=self.length, **options)
 
 
-class Alone:
+class SingleRank:
     """One process, which has all tokens."""
 
     rank, where = 0, {}  # where: what attention is told of tokens' places
@@ -231,7 +231,7 @@ class Alone:
         """The tensors are summed in place over all processes; of one process they stay as they are."""
 
 
-class Together(Alone):
+class RankGroup(SingleRank):
     """Several, each with a share of every sequence, by torchrun."""
 
     def __init__(self, tokens):
@@ -317,7 +317,7 @@ class TrainingRun:
 
     model: nn.Module
     rate: float
-    ranks: Alone
+    ranks: SingleRank
     losses: list = field(default_factory=list)
     seconds: list = field(default_factory=list)
 
@@ -364,7 +364,7 @@ def train(size, ranks, mixer="softmax", baseline=None, eager=False, quiet=False)
     torch.compile."""
     device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
-    ours = ON_RANKS if isinstance(ranks, Together) else MODULES
+    ours = ON_RANKS if isinstance(ranks, RankGroup) else MODULES
     for name, modules in {"attention": ours, **({baseline: BASELINES[baseline]} if baseline else {})}.items():
         torch.manual_seed(0)
         model = Transformer(size, mixer, modules).to(device)
@@ -440,12 +440,12 @@ def main(argv=None):
     parser.add_argument("--csv", type=Path, help="a table that the losses are added to; the curves are all that it holds")
     asked = parser.parse_args(argv)
     size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
-    ranks = (Together if "RANK" in os.environ else Alone)(size.tokens)
-    if asked.baseline and isinstance(ranks, Together):
+    ranks = (RankGroup if "RANK" in os.environ else SingleRank)(size.tokens)
+    if asked.baseline and isinstance(ranks, RankGroup):
         parser.error("--baseline: has all tokens: run it without torchrun")
     if asked.baseline == "fla" and asked.mixer not in ("gated_delta", "kda", "hybrid"):
         parser.error(f"--baseline fla: has the mixers gated_delta, kda and hybrid, not {asked.mixer}")
-    eager = asked.eager or device == "cpu" or isinstance(ranks, Together)
+    eager = asked.eager or device == "cpu" or isinstance(ranks, RankGroup)
     runs = train(size, ranks, asked.mixer, asked.baseline, eager, asked.quiet or ranks.rank > 0)
     if ranks.rank > 0:
         dist.destroy_process_group()
@@ -462,7 +462,7 @@ def main(argv=None):
         print(f"losses at most {apart:.3f} apart; {ratio:.2f} times as many steps a second as on {asked.baseline}")
     rows = rows_of(asked.mixer, runs)
     draw(rows if asked.csv is None else add_to(asked.csv, rows), asked.png)
-    if isinstance(ranks, Together):
+    if isinstance(ranks, RankGroup):
         dist.destroy_process_group()
     return runs
 

@@ -268,7 +268,7 @@ class ChunkVectors:
 
     @inlined
     def decay_state(self, x, tile):
-        """exp(b_last) x"""
+        """x exp(b_last): a state, or its gradient, over all tokens of a chunk."""
         if self.gated:
             return x * last_element(subtile(tile, CHUNK, DECAY))
         else:

@@ -16,7 +16,7 @@ NOISE = 0.01  # of a sum of terms of order 1, each with an error of its own, for
 
 
 def case(length, heads=2, key_heads=1, key_dim=16, value_dim=16, batch=1, dtype=bf16):
-    """The arguments of hedgehog_backward."""
+    """Random arguments of hedgehog_backward, by name."""
     rng = np.random.default_rng(length)
     q, k = rng.standard_normal((2, batch, length, key_heads, key_dim))
     v, dout = rng.standard_normal((2, batch, length, heads, value_dim))

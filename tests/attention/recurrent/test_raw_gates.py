@@ -44,7 +44,7 @@ def draw(length, channels=False, batch=1, dtype=BF16, seed=0):
 
 
 def meaning(name, a, A_log, dt_bias):
-    """The gate in float64."""
+    """The gate that these raw values mean, in float64."""
     per_channel = a.ndim == 4
     A = A_log.astype(float)[:, None] if per_channel else A_log.astype(float)
     return FORMULAS[name](a.astype(float), A, dt_bias.astype(float))
