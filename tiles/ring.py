@@ -75,7 +75,7 @@ class ring:
             raise ValueError(
                 f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
             )
-        needs_whole("ring", self.tile)
+        check_unsliced("ring", self.tile)
 
     def __str__(self):
         writers = f", {self.writers} writers" * bool(self.writers)
@@ -168,9 +168,9 @@ class ring:
         _slot(self, j).release(current_warp(), j, fenced)
 
 
-def needs_whole(name, tile):
+def check_unsliced(name, tile):
     """ValueError if this tile is a part of another; TypeError if it does not lie in shared memory."""
-    if not hasattr(tile, "whole"):
+    if not hasattr(tile, "unsliced"):
         raise TypeError(f"{name}: must be of a tile in shared memory, st or sv, got {tile}")
     if tile.parent_rows != tile.rows:
         raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")

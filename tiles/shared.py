@@ -15,7 +15,7 @@ from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
 from .op import lowers, op
 from .pipeline import pipeline
-from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of
+from .ring import BARRIER_BYTES, empty_barrier, full_barrier, check_unsliced, ring, tile_of
 from .types import TILE_ALIGN, barrier, st, sv
 from .values import SharedTile
 
@@ -41,7 +41,7 @@ class shared:
             if not isinstance(item, (*STAGED, st, sv, barrier)):
                 raise TypeError(f"shared: {name} must be a ring, a pipeline, an st, an sv or a barrier, got {item!r}")
             if isinstance(item, st):
-                needs_whole("shared", item)
+                check_unsliced("shared", item)
         self.starts = {}
         for name, item in items.items():
             if not isinstance(item, barrier):
