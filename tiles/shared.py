@@ -15,7 +15,7 @@ from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
 from .op import lowers, op
 from .pipeline import pipeline
-from .ring import BARRIER_BYTES, empty_barrier, full_barrier, check_unsliced, ring, tile_of
+from .ring import BARRIER_BYTES, check_unsliced, empty_barrier, full_barrier, ring, tile_of
 from .types import TILE_ALIGN, barrier, st, sv
 from .values import SharedTile
 

@@ -139,8 +139,8 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
         of_kernel = {array(its): name for its, name in zip(generated.names, function.names)}
         message = re.sub(r"\bg[A-Z]\w*", lambda traced: of_kernel.get(traced[0], traced[0]), str(error))
         raise NoKernel(f"{function.name}: {message}") from None
-    early = iter(generated.early)
-    steps = [step if step.late is None else _early(step, next(early), operands) for step in steps]
+    overlaps = iter(generated.overlaps_previous)
+    steps = [step if step.late is None else _bind_overlap(step, next(overlaps), operands) for step in steps]
     checks = index_checks(traced, problem) if problem.device is None or check_options().values else []
     return Plan([*checks, *steps], [*scratch, *more])
 
@@ -158,11 +158,12 @@ def index_bounds(traced: TracedDefinition) -> dict[str, int]:
     return {x.attr[0]: among for x, (_, among) in graph.indices(traced.roots).items()}
 
 
-def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
-    """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. early: see GeneratedModule."""
-    if early is None:
+def _bind_overlap(step: RecordedStep, places: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+    """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. places: what it reads before it
+    waits and what it writes, one of GeneratedModule.overlaps_previous."""
+    if places is None:
         return step
-    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in early])
+    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in places])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

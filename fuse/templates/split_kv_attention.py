@@ -28,7 +28,7 @@ QUERIES, LEAST, AXES = 128, 512, 3  # queries of a block; the fewest keys of a p
 class SplitKVAttention(AttentionCall):
     """Attention over `parts` equal splits of the keys, whose partial outputs a kernel combines: see the module."""
 
-    has_launch, early = True, True
+    has_launch, overlaps_previous = True, True
     partial_outputs: Term
     early_reads: tuple[Term, ...] = ()
 
@@ -98,6 +98,6 @@ class SplitKVAttention(AttentionCall):
             *views,
             f"_, {lse} = attention.forward({', '.join(arguments)}, out={parts}, return_lse=True)",
         ]
-        text.launch = f"(-(-{y}.shape[1] // TILE.rows), {y}.shape[0]), 32, early=True"
+        text.launch = f"(-(-{y}.shape[1] // TILE.rows), {y}.shape[0]), 32, overlaps_previous=True"
         text.arguments = [(array(parts), parts), (lies, lse), (array(y), y)]
         return text

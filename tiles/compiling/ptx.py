@@ -64,7 +64,7 @@ def cluster_wait(b):
 
 
 def grid_wait(b, after=None):
-    """Until the grids that this one was launched early after are done, and what they wrote is visible; from sm_90 on. after: a
+    """Until the grids that this one overlaps are done, and what they wrote is visible; from sm_90 on. after: a
     32-bit register that is computed before. ptxas puts a wait before all that it does not order, so it takes a turn by this."""
     with b.if_then(b.since(90)):
         if after is None:
@@ -75,7 +75,7 @@ def grid_wait(b, after=None):
 
 
 def grid_release(b):
-    """A grid that is launched early after this one may begin, once all blocks have said so; from sm_90 on."""
+    """A grid that overlaps this one may begin, once all blocks have said so; from sm_90 on."""
     with b.if_then(b.since(90)):
         b.do("griddepcontrol.launch_dependents;")
 

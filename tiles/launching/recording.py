@@ -16,7 +16,7 @@ from .arrays import Operand, c_ordered
 
 
 class RecordedStep(NamedTuple):
-    """A step of a program. bound: a launch, or a step of another program. late: the launch without early=True;
+    """A step of a program. bound: a launch, or a step of another program. late: the launch without overlaps_previous=True;
     None for a program's step. sources: for the 0th, 1st, ... array of the step, its place among those of the program."""
 
     bound: Any

@@ -7,7 +7,7 @@ x and vectors along k through another. If there is a prologue, one warpgroup, th
 and multiplies x by a narrow matrix. The blocks of a cluster split k (split-K) and add their sums up through distributed shared
 memory; then the epilogue runs on the complete sums. Products of a batch lie along the grid's second axis.
 
-A launch may be early (PDL): it loads weights before the previous launch has ended, which must not write them (ops/grid.py).
+A launch may overlap the previous one (PDL): it loads weights before the previous launch has ended, which must not write them (ops/grid.py).
 
 few_rows.jinja is the kernel. This file decides when it serves and its schedule; few_rows_text.py fills its gaps."""
 
@@ -79,7 +79,7 @@ class FewRows(Product):
         return not self.plain or bool(self.row_sums or self.narrow)
 
     @property
-    def early(self) -> bool:
+    def overlaps_previous(self) -> bool:
         """May the kernel load its weights before the previous launch has ended? Not if that launch may write them."""
         return all(view_base(w.array).operation == "input" for w in self.weights)
 
@@ -121,7 +121,8 @@ class FewRows(Product):
         is_single = len(self.products) == 1 and not (
             self.narrow or self.adjacent or self.extension or self.widens or self.batch
         )
-        first = self.early and view_base(self.x).operation == "input"  # a previous kernel would need multiprocessors, too
+        # A previous kernel would need multiprocessors, too.
+        first = self.overlaps_previous and view_base(self.x).operation == "input"
         if rows == MOST_ROWS and is_single and first:
             tilings.append((2, UPRIGHT))
         wide = -1 if self.batch else 1  # in a batch a multiprocessor runs several blocks in turn: prefer fewer, wide ones

@@ -150,7 +150,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     arguments += [(array(parameters[y]), parameters[y]) for y in (*kernel.epilogue_inputs, *kernel.roots)]
     arguments += words.selection.arguments if words.selection else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
-    early = ", early=True" if kernel.early else ""
+    overlap = ", overlaps_previous=True" if kernel.overlaps_previous else ""
     numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     numbers += [(part.end,) * 2 for part in parts[:-1]]
     numbers += [("each", f"{parameters[kernel.expert_stack]}.shape[1]")] if kernel.expert_stack is not None else []
@@ -184,7 +184,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
             f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
             f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
         ],
-        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{overlap}", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

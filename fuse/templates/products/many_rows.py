@@ -80,7 +80,7 @@ def choose_schedule(
 class ManyRows(Product):
     """The kernel for products of many rows: see the module."""
 
-    label, most_rows, early = "many", 2**31 - 1, True
+    label, most_rows, overlaps_previous = "many", 2**31 - 1, True
     processors: int  # of the card
     schedule_override: ManyRowsSchedule | None = None  # the schedule for other lengths than those of its terms
 

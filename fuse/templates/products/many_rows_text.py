@@ -153,7 +153,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         "counts": counted,
         "clusters": s.blocks > 1, "row": "BLOCKS * row + rank" if s.blocks > 1 else "row",
         "turn": "persistent_tile(r, BLOCKS)" if s.blocks > 1 else "persistent_tile(r)",
-        "launch": f"{blocks}, THREADS, shared=smem, {'cluster=BLOCKS, ' * (s.blocks > 1)}early=True", "bounds": "THREADS, 1",
+        "launch": f"{blocks}, THREADS, shared=smem, {'cluster=BLOCKS, ' * (s.blocks > 1)}overlaps_previous=True",
+        "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

@@ -70,7 +70,7 @@ def choose_schedule(batch: int, m: int, n: int, products: int, rank: int, folds:
 class SinceAmpere(Product):
     """The kernel for products by mma.sync: see the module."""
 
-    label, most_rows, early = "product", 2**31 - 1, False
+    label, most_rows, overlaps_previous = "product", 2**31 - 1, False
     schedule_override: AmpereSchedule | None = None  # the schedule for other lengths than those of its terms
 
     @property

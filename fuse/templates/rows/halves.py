@@ -51,7 +51,7 @@ class Halves:
     summed, of each half}. axis: the root's axis of rows. default_dtype: the dtype of results that are no casts. wgmma: see
     Card."""
 
-    label, operations, most_rows, has_launch, early = "halves", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "halves", 0.0, 2**31 - 1, True, True
     early_reads: Sequence[Term] = ()
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
@@ -219,7 +219,7 @@ class Halves:
         pairs = [(x, parameters[x]) for x in (*self.leaves, self.root)]
         arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in split_arrays else its) for x, its in pairs]
         text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
-        text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
+        text.launch = "-(-warps // WARPS), 32 * WARPS, overlaps_previous=True"
         return text
 
     def place(self, text: KernelText, y: str) -> list[str]:

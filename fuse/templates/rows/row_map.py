@@ -315,7 +315,7 @@ class RowMap:
         get."""
         return self.form(self, parameters, local_names).text
 
-    label, operations, most_rows, has_launch, early = "rows", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "rows", 0.0, 2**31 - 1, True, True
 
     @property
     def bytes(self) -> float:

@@ -79,7 +79,7 @@ class RowMapWriter:
         text.kernel += [FOLLOW, "row = TILE.rows * cuda.blockIdx.x"]
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.axes[0])
         blocks = f"-(-{parameters[tall]}.shape[0] // TILE.rows)"
-        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
+        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, overlaps_previous=True"
         pairs = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in pairs), *self.extra_arguments]
 
