@@ -7,7 +7,7 @@ x and vectors along k through another. If there is a prologue, one warpgroup, th
 and multiplies x by a narrow matrix. The blocks of a cluster split k (split-K) and add their sums up through distributed shared
 memory; then the epilogue runs on the complete sums. Products of a batch lie along the grid's second axis.
 
-A launch may overlap the previous one (PDL): it loads weights before the previous launch has ended, which must not write them (ops/grid.py).
+A launch may overlap the previous one (PDL): it loads weights before that has ended, which must not write them (ops/grid.py).
 
 few_rows.jinja is the kernel. This file decides when it serves and its schedule; few_rows_text.py fills its gaps."""
 
