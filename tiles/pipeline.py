@@ -69,7 +69,7 @@ class pipeline:
         Nobody may still read tile j - stages: call it after a `wait` that came later. With j >= `end` nothing is copied and
         the group is empty, so that counts of newer groups hold to the end. Other arguments: see ops.copy_async. A vector
         lies along axis `cols` of the array, at any stride."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         if end is None or j < end:
             warp.copy_async(_tile(self, j), source, at, rows, cols, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
@@ -87,7 +87,7 @@ class pipeline:
         """`fill` with rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
         (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
         become 0."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         if end is None or j < end:
             warp.copy_pages(_tile(self, j), pool, page_rows, at, last, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
@@ -97,21 +97,21 @@ class pipeline:
         """This warp's rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
         except the `newer` newest, and for no other warp. If a tile is only ever read this way, a slot may be filled again as
         soon as the warp itself has read it, and has waited since."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         warp.wait_group(newer, (self.name, j))
         return _warp_tile(self, j, warp.index)
 
     @op
     def reuse(self, tile):
         """Its memory as one shared tile of another type. The block must have met since anybody read or filled a tile of it."""
-        _opened(self, 0)
+        _check_open(self, 0)
         return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
 
     @op
     def wait(self, j, newer=0):
         """The j-th tile. It waits for this thread's groups of copies except the `newer` newest, then for all other warps of the
         block. What these have read before may then be overwritten."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         warp.wait_group(newer, (self.name, j))
         threads = layout.LANES * self.warps
         warp.block.named(0, threads).sync(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
@@ -119,7 +119,7 @@ class pipeline:
 
 
 # ---- meanings ------------------------------------------------------------------------------------------------------
-def _opened(pipe, j):
+def _check_open(pipe, j):
     warp = current_warp()
     if j < 0:
         raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")

@@ -128,7 +128,7 @@ class ring:
         places these are, see `fill_pages`."""
         if current_warp().rank == 0:
             _slot(self, j).fill(
-                current_warp(), j, source, _own(self, source.spec, at, current_warp().block.rank, parts), part, parts
+                current_warp(), j, source, _part_of_rank(self, source.spec, at, current_warp().block.rank, parts), part, parts
             )
 
     @op
@@ -186,7 +186,7 @@ def _slot(ring, j):
     return block.shared_members[ring.name][j % ring.stages]
 
 
-def _own(ring, source, at, rank, parts):
+def _part_of_rank(ring, source, at, rank, parts):
     """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
     at, one_tile = tuple(at) + (0,) * (source.rank - len(at)), ring.blocks == 1 or parts > 1
     return at if one_tile else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))

@@ -55,14 +55,14 @@ class RegionOverlap(NamedTuple):
 
 def intersect_regions(source: ShardRegion, target: ShardRegion) -> list[RegionOverlap]:
     """The rectangles that two regions have in common, in the same order on every rank."""
-    heads = source.heads.within(target.heads)
+    heads = source.heads.intersect(target.heads)
     overlaps: list[RegionOverlap] = []
     if not len(heads):
         return []
     columns = [slice(heads.start - region.heads.start, heads.stop - region.heads.start) for region in (source, target)]
     for offset, span in spans_with_offsets(source.spans):
         for to_offset, to_span in spans_with_offsets(target.spans):
-            rows = span.within(to_span)
+            rows = span.intersect(to_span)
             if len(rows):
                 first, to_first = offset + rows.start - span.start, to_offset + rows.start - to_span.start
                 overlap = RegionOverlap(

@@ -72,18 +72,18 @@ def _substitute(b, value):
 
     out = {(0, 0): known(0, 0), (HALF, 0): [b.real(0)] * 2, (HALF, HALF): known(HALF, HALF)}
     for j in range(BASE - 1):
-        half, within = j // HALF * HALF, j % HALF
+        half, pivot_column = j // HALF * HALF, j % HALF
         pivot = {
-            at: [ptx.shuffle(b, x, b.add(t, b.u32(QUAD * within))) for x in out[half, at]]
+            at: [ptx.shuffle(b, x, b.add(t, b.u32(QUAD * pivot_column))) for x in out[half, at]]
             for at in (0, HALF)
             if (half, at) in out
         }
         for below in (0, HALF):
             if below < half:
                 continue
-            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(within // 2)))
+            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(pivot_column // 2)))
             if below == half:
-                factor = b.select(b.icmp_unsigned(">", row, b.u32(within)), factor, b.real(0))
+                factor = b.select(b.icmp_unsigned(">", row, b.u32(pivot_column)), factor, b.real(0))
             for at, ahead in pivot.items():
                 out[below, at] = [b.fsub(x, b.fmul(factor, p)) for x, p in zip(out[below, at], ahead, strict=True)]
     zero = [b.real(0)] * 2

@@ -18,7 +18,7 @@ def _array(operand):
     return operand.array if hasattr(operand, "array") else current_warp().read(operand, fence=False)
 
 
-def _held(operand, layout):
+def _operand_tile(operand, layout):
     """The register tile that an operand is, or becomes by ldmatrix."""
     return rt(operand.rows, operand.cols, operand.dtype, layout)
 
@@ -38,7 +38,7 @@ def left_operand(b, operand, value, layout):
     if isinstance(operand, rt):
         fragments = _fragments(b, operand, value)
         return lambda band, along: fragments[band * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), recompute=True))
+    addresses = list(matrix_addresses(b, operand, _operand_tile(operand, layout), value, b.u32(0), recompute=True))
     return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along], transposed=layout == "col")
 
 
@@ -50,7 +50,9 @@ def _right(b, operand, value, layout):
     if isinstance(operand, rt):
         pairs = [(four[::2], four[1::2]) for four in _fragments(b, operand, value)]  # see tiles/layout.py
         return lambda column, along: pairs[column * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), swapped=True, recompute=True))
+    addresses = list(
+        matrix_addresses(b, operand, _operand_tile(operand, layout), value, b.u32(0), swapped=True, recompute=True)
+    )
 
     def fragments(column, along):
         tile = ptx.ldmatrix(b, addresses[column * steps + along], transposed=layout == "col")

@@ -159,7 +159,7 @@ def _adding(name):
     return rule
 
 
-def _alone(name):
+def _without_sum(name):
     def rule(a, b):
         out = _result(name, None, a, b)
         return pending(out), lambda builder, *values: _emit(builder, name, out, None, a, b, None, *values)
@@ -168,7 +168,7 @@ def _alone(name):
 
 
 for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtBt, mma_AtBt)):
-    lowers(_mm)(_alone(_mm.__name__))
+    lowers(_mm)(_without_sum(_mm.__name__))
     lowers(_mma)(_adding(_mma.__name__))
 
 

@@ -49,14 +49,14 @@ def suits(array, spec, rows, cols):
     return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
 
 
-def check(name, array, spec, aligned, loads=False):
-    """TypeError if the kernel cannot promise `aligned` for tiles of type `spec` and this array. loads: the access is a load,
+def check(name, array, spec, aligned, is_load=False):
+    """TypeError if the kernel cannot promise `aligned` for tiles of type `spec` and this array. is_load: the access is a load,
     which takes vectors, too, and no promise of less than 16 bytes."""
     size = SCALARS[array.dtype].itemsize
-    if aligned not in (False, True) and (loads or aligned not in PROMISED or size != 2):
+    if aligned not in (False, True) and (is_load or aligned not in PROMISED or size != 2):
         kinds = ", ".join(map(str, PROMISED))
         raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays one of {kinds}, got {aligned}")
-    if loads and isinstance(spec, rv):
+    if is_load and isinstance(spec, rv):
         return
     if isinstance(spec, rt) and spec.layout == "line":
         return lines.check(name, array, spec, aligned)
@@ -136,11 +136,11 @@ def _visible_range(b, at, extent, limit):
     """(begin, end) of the rows or columns, among the first `limit` of a tile at index `at`, that lie inside the array."""
     zero, limit = i64(0), i64(limit)
 
-    def within(x):
+    def clamp(x):
         x = b.select(b.icmp_signed("<", x, limit), x, limit)
         return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
 
-    return within(b.sub(zero, at)), within(b.sub(extent, at))
+    return clamp(b.sub(zero, at)), clamp(b.sub(extent, at))
 
 
 def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):

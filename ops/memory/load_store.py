@@ -71,7 +71,7 @@ def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
     elif isinstance(source, types.Array):
         global_elements.check(name, source, spec, at, rows, cols)
         if is_aligned:
-            global_vectorized.check(name, source, spec, is_aligned, loads=True)
+            global_vectorized.check(name, source, spec, is_aligned, is_load=True)
     else:
         raise TypeError(
             f"{name}: the source must be a shared tile or vector, or a global array, got {source}{_of_peers(source)}"

@@ -111,7 +111,7 @@ def _fold(b, elements, combine):
     return fold(combine, [fold(combine, elements[c::CHAINS]) for c in range(min(CHAINS, len(elements)))])
 
 
-def _held(name, tile):
+def _register_tile(name, tile):
     """The type of a register tile with the elements of a shared one."""
     if tile.dtype in OPERANDS:
         raise TypeError(f"{name}: tiles of {tile.dtype} are only for products: load it and convert it, fp32(x); got {tile}")
@@ -173,7 +173,7 @@ def _reduction(name, axis, combine):
     def rule(tile, running):
         if not isinstance(tile, (rt, st)):
             raise TypeError(f"{name}: takes a register tile or a shared one, got {tile}")
-        out = _vector(tile if isinstance(tile, rt) else _held(name, tile), axis)
+        out = _vector(tile if isinstance(tile, rt) else _register_tile(name, tile), axis)
         if running not in (None, out):
             raise TypeError(f"{name}: the running value of {tile} must be {out}, got {running}")
 
@@ -320,7 +320,7 @@ def tile_all(mask):
 
 def _all_elements(name, x):
     """The bits of a lane's number: lanes that differ in them hold different elements, and together the whole tile or vector."""
-    if isinstance(x, rt) or (isinstance(x, st) and _held(name, x)):
+    if isinstance(x, rt) or (isinstance(x, st) and _register_tile(name, x)):
         return IN_QUAD + OF_QUAD
     if isinstance(x, rv) and not x.partial:
         return OF_QUAD if x.by_quad else IN_QUAD

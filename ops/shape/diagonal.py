@@ -16,7 +16,7 @@ from .transpose import to_quads
 BASE = 16  # rows of a warp
 
 
-def _own(b, registers):
+def _select_quarter(b, registers):
     """This warp's quarter of registers, of which every warp has all four."""
     rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
     selected = registers[:count]
@@ -39,7 +39,7 @@ def _(vector):
     if not isinstance(vector, rv) or vector.partial or vector.by_quad or vector.length != WARPGROUP * BASE:
         raise TypeError(f"own_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
     out = replace(vector, length=BASE, axis="col_vec" if vector.axis == "row_vec" else "row_vec")
-    return out, lambda b, value: b.pack(to_quads(b, _own(b, b.unpack(value))))
+    return out, lambda b, value: b.pack(to_quads(b, _select_quarter(b, b.unpack(value))))
 
 
 @op
@@ -53,7 +53,7 @@ def own_block(tile):
 def _(tile):
     if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
         raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
-    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_own(b, b.unpack(value)))
+    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_select_quarter(b, b.unpack(value)))
 
 
 @op

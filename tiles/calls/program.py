@@ -270,13 +270,13 @@ class Program:
     ) -> PreparedCall:
         """The PreparedCall of this form: from a function of lengths, or planned, and traced for other lengths."""
         key = self, kinds, options, layout
-        traced_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
+        cached_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
         traced: TracedPlan | None
-        for traced in traced_plans:
+        for traced in cached_plans:
             prepared = traced.function(lengths)
             if prepared:
-                if traced is not traced_plans[0]:  # growing lengths use the same one again
-                    TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
+                if traced is not cached_plans[0]:  # growing lengths use the same one again
+                    TRACED_PLANS.put(key, (traced, *[other for other in cached_plans if other is not traced]))
                 if eager and descriptions is None:
                     declined = GUARDED_CALLS.get((self, options, layout)) or ()
                     if call := traced.write_guarded_call(self.names, prepared, arrays, lengths, declined):
@@ -286,11 +286,11 @@ class Program:
             read_one_by_one = descriptions is not None
             descriptions = descriptions or self._describe_arrays(arrays)
             prepared, traced = self._plan_and_compile(descriptions, options, layout), None
-            if len(traced_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
+            if len(cached_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
                 with suppress(TypeError, ValueError):  # Untraceable: the planner works on numbers, but not on Lengths
                     traced = self._trace_plan(descriptions, not read_one_by_one, options, layout)
                     traced.last = lengths
-                    TRACED_PLANS.put(key, (*traced_plans, traced))
+                    TRACED_PLANS.put(key, (*cached_plans, traced))
         REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, traced))
         return prepared
 

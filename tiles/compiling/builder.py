@@ -82,8 +82,8 @@ class Builder(ir.IRBuilder):
             return self.asm(
                 i32, text, "=r,r,r", self.permuted(biased, self.u32(0x64646464), place), self.u32(0x64806480), effect=False
             )
-        whole = self.permuted(register, self.u32(0x43434343), place)
-        bits, sign = self.and_(whole, self.u32(0xFF7FFF7F)), self.and_(whole, self.u32(0xFF80FF80))
+        with_exponent = self.permuted(register, self.u32(0x43434343), place)
+        bits, sign = self.and_(with_exponent, self.u32(0xFF7FFF7F)), self.and_(with_exponent, self.u32(0xFF80FF80))
         text = "fma.rn.bf16x2 $0, $1, $2, $3;"  # sign times -1: sm_80 has no sub of bf16x2
         return self.asm(i32, text, "=r,r,r,r", sign, self.u32(0xBF80BF80), bits, effect=False)
 

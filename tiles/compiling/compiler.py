@@ -103,7 +103,7 @@ _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas
 _SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # the lines after the complaints, which are none themselves
 
 
-_alone = threading.RLock()  # Numba cannot compile in two threads at once
+_numba_lock = threading.RLock()  # Numba cannot compile in two threads at once
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _compiling_for(cc, form="code"):
     the time. Afterwards Numba forgets what a factory made. form: of the functions that are compiled in (helpers_as)."""
     device = SimpleNamespace(compute_capability=cc)
     instead = (dispatcher, "get_current_device", lambda: device), *INSTEAD
-    with _alone, uncollected(), helpers_as(form):
+    with _numba_lock, uncollected(), helpers_as(form):
         before = [getattr(owner, name) for owner, name, _ in instead]
         for owner, name, ours in instead:
             setattr(owner, name, ours)

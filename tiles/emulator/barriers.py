@@ -86,7 +86,7 @@ def _(_, w, at):
     count = operand(at.operands[1], np.uint32)(w)
     for lane, thread, _, bar_address in _lanes(w, at.operands[0]):
         cells = slice(bar_address, bar_address + MBARRIER_BYTES)
-        w.within(bar_address, bar_address + MBARRIER_BYTES, MBARRIER_BYTES)
+        w.check_range(bar_address, bar_address + MBARRIER_BYTES, MBARRIER_BYTES)
         shadow = w.block.shadow
         if np.count_nonzero(shadow.state[cells] == BARRIER):
             raise w.hazard(f"sets up an mbarrier at {bar_address}, where one lies", "plan")

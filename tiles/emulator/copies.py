@@ -69,9 +69,9 @@ def _(match, w, at):
         w.copies = []
     newer = int(at.operands[0].text) if at.operands else 0
     done = max(0, len(w.groups) - newer)
-    waited = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
-    w.wait_until(lambda: all(copy.done for copy in waited), lambda: "its copies")
-    for copy in waited:
+    copies = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
+    w.wait_until(lambda: all(copy.done for copy in copies), lambda: "its copies")
+    for copy in copies:
         copy.awaited = True
     lanes = np.arange(LANES)
     w.clocks[lanes, w.copier + lanes] = np.maximum(w.clocks[lanes, w.copier + lanes], done)
@@ -173,7 +173,7 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
     thread, shadow = w.threads[lane], owner.shadow
     cells = tensor_map.cells(first)
     extent = slice(first, first + tensor_map.nbytes)
-    w.within(first, first + tensor_map.nbytes, 1, owner)
+    w.check_range(first, first + tensor_map.nbytes, 1, owner)
     owner.check_reachable(thread, operation)
     bar = mbarrier(w, owner, bar_address, w.lane_knowledge(lane, True))
     w._check_access(shadow.unwritable(w.lane_knowledge(lane, True), extent), operation)
@@ -189,8 +189,8 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
 
     copy = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
-    for waited in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
-        bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
+    for waiting in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
+        bar.clock[waiting.agent] = max(bar.clock[waiting.agent], thread.clock[waiting.agent])
     shadow.start_filling(bar.agent, time, extent, Event("copy", f"the end of {operation}", copy.place))
 
 
@@ -211,7 +211,7 @@ def _(match, w, at):
     lane, tensor_map, offsets, inside = _box(w, target, operation)
     _, first = w.find_owner(int(address(w, source, np.uint32)[lane]))
     _check_box_start(w, first, operation)
-    w.within(first, first + tensor_map.nbytes, 1)
+    w.check_range(first, first + tensor_map.nbytes, 1)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     shadow, extent = w.block.shadow, slice(first, first + tensor_map.nbytes)
     w._check_access(shadow.unreadable(w.lane_knowledge(lane, True), extent), operation)
@@ -246,11 +246,11 @@ def _(match, w, at):
     newer, lanes = int(at.operands[0].text), np.flatnonzero(w.mask)
     group_numbers = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
     done = group_numbers[: len(group_numbers) - newer] if newer else group_numbers
-    waited = [store for k in done for store in w.store_groups[k - 1]]
-    w.wait_until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
+    stores = [store for k in done for store in w.store_groups[k - 1]]
+    w.wait_until(lambda: all(store.done for store in stores), lambda: "its TMA stores")
     if done:
         agent = w.block.store_agents[w.index]
-        starters = sorted({store.lane for store in waited})
+        starters = sorted({store.lane for store in stores})
         for lane in starters:  # a lane learns nothing about the groups of other lanes
             if lane in lanes:
                 w.clocks[lane, agent] = max(w.clocks[lane, agent], done[-1])

@@ -182,7 +182,7 @@ def _(match, w, at):
         reads.append(a_cells)
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
-        w.within(int(cells.min()), int(cells.max()) + 1, 1)
+        w.check_range(int(cells.min()), int(cells.max()) + 1, 1)
         w._check_access(shadow.unreadable(ask, cells), "mma reads shared memory")
         shadow.note_read(agent, time, cells, event)
 

@@ -30,11 +30,11 @@ def _busiest(at, size):
 
 
 class InstructionPlace(WarpPlace):
-    """A warp and the instruction that it is at; within: its program, the instruction."""
+    """A warp and the instruction that it is at; code_positions: its program, the instruction."""
 
     @property
     def _shown(self):
-        program, at = self.within
+        program, at = self.code_positions
         return program.shown[at.index]
 
     @property
@@ -254,7 +254,7 @@ class EmulatedWarp(greenlet):
         """The Knowledge of one lane."""
         return Knowledge(self.clocks[lane], self.agents.ordinary, asynchronous)
 
-    def within(self, first, last, align, owner=None):
+    def check_range(self, first, last, align, owner=None):
         """Raises a Hazard unless these bytes lie in shared memory, at a multiple of `align`."""
         shadow = (owner or self.block).shadow
         if first % align:
@@ -274,7 +274,7 @@ class EmulatedWarp(greenlet):
         at &= (1 << WINDOW) - 1
         if np.count_nonzero(at % (align or size)):
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
-        self.within(int(at.min()), int(at.max()) + size, 1, owner)
+        self.check_range(int(at.min()), int(at.max()) + size, 1, owner)
         self._count_passes(at, size)
         return owner, lanes, at[:, None] + np.arange(size)
 

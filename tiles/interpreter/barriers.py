@@ -107,14 +107,14 @@ class Mbarrier:
         return self.clock[index] >= time
 
     def _complete(self, warp, place):
-        for index, (phase, time, waited) in self.waits.items():
+        for index, (phase, time, waiter) in self.waits.items():
             if phase <= self.phase and not self._is_ordered_after(index, time):
                 raise Hazard(
                     "phase",
                     f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
-                    f"{waited.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
+                    f"{waiter.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
                     place,
-                    waited,
+                    waiter,
                 )
         self.complete.append(self.arrivals if self.expected is None else None)
         self.phase, self.due, self.expected, self.arrived = self.phase + 1, self.count, None, []

@@ -113,7 +113,7 @@ class Shadow:
         self.latest = {}  # agent -> time of its last read of any cell
         self.ordinary = agents.ordinary
 
-    def _seen(self, clock, asynchronous):
+    def _known_times(self, clock, asynchronous):
         """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what fences have ordered before
         it."""
         if not asynchronous:
@@ -131,7 +131,7 @@ class Shadow:
     def unreadable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
         last = cells.of(self.last)
-        bad = self._seen(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
+        bad = self._known_times(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
         bad |= last[..., STATE] != VALID
         if not np.count_nonzero(bad):  # which takes half as long as `any`
             return None
@@ -141,7 +141,7 @@ class Shadow:
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
-        known, last = self._seen(clock, asynchronous), cells.of(self.last)
+        known, last = self._known_times(clock, asynchronous), cells.of(self.last)
         bad = known[last[..., WRITER]] < last[..., WRITTEN]
         if np.count_nonzero(bad):
             return self._describe_conflict(clock, cells, bad)

@@ -87,7 +87,7 @@ class InterpretedLaunch:
             rest, args = iter(views), []
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
-                args.append(_cut(view, spec) if spec and view is not None else view)
+                args.append(_tensor_over(view, spec) if spec and view is not None else view)
             args = group_values(self.launch.kernel, args)
             self._check(args)
             seed = os.environ.get("TILES_SEED")
@@ -133,7 +133,7 @@ def check_shared_size(shared, gpu):
         raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
 
 
-def _cut(view, spec):
+def _tensor_over(view, spec):
     return tensor(view, spec.tile, spec.rows, spec.cols, spec.unit)
 
 

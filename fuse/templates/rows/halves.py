@@ -185,13 +185,13 @@ class Halves:
         text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
         used_names |= {*names.values(), *at.values(), *COUNTED}
-        loads = {
+        load_lines = {
             names[x]: f"{names[x]} = {self.load(x, array(parameters[_array_of(x)]), at)}" for x in self.read_arrays if x.ndim
         }
 
         def passed(lines: list[str]) -> list[str]:
             """The lines, with those that read what they need; in a loop over the tiles if a half has several."""
-            read = [load for its, load in loads.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
+            read = [load for its, load in load_lines.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
 
