@@ -66,7 +66,9 @@ def test_what_is_neutral_is_there():
 def test_every_source_has_tests_of_its_own():
     assert not [path for path in sources() if not killers.own_tests(path)]
     for pattern, tests in killers.table().items():
-        assert any(killers.fnmatch.fnmatchcase(path, pattern.removeprefix("+")) for path in sources()), f"no source is {pattern}"
+        assert any(killers.fnmatch.fnmatchcase(path, pattern.removeprefix("+")) for path in sources()), (
+            f"no source is {pattern}"
+        )
         for test in tests:
             assert any(killers.fnmatch.fnmatchcase(file, test) for file in killers.files_of_tests()), f"no test file is {test}"
 

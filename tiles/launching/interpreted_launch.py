@@ -104,8 +104,8 @@ class InterpretedLaunch:
         names = [name for name, (value, _) in zip(all_names, self.values) if isinstance(value, Operand)]
         name, form = next((name, form) for name, (address, form) in zip(names, places) if form.extent and not address)
         raise ValueError(
-            f"{self.launch.title}: {name} has no memory, but elements: shape={form.shape}; bind a parameter to None if the call "
-            "has no array for it"
+            f"{self.launch.title}: {name} has no memory, but elements: shape={form.shape}; bind a parameter to None if the "
+            "call has no array for it"
         )
 
     def _check(self, args):
