@@ -43,9 +43,8 @@ def table() -> dict[str, list[str]]:
 
 @functools.cache
 def own_tests(path: str) -> tuple[str, ...]:
-    """The test files that must notice a fault of this source: its mirror's, and those of the table's first row for
-    it, and of all rows for it
-    that begin with +."""
+    """The test files that must notice a fault of this source: its mirror's, and those of the table's first row for it, and of
+    all rows for it that begin with +."""
     rows = (tests for pattern, tests in table().items() if fnmatch.fnmatchcase(path, pattern))
     more = (tests for pattern, tests in table().items() if pattern[0] == "+" and fnmatch.fnmatchcase(path, pattern[1:]))
     patterns = itertools.chain(next(rows, ()), *more)
