@@ -5,13 +5,14 @@
     for j in range(STAGES - 1):
         k.fill(j, x, at(j), end=n)                        every warp starts copying its rows: one group
     for j in range(n):
-        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the youngest groups are here; the block meets
-        k.fill(j + STAGES - 1, x, at(...), end=n)         the block has met: its slot is free, nobody reads tile j - 1
+        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the newest groups have arrived; a barrier
+        k.fill(j + STAGES - 1, x, at(...), end=n)         after the barrier nobody reads tile j - 1: its slot is free
         ...
 
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
 
-A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
+A warp that reads no rows but those that it copies itself needs no other warp: `wait_warp` waits for these alone, without a
+barrier.
 Rows in pages (a paged cache): `look_up` reads their page numbers from the page table, `fill_pages` copies them; both stand in
 paged_copies.py. When all is read, `reuse` gives the memory to something else.
 
@@ -93,7 +94,7 @@ class pipeline:
         warp.commit_group((self.name, j))
 
     @op
-    def own(self, j, newer=0):
+    def wait_warp(self, j, newer=0):
         """This warp's rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
         except the `newer` newest, and for no other warp. If a tile is only ever read this way, a slot may be filled again as
         soon as the warp itself has read it, and has waited since."""
@@ -103,7 +104,8 @@ class pipeline:
 
     @op
     def reuse(self, tile):
-        """Its memory as one shared tile of another type. The block must have met since anybody read or filled a tile of it."""
+        """Its memory as one shared tile of another type. A barrier of the block must follow the
+        last read and fill of its tiles."""
         _check_open(self, 0)
         return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
 
@@ -209,11 +211,11 @@ def _(pipe, j, pool, page_rows, at, last, end, vector_bytes: int):
     return void, emit
 
 
-@lowers(pipeline.own)
+@lowers(pipeline.wait_warp)
 def _(pipe, j, newer: int):
-    needs_index("own", j)
+    needs_index("wait_warp", j)
     if newer < 0:
-        raise TypeError(f"own: newer must be 0 or more, got {newer}")
+        raise TypeError(f"wait_warp: newer must be 0 or more, got {newer}")
     part, nbytes = _warp_tile_type(pipe)
 
     def emit(b, base, j, _):

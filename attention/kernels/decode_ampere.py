@@ -381,7 +381,7 @@ def make(config: Config):
             for i in range(n):
                 key, prefetched_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 prefetched_scores = variant.prefetch(S, ctx, key)
-                keys = k.own(i, PENDING)
+                keys = k.wait_warp(i, PENDING)
                 product.fill_k_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )
@@ -389,7 +389,7 @@ def make(config: Config):
                 k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
-                values = v.own(i, PENDING)
+                values = v.wait_warp(i, PENDING)
                 product.fill_v_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )

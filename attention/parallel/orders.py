@@ -72,8 +72,8 @@ class Zigzag:
         first, last = 0, -(-length // block)
         spans_of_ranks = []
         for part in _blocks_per_rank(last, world):
-            early = (part + 1) // 2
-            ends = first + early, last - (part - early)
+            first_half = (part + 1) // 2
+            ends = first + first_half, last - (part - first_half)
             spans_of_ranks.append(
                 _drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)])
             )

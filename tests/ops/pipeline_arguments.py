@@ -32,7 +32,7 @@ REFUSED = [
     (pipeline.fill_pages, [PIPE, N, A3, N, TWO, N, None, 16], "fill_pages: takes what look_up of a pipeline"),
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, X32, None, 16], "fill_pages: last must be an integer"),
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, X32, 16], "fill_pages: end must be an integer"),
-    (pipeline.own, [PIPE, N, -1], "own: newer must be 0 or more, got -1"),
+    (pipeline.wait_warp, [PIPE, N, -1], "wait_warp: newer must be 0 or more, got -1"),
     (pipeline.wait, [PIPE, N, -1], "wait: newer must be 0 or more, got -1"),
     (pipeline.reuse, [PIPE, TypeArgument(st(72, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
     (pipeline.reuse, [PIPE, TypeArgument(rt(16, 64, fp32))], "reuse: takes the type of a shared tile of up to the 16384 bytes"),
@@ -43,7 +43,7 @@ TAKEN = [
     (pipeline.fill_pages, [PIPE, N, A3, FOUND, TWO, N, N, 16]),
     (pipeline.look_up, [PIPE, None, N, TWO, N, None]),
     (pipeline.look_up, [PIPE, TABLE, N, TWO, N, N]),
-    (pipeline.own, [PIPE, N, 0]),
+    (pipeline.wait_warp, [PIPE, N, 0]),
     (pipeline.wait, [PIPE, N, 0]),
     (pipeline.reuse, [PIPE, TypeArgument(st(64, 64, fp32))]),
 ]

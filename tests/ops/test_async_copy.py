@@ -95,7 +95,7 @@ def test_rows_that_lie_in_pages(run, sample, size, vector_bytes, dtype):
             actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * j), last)
             k.fill_pages(j, pool, actual, (3 + 32 * j, 2, 0), last, count, vector_bytes)
         for j in range(count):
-            store(out, load(k.own(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
+            store(out, load(k.wait_warp(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
             cuda.syncwarp()
             actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * (j + stages)), last)
             k.fill_pages(j + stages, pool, actual, (3 + 32 * (j + stages), 2, 0), last, count, vector_bytes)
@@ -135,7 +135,7 @@ def test_vectors_of_numbers_any_stride_apart(run, sample, size, warps):
         for j in range(stages):
             fill(d, j, x, pages)
         for j in range(count):
-            store(out, load(d.own(j, stages - 1), OWN), (length * j + 48 * warp,))
+            store(out, load(d.wait_warp(j, stages - 1), OWN), (length * j + 48 * warp,))
             cuda.syncwarp()
             fill(d, j + stages, x, pages)
 
@@ -214,7 +214,7 @@ def test_memory_that_is_used_again(run, sample):
     def body(x, out):
         _, k = smem.open()
         k.fill(0, x, (0, 0))
-        mine = load(k.own(0), rt(16, 64, bf16))
+        mine = load(k.wait_warp(0), rt(16, 64, bf16))
         cuda.syncthreads()
         room = k.reuse(ROOM)
         store(subtile(room, 16, cuda.threadIdx.x // 32), fp32(mine))

@@ -23,8 +23,8 @@ LENGTHS, COMPLEX = types.Array(types.int32, 1, "C"), types.Array(types.complex12
 PART, FOUND = TypeArgument(rt(16, 64, fp8e4m3)), types.UniTuple(types.int64, 4)
 
 REFUSED = [  # an op, types of arguments of which one does not fit, and how the message begins
-    (cluster.own, [T], "cluster.own: takes a shared tile of this block"),
-    (cluster.own, [V], "cluster.own: takes a shared tile of this block"),
+    (cluster.unmap, [T], "cluster.unmap: takes a shared tile of this block"),
+    (cluster.unmap, [V], "cluster.unmap: takes a shared tile of this block"),
     (cluster.map, [T, N], "cluster.map: takes a shared tile, vector or barrier, and a number"),
     (cluster.map, [S, X], "cluster.map: takes a shared tile, vector or barrier, and a number"),
     (cluster.store, [S, B], "cluster.store: takes a peer's shared tile or vector"),
@@ -159,7 +159,7 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.line_up, [LENGTHS, None, N, 64, N, N, N, N, X], "line_up: takes integers, and a power of 2"),
 ]  # fmt: skip
 TAKEN = [  # the edges of what they take
-    (cluster.own, [S]),
+    (cluster.unmap, [S]),
     (cluster.map, [barrier(1), N]),
     (cluster.map, [V, N]),
     (ops.lazy_maximum, [T.col_vec, T.col_vec, X]),

@@ -206,11 +206,11 @@ class KeyScaledProducts(QuantizedProducts):
 
     @inlined
     def k_descales(self, head_descale, pipes, j, newer, like):
-        return load(pipes[0].own(j, newer), like)
+        return load(pipes[0].wait_warp(j, newer), like)
 
     @inlined
     def v_descales(self, head_descale, pipes, j, newer, like):
-        return load(pipes[1].own(j, newer), like)
+        return load(pipes[1].wait_warp(j, newer), like)
 
     @inlined
     def rescale_o(self, state, unit, v_descales):

@@ -42,7 +42,7 @@ class StreamedWeight(NamedTuple):
         if not self.rows_on_left:
             return f"{self.mine(i)}, {u}.wait({i})"
         tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
-        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.own({tile})'}"
+        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.unmap({tile})'}"
 
     def mine(self, i: str) -> str:
         """The expression of the consumer's part of the i-th tile."""
