@@ -116,7 +116,7 @@ def _schema_rows(
     rows = [f"{name} ({', '.join(axes)}) {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
     for name, axes, x in zip(traced.outs, result_axes, traced.roots):
         its = HOLDS[x.stored_dtype("")] if x.operation in CASTS else like_first
-        rows.append(f"{name} ({', '.join(axes)}) {its} made")
+        rows.append(f"{name} ({', '.join(axes)}) {its} output")
     return rows
 
 
