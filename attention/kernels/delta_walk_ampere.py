@@ -15,7 +15,7 @@ from numpy import int32
 
 from ops import block as thread_block
 from ops import load, mma_AB, mma_ABt, subtile, truncate, warp_index, warpgroup, zeros
-from tiles import fp32, pipeline, rt, shared, st
+from tiles import fp32, inlined, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
@@ -65,6 +65,11 @@ def make(config: Config):
         x=pipeline(st(result.matrices * CHUNK, CHUNK, INPUT), 1, WARPS),
     )
 
+    @inlined
+    def first_column(col):
+        """The first column of this warp, in a block from `col` on: computed wherever it is asked, to save registers."""
+        return int32(col + WARP_COLUMNS * warp_index())
+
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
         gDecayedQ: array(4, INPUT), gReadKeys: array(4, INPUT), gWriteKeys: array(4, INPUT), gV: array(4, INPUT),
@@ -77,7 +82,6 @@ def make(config: Config):
         q, k, v, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
-        column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         values, n = truncate(gV, 1, seq.end), seq.num_chunks()
         end_row, tiles, query_chunks = decay.end_row(seq.end), decay.tiles(n), n if READS_QUERIES else 0
@@ -92,9 +96,9 @@ def make(config: Config):
         tile, i = decay.second_tile(0)
         at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
         k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
-        s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
+        s_t = load(gInitialState, STATE, (sequence, head, first_column(col), 0), aligned=False)
         for j in range(n):
-            chunk = int32(first_chunk + j)
+            chunk, column = int32(first_chunk + j), first_column(col)
             result.store_state(params, s_t, (chunk, head, column))
             key_tile = k.wait(decay.first_tile(j), 4)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))
@@ -119,6 +123,6 @@ def make(config: Config):
             tile, i = decay.second_tile(int32(j + 1))
             at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
             k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
-        result.finish(params, s_t, gCuSeqlens, sequence, length, head, column)
+        result.finish(params, s_t, gCuSeqlens, sequence, length, head, first_column(col))
 
     return scan, smem
