@@ -15,7 +15,7 @@ from numpy import int32
 
 from ops import block as thread_block
 from ops import load, mma_AB, mma_ABt, subtile, truncate, warp_index, warpgroup, zeros
-from tiles import fp32, inlined, pipeline, rt, shared, st
+from tiles import fp32, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
@@ -24,6 +24,8 @@ from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, TwoParts
 from ..parts.recurrent.delta_results import ChunkErrors, ChunkOutputs
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+
+WIDE = 128  # channels of keys
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Config(DeltaWalkConfig):
         """The object that stores what the walk computes: outputs, or what gradients read."""
         kind = ChunkOutputs if self.outputs else ChunkErrors
         return kind(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
+
+    @property
+    def asks_for_column(self):
+        """Is a warp's column computed anew for each chunk? With those it would spill on sm_120a, the others without."""
+        return not self.outputs or (self.key_dim == WIDE and not self.gated and not self.varlen)
 
     @property
     def label(self):
@@ -57,6 +64,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen)
     decay, two_parts, result = config.decay, TwoParts(INPUT), config.result
+    ANEW = config.asks_for_column
     PARAMS, READS_QUERIES, KEY = result.params(), result.reads_queries, st(CHUNK, config.key_dim, INPUT)
     smem = shared(
         q=pipeline(KEY if READS_QUERIES else st(8 * WARPS, 16, INPUT), 1, WARPS),
@@ -64,11 +72,6 @@ def make(config: Config):
         v=pipeline(st(CHUNK, COLUMNS, INPUT), 1, WARPS),
         x=pipeline(st(result.matrices * CHUNK, CHUNK, INPUT), 1, WARPS),
     )
-
-    @inlined
-    def first_column(col):
-        """The first column of this warp, in a block from `col` on: computed wherever it is asked, to save registers."""
-        return int32(col + WARP_COLUMNS * warp_index())
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
     def scan(
@@ -82,6 +85,7 @@ def make(config: Config):
         q, k, v, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
+        column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         values, n = truncate(gV, 1, seq.end), seq.num_chunks()
         end_row, tiles, query_chunks = decay.end_row(seq.end), decay.tiles(n), n if READS_QUERIES else 0
@@ -96,9 +100,11 @@ def make(config: Config):
         tile, i = decay.second_tile(0)
         at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
         k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
-        s_t = load(gInitialState, STATE, (sequence, head, first_column(col), 0), aligned=False)
+        s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
-            chunk, column = int32(first_chunk + j), first_column(col)
+            chunk = int32(first_chunk + j)
+            if ANEW:
+                column = int32(col + WARP_COLUMNS * warp_index())  # anew, to save registers
             result.store_state(params, s_t, (chunk, head, column))
             key_tile = k.wait(decay.first_tile(j), 4)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))
@@ -123,6 +129,6 @@ def make(config: Config):
             tile, i = decay.second_tile(int32(j + 1))
             at = decay.coord(seq.batch, seq.chunk_start(i), key_head, int32(first_chunk + i), head)
             k.fill(tile, write_keys, at, 1, 3, tiles, VECTOR_BYTES)
-        result.finish(params, s_t, gCuSeqlens, sequence, length, head, first_column(col))
+        result.finish(params, s_t, gCuSeqlens, sequence, length, head, column)
 
     return scan, smem
