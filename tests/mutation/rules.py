@@ -40,7 +40,10 @@ EMITTED |= {"urem": "udiv", "icmp_signed": "icmp_unsigned", "sext": "zext", "zex
 EMITTED_EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SYMMETRIC = re.compile(r"min|max|minimum|maximum|add|fadd|mul|fmul|and_|or_|xor|print|zip|isinstance|product|gcd|lcm|all_same")
 MARKS = {"strict", "effect"}  # options that assert, or that let the compiler leave out what nobody uses
-ALIGNED = 5  # the place of the promise `aligned` among the arguments of load and store
+PROMISES = {  # the place of the argument that is a promise: without it code is slower and does the same
+    **dict.fromkeys(("load", "store"), 5),  # aligned
+    **{"sync": 0, "publish": 1},  # fenced
+}
 PLACES = ast.Name | ast.Attribute
 
 
@@ -285,7 +288,7 @@ def forgets_a_condition(node, source) -> Faults:
 
 @rule(ast.keyword, ast.Return, ast.Call)
 def flips_a_flag(node, source) -> Faults:
-    """True becomes False, and False becomes True. (Without the promise `aligned`, code is slower and does the same.)"""
+    """True becomes False, and False becomes True, but for promises."""
     flags = {True: b"False", False: b"True"}
     match node:
         case ast.keyword(arg="aligned", value=ast.Constant(value=True)):
@@ -296,7 +299,7 @@ def flips_a_flag(node, source) -> Faults:
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)
         case ast.Call(args=arguments):
             for place, constant in enumerate(arguments):
-                promise = called(node) in ("load", "store") and place == ALIGNED and getattr(constant, "value", False)
+                promise = place == PROMISES.get(called(node)) and getattr(constant, "value", False)
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, bool) and not promise:
                     yield f"pass-{not constant.value}", (source.replaced(constant, flags[constant.value]),)
 
