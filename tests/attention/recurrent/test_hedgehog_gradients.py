@@ -65,6 +65,19 @@ def test_many_chunks(place, length, batch):
     check(place, case(length, heads=1, batch=batch))
 
 
+def test_features_at_the_floor():
+    """Queries and keys whose features are all but two of 128 below the floor, and none in common: the normalizer is as small
+    as the floor, and what a feature at the floor would get is not."""
+    args = case(140, heads=1)
+    for name, (up, down) in {"q_map": (0, 1), "k_map": (2, 3)}.items():
+        args[name][0, 0] = 0
+        args[name][0, 0, [up, down]] = [15, -15]
+    for name in ROWS[1:3]:
+        args[name][..., 0] = 1
+        args[name][..., 1:] *= bf16(0.1)
+    check(OnInterpreter(), args)
+
+
 def test_layouts_and_addresses(place):
     """bhsd, and rows at odd multiples of 8 bytes."""
     args = case(140, heads=4, key_heads=2)
