@@ -9,10 +9,12 @@ ldmatrix moves two elements of one byte as one of two, so of the columns of such
 pairs of each eight. Nothing is exchanged for that: the columns of the other tile, or those of the product, are counted in the
 order that falls out, 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of each sixteen: `unzipped`."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from tiles.compiling import ptx
-from tiles.dtypes import fp8e4m3, fp8e5m2, fp16, fp32, int8
+from tiles.dtypes import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, tf32
 from tiles.interpreter import current_warp
 from tiles.op import lowers, op
 from tiles.types import rt, st
@@ -34,10 +36,13 @@ def _back(columns):
     return np.argsort(_order(columns))
 
 
-@op
-def unzipped(tile):
-    """The columns of a tile of 2 or 4 bytes an element, in row layout, in the order 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of
-    each sixteen."""
+@op(takes_operands=True)
+def unzipped(tile, dtype=None):
+    """The columns of a tile in row layout in the order 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15 of each sixteen. A tile of fp8 or
+    int8 becomes `dtype`, bf16 or fp16, exactly, and lanes exchange nothing: it is the other operand, of 16 bits, for which they
+    do. Other tiles, of 2 or 4 bytes an element, keep their dtype:
+
+        acc = mma_ABt(acc, unzipped(x), unzipped(w, bf16))        # x: rt(m, k, bf16), w: rt(n, k, int8)"""
     return tile.array[:, _order(tile.shape[1])]
 
 
@@ -47,25 +52,54 @@ def rezipped(tile):
     return tile.array[:, _back(tile.shape[1])]
 
 
-def _exchange(op_function, exchanged):
-    @lowers(op_function)
-    def _(tile):
-        if not isinstance(tile, rt) or tile.dtype in BYTES or tile.layout != "row":
-            raise TypeError(f"{op_function.__name__}: takes a tile in row layout, and not of fp8 or int8, got {tile}")
-        step = 1 if tile.dtype.itemsize == 2 else 2  # registers of a row's pair
-
-        def emit(b, value):
-            registers = b.unpack(value)
-            for base in range(0, len(registers), 4 * step):
-                for k in range(base, base + 2 * step):  # two rows' pairs of the first eight columns; of the next eight
-                    registers[k], registers[k + 2 * step] = exchanged(b, registers[k], registers[k + 2 * step])
-            return b.pack(registers)
-
-        return tile, emit
+def _is_in_rows(tile):
+    return isinstance(tile, rt) and tile.layout == "row"
 
 
-_exchange(unzipped, gather)
-_exchange(rezipped, spread)
+def _exchange(tile, exchanged):
+    """(the tile's type, the code that exchanges its columns)"""
+    step = 1 if tile.dtype.itemsize == 2 else 2  # registers of a row's pair
+
+    def emit(b, value, *_):
+        registers = b.unpack(value)
+        for base in range(0, len(registers), 4 * step):
+            for k in range(base, base + 2 * step):  # two rows' pairs of the first eight columns; of the next eight
+                registers[k], registers[k + 2 * step] = exchanged(b, registers[k], registers[k + 2 * step])
+        return b.pack(registers)
+
+    return tile, emit
+
+
+@lowers(unzipped)
+def _(tile, dtype):
+    if _is_in_rows(tile) and tile.dtype in BYTES and dtype in (bf16, fp16):
+        return _widened(tile, dtype)
+    if not _is_in_rows(tile) or tile.dtype in (*BYTES, tf32) or dtype is not None:
+        takes = "takes a tile in row layout: of fp8 or int8 with a dtype that it becomes, bf16 or fp16; of others without one"
+        raise TypeError(f"unzipped: {takes}; got {tile}{'' if dtype is None else f', {dtype}'}")
+    return _exchange(tile, gather)
+
+
+def _widened(tile, dtype):
+    """(the type of the tile in 16 bits, the code). Of each sixteen columns a lane has four neighbours; they become the pairs that
+    it has of the first and of the last eight."""
+    out = replace(tile, dtype=dtype)
+
+    def emit(b, value, *_):
+        pairs = {}
+        for k, register in enumerate(b.unpack(value)):
+            row, col = tile.element(0, 4 * k)
+            pairs[row, col], pairs[row, col + 8] = b.widened(tile.dtype, register, dtype)
+        return b.pack([pairs[out.element(0, k)] for k in range(0, out.elements, 2)])
+
+    return out, emit
+
+
+@lowers(rezipped)
+def _(tile):
+    if not _is_in_rows(tile) or tile.dtype in BYTES:
+        raise TypeError(f"rezipped: takes a tile in row layout, and not of fp8 or int8, got {tile}")
+    return _exchange(tile, spread)
 
 
 @op

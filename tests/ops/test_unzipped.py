@@ -10,6 +10,7 @@ from ops import (
     copy_async,
     load,
     mma_AB_unzipped,
+    mma_ABt,
     mma_ABt_unzipped,
     rezipped,
     store,
@@ -37,6 +38,42 @@ def test_the_order_and_back(run, sample, dtype):
     x, there, back = sample((32, 32), dtype), blank((32, 32), dtype), blank((32, 32), dtype)
     run(body, x, there, back)
     assert (there == x[:, ORDER + [16 + k for k in ORDER]]).all() and (back == x).all()
+
+
+@pytest.mark.parametrize(
+    ("source", "to"), [(int8, bf16), (int8, fp16), (fp8e4m3, bf16), (fp8e4m3, fp16), (fp8e5m2, bf16)], ids=str
+)
+def test_bytes_are_unzipped_as_they_are_converted(run, sample, source, to):
+    """So that a product of both is the one of tiles with columns in their own order."""
+    W, X, Y = rt(32, 64, source), rt(16, 64, to), rt(16, 32, fp32)
+
+    @cuda.jit
+    def body(x, w, there, y):
+        weights = unzipped(load(w, W, (0, 0)), to)
+        store(there, weights, (0, 0))
+        store(y, mma_ABt(zeros(Y), unzipped(load(x, X, (0, 0))), weights), (0, 0))
+
+    x, w, there, y = sample((16, 64), to), sample((32, 64), source), blank((32, 64), to), blank((16, 32))
+    run(body, x, w, there, y)
+    order = np.concatenate([np.array(ORDER) + 16 * k for k in range(4)])
+    exact = w.astype(np.float64)
+    assert (there.astype(np.float64) == exact[:, order]).all()
+    np.testing.assert_allclose(y, x.astype(np.float64) @ exact.T, atol=1e-5 * np.abs(exact).sum(1).max())
+
+
+def test_what_cannot_be_unzipped():
+    smem = tiles.shared(t=st(16, 64, fp16))
+
+    def kernel(spec, dtype):
+        @cuda.jit
+        def body():
+            unzipped(zeros(spec), dtype) if dtype is not None else unzipped(zeros(spec))
+
+        return body
+
+    for spec, dtype in (rt(16, 64, int8), None), (rt(16, 64, bf16), fp16), (rt(16, 64, int8), fp32), (rt(64, 16, int8, "col"), bf16):
+        with pytest.raises(TypeError, match="unzipped: takes a tile in row layout: of fp8 or int8 with a dtype"):
+            ptx(kernel(spec, dtype), shared=smem)
 
 
 def test_what_is_no_view():

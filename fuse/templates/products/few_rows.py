@@ -74,9 +74,15 @@ class FewRows(Product):
         )
 
     @property
+    def prepares_rows(self) -> bool:
+        """Does one warpgroup prepare the rows of x for the products: by a prologue, or by an order of their columns in which
+        weights of one byte are converted without an exchange (ops.unzipped)?"""
+        return not self.plain or self.widens
+
+    @property
     def has_preparer(self) -> bool:
         """Does one warpgroup prepare x, or compute sums or a narrow product from it?"""
-        return not self.plain or bool(self.row_sums or self.narrow)
+        return self.prepares_rows or bool(self.row_sums or self.narrow)
 
     @property
     def overlaps_previous(self) -> bool:
@@ -132,7 +138,7 @@ class FewRows(Product):
         deep = min(3, -(-self.inner // (128 * blocks)))
         if not self.plain or self.row_sums or (rows == MOST_ROWS and columns > 64):
             return finer  # 128 columns of rows in fp32 exceed the preparer's registers; and x arrives sooner
-        return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
+        return wider if wider and min(wider.stages, wider.ahead + 2 * self.prepares_rows) >= deep else finer or wider
 
     def _estimate_microseconds(self, rows: int, columns: int, blocks: int) -> float:
         """An estimate of the time, from these two rates and the time of a sum over a cluster."""
@@ -153,7 +159,7 @@ class FewRows(Product):
         as many slots as the weights' where possible, because a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.has_preparer else 1  # warps take turns with slots of x
         x, slot = rows * depth * ITEM, count * columns * depth * self.weight_bytes
-        second = self.prepared_slots(rows) * (not self.plain)
+        second = self.prepared_slots(rows) * self.prepares_rows
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         budget = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x

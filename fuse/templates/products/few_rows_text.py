@@ -110,6 +110,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     band_dtype = dtype if kernel.plain and not kernel.row_sums else "fp32"
     if kernel.narrow and band_dtype == "fp32":
         prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
+    narrowed = operand if band_dtype == dtype or kernel.narrow else f"{dtype}({operand})"
+    prepared = f"unzipped({narrowed})" if kernel.widens else operand
     sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
 
     # products and epilogue
@@ -130,7 +132,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
     epilogue, written = words.epilogue(known, _read_operand_with_rows_on_left if rows_on_left else _read_operand, *place)
 
-    shared_names = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
+    shared_names = [x.name, *(v.name for v in vectors), *(["u"] if kernel.prepares_rows else [])]
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
     shared_names += [part for s in sides for part in (s.parts, s.ready)]
     rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
@@ -170,12 +172,12 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         types += [(narrow.second.tile, f"st({back}, {dtype})")]
         types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
     return {
-        "schedule": s, "dtype": dtype, "plain": kernel.plain, "has_preparer": kernel.has_preparer,
+        "schedule": s, "dtype": dtype, "prepares_rows": kernel.prepares_rows, "has_preparer": kernel.has_preparer,
         "types": format_assignments(types, 0),
         "widens": kernel.widens, "weight_dtype": weights, "rows_on_left": rows_on_left,
-        "left_factor": x.name if kernel.plain else "u", "shared_names": shared_names, "products": products, "narrow": narrow,
+        "left_factor": "u" if kernel.prepares_rows else x.name, "shared_names": shared_names, "products": products, "narrow": narrow,
         "row_sums": sides,
-        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
+        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "prepared": prepared, "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
         "arguments": [*arguments, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
         "extension": extension and {"x": array(left), "w": array(right)},
