@@ -94,6 +94,13 @@ def _to_int8(array):
     return np.clip(np.nan_to_num(np.rint(array.astype(np.float32))), -128, 127).astype(np.int8)
 
 
+def _to_int32(array):
+    """Round to the nearest integer, ties to even, as near as 32 bits come; NaN becomes 0 (cvt.rni.s32.f32)."""
+    if array.dtype.kind == "i":
+        return array.astype(np.int32)
+    return np.clip(np.nan_to_num(np.rint(array.astype(np.float64))), -(2.0**31), 2.0**31 - 1).astype(np.int32)
+
+
 E4M3, E5M2 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e5m2)
 fp32 = dtype("fp32", np.dtype(np.float32), "f32", "FLOAT32")
 tf32 = dtype("tf32", np.dtype(np.float32), "tf32", "TFLOAT32", _to_tf32)  # an fp32 number that the tensor cores take as it is
@@ -102,13 +109,10 @@ bf16 = dtype("bf16", np.dtype(ml_dtypes.bfloat16), "bf16", "BFLOAT16")
 fp8e4m3 = dtype("fp8e4m3", E4M3, "e4m3", "UINT8", _saturating(E4M3))
 fp8e5m2 = dtype("fp8e5m2", E5M2, "e5m2", "UINT8", _saturating(E5M2))
 int8 = dtype("int8", np.dtype(np.int8), "s8", "UINT8", _to_int8)
+int32 = dtype("int32", np.dtype(np.int32), "s32", "INT32", _to_int32)
 
-OPERANDS = (
-    tf32,
-    fp8e4m3,
-    fp8e5m2,
-    int8,
-)  # of products: such tiles are loaded, stored, converted and multiplied, and that is all
+OPERANDS = tf32, fp8e4m3, fp8e5m2, int8  # of products: such tiles are loaded, stored, converted and multiplied, and that is all
+SUMS = (int32,)  # of products of int8: such tiles are made, added to by products and converted, and that is all
 DTYPES = {d.np: d for d in (fp32, fp16, bf16, fp8e4m3, fp8e5m2, int8)}  # of arrays
 
 

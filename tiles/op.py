@@ -49,13 +49,9 @@ class Op:
     """An op. op_function: the function, operator or dtype that kernels call. meaning: its NumPy meaning. rule: None until
     `lowers` registers it."""
 
-    def __init__(self, op_function, meaning, takes_pending=False, takes_operands=False):
-        self.op_function, self.meaning, self.takes_pending, self.takes_operands = (
-            op_function,
-            meaning,
-            takes_pending,
-            takes_operands,
-        )
+    def __init__(self, op_function, meaning, takes_pending=False, takes_operands=False, takes_sums=False):
+        self.op_function, self.meaning = op_function, meaning
+        self.takes_pending, self.takes_operands, self.takes_sums = takes_pending, takes_operands, takes_sums
         self.name = getattr(op_function, "__qualname__", None) or str(op_function)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known, self.agreed, self.bindings = None, {}, {}, {}
@@ -112,7 +108,7 @@ class Op:
         return self._typed(specs) if entry is UNKNOWN else entry
 
     def _typed(self, specs):
-        from .dtypes import OPERANDS
+        from .dtypes import OPERANDS, SUMS
         from .types import pending, rt, rv
 
         for spec, parameter, want in zip(specs, self.signature.parameters, self.wants, strict=True):
@@ -125,6 +121,8 @@ class Op:
                     "tiles of {} are only for products" if isinstance(spec, rt) else "vectors of {} are only loaded and stored"
                 )
                 raise TypeError(f"{self.name}: {use.format(spec.dtype)}: convert it, fp32(x); got {spec}")
+            if isinstance(spec, rt) and spec.dtype in SUMS and not self.takes_sums:
+                raise TypeError(f"{self.name}: tiles of {spec.dtype} are sums of products: convert it, fp32(x); got {spec}")
             optional = spec is None and self.signature.parameters[parameter].default is None
             if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
@@ -210,18 +208,20 @@ MAX_AGREED = 4096  # entries of Op.agreed: new types for each call must not fill
 @overload
 def op(op_function: Callable[P, object]) -> Callable[P, Any]: ...
 @overload
-def op(*, takes_pending: bool = False, takes_operands: bool = False) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
-def op(op_function=None, *, takes_pending=False, takes_operands=False):
+def op(
+    *, takes_pending: bool = False, takes_operands: bool = False, takes_sums: bool = False
+) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
+def op(op_function=None, *, takes_pending=False, takes_operands=False, takes_sums=False):
     """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it. takes_pending: it takes tiles in flight;
-    takes_operands: it takes register tiles of dtypes that are only for products."""
+    takes_operands: it takes register tiles of dtypes that are only for products; takes_sums: of int32, the sums of products."""
     if op_function is None:
-        return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands)
+        return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands, takes_sums=takes_sums)
 
     @functools.wraps(op_function)
     def call(*args, **kwargs):
         return operation(*args, **kwargs)
 
-    operation = Op(call, op_function, takes_pending, takes_operands)
+    operation = Op(call, op_function, takes_pending, takes_operands, takes_sums)
     operation.name = op_function.__qualname__.rpartition("<locals>.")[2]
     return call
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import layout
-from .dtypes import OPERANDS, bf16, dtype, fp16, fp32
+from .dtypes import OPERANDS, SUMS, bf16, dtype, fp16, fp32
 
 REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute
 EVERY_DTYPE = REGISTER_DTYPES + OPERANDS
@@ -24,7 +24,8 @@ class rt:
     """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8 and int8. layout:
     "row", where a lane's pairs of elements lie side by side, "col", its transpose, where they lie one below the other, or
     "line", of one row, a multiple of 64 columns, which the lanes have run by run (see tiles/layout.py). A line goes to and from
-    memory, and through maps; it has no vectors. dtype: fp32, fp16 or bf16; tf32, fp8 and int8 for operands of products.
+    memory, and through maps; it has no vectors. dtype: fp32, fp16 or bf16; tf32, fp8 and int8 for operands of products, int32
+    for sums of products of int8.
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
@@ -43,8 +44,8 @@ class rt:
             return
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16 or float in (type(self.rows), type(self.cols)):
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
-        if self.dtype not in EVERY_DTYPE:
-            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
+        if self.dtype not in EVERY_DTYPE + SUMS:
+            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE + SUMS}, got {self.dtype!r}")
         if self.shape[self.layout == "row"] % (8 * self.dtype.run):
             side = "cols" if self.layout == "row" else "rows"
             raise ValueError(f"rt: {side} of {self} must be a multiple of {8 * self.dtype.run}")
@@ -60,12 +61,19 @@ class rt:
     @functools.cached_property
     def col_vec(self):
         """The vector with one value per row."""
-        return rv(self.rows, self.dtype, "col_vec", layout=self.layout)
+        return rv(self.rows, self._vector_dtype, "col_vec", layout=self.layout)
 
     @functools.cached_property
     def row_vec(self):
         """The vector with one value per column."""
-        return rv(self.cols, self.dtype, "row_vec", layout=self.layout)
+        return rv(self.cols, self._vector_dtype, "row_vec", layout=self.layout)
+
+    @property
+    def _vector_dtype(self):
+        """The dtype of its vectors. AttributeError: there are none."""
+        if self.dtype in SUMS:
+            raise AttributeError(f"{self} has no vectors: convert it, fp32(x)")
+        return self.dtype
 
     @functools.cached_property
     def elements(self):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from tiles.compiling.builder import i32
-from tiles.dtypes import OPERANDS, bf16, fp16, fp32
+from tiles.dtypes import OPERANDS, SUMS, bf16, fp16, fp32
 from tiles.op import lowers
 from tiles.types import rt, rv
 
@@ -33,7 +33,7 @@ def _conversion(to):
             raise TypeError(f"{to}: {error}; got {x}") from None
         return out, lambda b, v: b.pack(converted(b, x, out, v))
 
-    lowers(to, meaning, takes_operands=True)(rule)
+    lowers(to, meaning, takes_operands=True, takes_sums=True)(rule)
 
 
 def converted(b, x, out, value):
@@ -86,5 +86,5 @@ def _widened(b, x, out, registers):
     return b.unpack(b.from_elements(out, [elements[k] for k in range(len(elements))]))
 
 
-for _dtype in (fp32, fp16, bf16, *OPERANDS):
+for _dtype in (fp32, fp16, bf16, *OPERANDS, *SUMS):
     _conversion(_dtype)

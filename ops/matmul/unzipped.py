@@ -81,8 +81,8 @@ def _(tile, dtype):
 
 
 def _widened(tile, dtype):
-    """(the type of the tile in 16 bits, the code). Of each sixteen columns a lane has four neighbours; they become the pairs that
-    it has of the first and of the last eight."""
+    """(the type of the tile in 16 bits, the code). Of each sixteen columns a lane has four neighbours, which become the pairs
+    that it has of the first and of the last eight."""
     out = replace(tile, dtype=dtype)
 
     def emit(b, value, *_):

@@ -21,7 +21,7 @@ from tiles import layout
 from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i32, i64
 from tiles.compiling.numba_types import void
-from tiles.dtypes import fp32, tf32
+from tiles.dtypes import int32, tf32
 from tiles.interpreter import TileCells, current_warp
 from tiles.op import lowers, op
 from tiles.types import pending, rt
@@ -29,7 +29,7 @@ from tiles.values import PendingTile
 
 from ..threads.lanes import spread
 from .product import product
-from .supported import SLICE, check, transposed_in
+from .supported import SLICE, check, sums_of, transposed_in
 
 ROWS = 64  # of a warpgroup's tile
 
@@ -63,7 +63,7 @@ def _meaning(name, acc, a, b):
 def _result(name, acc, a, b):
     """The type of the product; TypeError if there is no such product of these operands."""
     m, n, _ = check(f"warpgroup.{name}", acc, a, b)
-    return rt(m, n, fp32)
+    return rt(m, n, sums_of(a.dtype))
 
 
 def _operand(b, tile, address, rows_are_k):
@@ -88,7 +88,9 @@ def _emit(b, name, out, acc, a, right, vacc, va, vright):
     registers = _left_registers(b, a, va) if isinstance(a, rt) else []
     settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
-    fresh = [b.undefined(f32)] * out.elements  # without an accumulator the first product writes and does not read
+    fresh = [
+        b.undefined(i32 if out.dtype is int32 else f32)
+    ] * out.elements  # without an accumulator the first product writes and does not read
     c = parts[: out.elements] if settled else b.unpack(vacc) if acc else fresh
     registers = parts[len(parts) - len(registers) :]
     left = None if registers else _operand(b, a, va, transposed.left)
@@ -111,7 +113,7 @@ def mm_AB(a, b):
 
 @op(takes_operands=True)
 def mm_ABt(a, b):
-    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
+    """a @ b.T in fp32, of int8 in int32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
     return _meaning("mm_ABt", None, a, b)
 
 
@@ -127,25 +129,25 @@ def mm_AtBt(a, b):
     return _meaning("mm_AtBt", None, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
     return _meaning("mma_AB", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_ABt(acc, a, b):
-    """acc + a @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_ABt."""
+    """acc + a @ b.T in fp32, of int8 in int32, pending; acc as for mma_AB, of int32 if they are int8; a, b as for mm_ABt."""
     return _meaning("mma_ABt", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, pending; acc as for mma_AB; a, b as for mm_AtB."""
     return _meaning("mma_AtB", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_AtBt."""
     return _meaning("mma_AtBt", acc, a, b)

@@ -25,6 +25,7 @@ from ops import (  # fmt: skip
     row_index,
     row_max,
     row_sum,
+    store,
     tanh,
     tile_any,
     tile_sum,
@@ -33,7 +34,7 @@ from ops import (  # fmt: skip
     where,
     zeros,
 )
-from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tf32
+from tiles import bf16, fp8e4m3, fp16, fp32, int32, ring, rt, st, tf32
 from tiles.testing import ptx
 
 says = RefusedKernels()
@@ -283,6 +284,16 @@ def adding_fp8(x, g):
 @says("row_max: tiles of tf32 are only for products: convert it, fp32(x); got rt(16, 64, tf32)")
 def a_maximum_of_tf32(x, g):
     row_max(tf32(zeros(T)))
+
+
+@says("add: tiles of int32 are sums of products: convert it, fp32(x); got rt(16, 64, int32)")
+def adding_sums_of_products(x, g):
+    zeros(rt(16, 64, int32)) + 1.0
+
+
+@says("store: tiles of int32 are sums of products: convert it, fp32(x); got rt(16, 64, int32)")
+def storing_sums_of_products(x, g):
+    store(x, zeros(rt(16, 64, int32)), (0, 0))
 
 
 @says("row_index: tiles of fp8e4m3 are only for products: convert fp32, got rt(16, 64, fp8e4m3)")

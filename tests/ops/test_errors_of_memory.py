@@ -114,6 +114,14 @@ def product_by_bytes_in_registers(x, g):
     mma_ABt(zeros(T), zeros(B), zeros(rt(64, 64, int8)))
 
 
+@says(
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, int8), rt(64, 64, int8): acc must be int32; the sum is converted, as bf16(acc); "
+    "takes acc"
+)
+def sums_of_int8_in_fp32(x, g):
+    mma_ABt(zeros(T), zeros(rt(16, 64, int8)), zeros(rt(64, 64, int8)))
+
+
 @says("warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16): k is 64 of a and 48 of b; takes a")
 def product_of_unequal_k(x, g):
     _, v, _, _ = smem.open()

@@ -71,7 +71,12 @@ def test_what_cannot_be_unzipped():
 
         return body
 
-    for spec, dtype in (rt(16, 64, int8), None), (rt(16, 64, bf16), fp16), (rt(16, 64, int8), fp32), (rt(64, 16, int8, "col"), bf16):
+    for spec, dtype in (
+        (rt(16, 64, int8), None),
+        (rt(16, 64, bf16), fp16),
+        (rt(16, 64, int8), fp32),
+        (rt(64, 16, int8, "col"), bf16),
+    ):
         with pytest.raises(TypeError, match="unzipped: takes a tile in row layout: of fp8 or int8 with a dtype"):
             ptx(kernel(spec, dtype), shared=smem)
 

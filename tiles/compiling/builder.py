@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.cuda import cgutils, nvvmutils, types
 from numba.cuda.descriptor import cuda_target
 
-from ..dtypes import bf16, fp16, fp32, int8, tf32
+from ..dtypes import bf16, fp16, fp32, int8, int32, tf32
 from ..layout import LANES, WARPGROUP
 from ..types import rt, rv
 
@@ -42,6 +42,8 @@ class Builder(ir.IRBuilder):
     def elements(self, spec, value):
         """A tile's or vector's elements in this lane, as fp32."""
         parts = self.unpack(value)
+        if spec.dtype is int32:
+            return [self.sitofp(x, f32) for x in parts]
         if isinstance(spec, rv) or spec.dtype.itemsize == 4:
             return parts
         if spec.dtype is bf16:
@@ -98,6 +100,8 @@ class Builder(ir.IRBuilder):
         if spec.dtype is tf32:
             words = [self.asm(i32, "cvt.rna.tf32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements]
             return self.pack([self.bitcast(word, f32) for word in words])
+        if spec.dtype is int32:
+            return self.pack([self.asm(i32, "cvt.rni.s32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements])
         run, word = spec.dtype.run, self.pair if spec.dtype.run == 2 else self.quad
         if isinstance(spec, rv):
             words = [word(spec.dtype, *[e] * run) for e in elements]

@@ -93,6 +93,17 @@ def _places_of_accumulators(columns):
     return (LANE // 4 + i // 2 % 2 * 8) * columns + i // 4 * 8 + LANE % 4 * 2 + i % 2
 
 
+@means(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32")
+def _(_, w, at):
+    w.converged("mma.sync")
+    out, a, b, c = at.operands
+    left, right = (_fragment(_elements(w, x, "s8"), rows) for x, rows in ((a, 2), (b, 1)))
+    added = np.array([w.get(x) if x.__class__ is Reg else operand(x, np.uint32)(w) for x in c], np.uint32)
+    sums = _accumulators(left @ right.T).astype(np.int32).view(np.uint32) + added
+    for to, value in zip(out, sums, strict=True):
+        w.set(to, value)
+
+
 @means(r"mma\.sync\.aligned\.m16n8k(4|8|16|32)\.row\.col\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)\.f32")
 def _(match, w, at):
     w.converged("mma.sync")
@@ -155,13 +166,14 @@ def _cells(w, descriptor, rows, k_major, size):
     return at[..., None] + np.arange(size)
 
 
-@means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)")
+@means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.[fs]32\.(bf16|f16|tf32|e4m3|e5m2|s8)\.(bf16|f16|tf32|e4m3|e5m2|s8)")
 def _(match, w, at):
     n, k, left, right = int(match[1]), int(match[2]), match[3], match[4]
     acc, a, b, scale, *numbers = at.operands
     size = np.dtype(TYPES[right]).itemsize
     w.converged("wgmma")
-    signs, transposed = [int(x.text) for x in numbers[:2]], [int(x.text) for x in numbers[2:]]
+    signs, transposed = [int(x.text) for x in numbers[:2]] or [1, 1], [int(x.text) for x in numbers[2:]]
+    sums_type = np.int32 if left == "s8" else np.float32
     if k * size != SLICE or len(acc) != n // 2:
         raise w.hazard(f"{at.opcode} with {len(acc)} registers", "language")
     w.check_collective(f"wgmma {at.number}")
@@ -194,8 +206,8 @@ def _(match, w, at):
         product = signs[0] * rows @ (signs[1] * matrix(b_cells, right).T)
         sums = _accumulators(product)
         if adds:
-            sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(np.float32)
-        return sums.astype(np.float32).view(np.uint32)
+            sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(sums_type)
+        return sums.astype(sums_type).view(np.uint32)
 
     a_registers = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
     mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, a_registers)
