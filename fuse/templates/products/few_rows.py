@@ -74,10 +74,15 @@ class FewRows(Product):
         )
 
     @property
+    def unzips(self) -> bool:
+        """Are the columns of x brought into the order in which weights of one byte are converted without an exchange
+        (ops.unzipped)? For 64 rows without a prologue that takes longer than the exchange."""
+        return self.widens and (not self.plain or self.rows <= MOST_ROWS // 2)
+
+    @property
     def prepares_rows(self) -> bool:
-        """Does one warpgroup prepare the rows of x for the products: by a prologue, or by an order of their columns in which
-        weights of one byte are converted without an exchange (ops.unzipped)?"""
-        return not self.plain or self.widens
+        """Does one warpgroup prepare the rows of x for the products, by a prologue or by another order of columns?"""
+        return not self.plain or self.unzips
 
     @property
     def has_preparer(self) -> bool:

@@ -111,7 +111,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     if kernel.narrow and band_dtype == "fp32":
         prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
     narrowed = operand if band_dtype == dtype or kernel.narrow else f"{dtype}({operand})"
-    prepared = f"unzipped({narrowed})" if kernel.widens else operand
+    prepared = f"unzipped({narrowed})" if kernel.unzips else operand
     sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
 
     # products and epilogue
@@ -175,6 +175,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         "schedule": s, "dtype": dtype, "prepares_rows": kernel.prepares_rows, "has_preparer": kernel.has_preparer,
         "types": format_assignments(types, 0),
         "widens": kernel.widens, "weight_dtype": weights, "rows_on_left": rows_on_left,
+        "widened": f"unzipped(left, {dtype})" if kernel.unzips else f"{dtype}(left)",
         "left_factor": "u" if kernel.prepares_rows else x.name, "shared_names": shared_names, "products": products,
         "narrow": narrow, "row_sums": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "prepared": prepared,
