@@ -25,7 +25,7 @@ from ops import divmod, exp2, load, mma_AB, mma_ABt, store, subtile, truncate, w
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
-from tiles.targets import Target
+from tiles.targets import MEDIUM, Target
 
 from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChannelChunkConfig, ChunkChannels, chunk_forms
 from ..parts.recurrent.channel_gates import choose_tile_gates
@@ -40,20 +40,17 @@ BLOCK_COLUMNS = HALVES * COLUMNS  # of values
 @dataclass(frozen=True)
 class Config(ChannelChunkConfig):
     """A kernel's configuration. local: is the state before a segment 0, and is only that after it stored, and its decay?
-    formula: what computes gates of what is in memory; None: the gates themselves are there."""
+    ctas_per_sm: how many thread blocks an SM is to hold. formula: what computes gates of what is in memory; None: the gates
+    themselves are there."""
 
     local: bool = False
+    ctas_per_sm: int = 1
     formula: GateFormula | None = field(default=None, kw_only=True)
 
     @property
     def label(self):
         """The name of the kernel in tables."""
         return "states of segments" if self.local else "gates by channel"
-
-    @property
-    def ctas_per_sm(self):
-        """How many thread blocks the registers of an SM hold."""
-        return 1
 
     def __str__(self):
         return ", ".join(filter(None, (super().__str__(), str(self.formula or ""))))
@@ -62,10 +59,17 @@ class Config(ChannelChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`. With a formula there is one
     size."""
-    for form, local in itertools.product(chunk_forms(everything), (False, True)):
-        yield replace(Config(*form), local=local)
+    for (key_dim, *form), local in itertools.product(chunk_forms(everything), (False, True)):
+        resident = count_resident_blocks(key_dim, target.shared_bytes)
+        yield replace(Config(key_dim, *form), local=local, ctas_per_sm=resident)
     for formula in FORMULAS if everything else FORMULAS[:1]:
         yield from (Config(max(KEY_DIMS), bf16, local=local, formula=formula) for local in (False, True))
+
+
+def count_resident_blocks(key_dim: int, shared_bytes: int) -> int:
+    """How many thread blocks an SM holds, for keys of so many channels, padded, on a GPU whose blocks may have so much shared
+    memory: two for 64 channels, whose state leaves registers for them. Half as many warps took 1.4 times as long."""
+    return 2 if key_dim <= min(KEY_DIMS) and shared_bytes >= MEDIUM else 1
 
 
 @functools.cache

@@ -33,12 +33,14 @@ def plan_gla_chunks(
     )
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), problem.bytes_at_once()
     blocks, chunks = -(-columns // gla_ampere.BLOCK_COLUMNS), length * batch // sequences // CHUNK
-    at_once = intern_value(gla_ampere.Config, *form).ctas_per_sm * machine(problem.device).processors
+    gpu = machine(problem.device)
+    resident = gla_ampere.count_resident_blocks(form[0], gpu.shared_bytes)
+    at_once = resident * gpu.processors
     segments = choose_segments(sequences * heads * blocks, 1, 1, chunks, at_once, COSTS)
     outputs, ends = ("gO", "gFinalState"), ("gLocalStates", "gTotalDecays")
 
     def scan(local: bool, scanned: int, scanned_arrays: Arrays) -> Step:
-        config = intern_value(gla_ampere.Config, *form, local, formula=formula)
+        config = intern_value(gla_ampere.Config, *form, local, resident, formula=formula)
         return kernel_for(gla_ampere, config, problem.device).bind(
             sequences * heads * blocks * scanned,
             length=length,
