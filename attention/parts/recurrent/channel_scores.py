@@ -123,7 +123,7 @@ class ChannelScores:
 
     @inlined
     def reference(self, sums, block):
-        """r of a block."""
+        """The reference of a block, a number for each of the warp's channels."""
         first, last = self.edge_sums(sums, block)
         return (first + last) * 0.5 // 1
 
