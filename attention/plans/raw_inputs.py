@@ -117,10 +117,10 @@ def _check_gate(gate: RawGate, rank: int) -> None:
     """ValueError: x of the gate, or its dt_bias, has axes that no gate has. rank: how many v has."""
     if len(gate.shape) not in (rank - 1, rank):
         raise ValueError(f"decay: a raw gate must have the axes of v, or all but the last: gate.shape={gate.shape}")
-    of_bias = tuple(getattr(gate.dt_bias, "shape", ()))
-    if len(of_bias) > 1 and len(gate.shape) < rank:
+    bias_shape = tuple(getattr(gate.dt_bias, "shape", ()))
+    if len(bias_shape) > 1 and len(gate.shape) < rank:
         must = "must have no axis of channels if the gate has none"
-        raise ValueError(f"dt_bias: {must}: dt_bias.shape={of_bias}, gate.shape={gate.shape}")
+        raise ValueError(f"dt_bias: {must}: dt_bias.shape={bias_shape}, gate.shape={gate.shape}")
 
 
 def _in_float32(x: Any) -> Any:

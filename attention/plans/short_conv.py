@@ -69,8 +69,8 @@ def is_aligned(problem: Problem, *names: str) -> bool:
     Arrays without elements have no strides."""
     if not problem.extents["seqlen"] or problem.extents["channels"] % (ALIGNMENT // 2):
         return False
-    near = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
-    return near and problem.bytes_at_once(*names) == ALIGNMENT
+    strides_fit = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
+    return strides_fit and problem.bytes_at_once(*names) == ALIGNMENT
 
 
 def config_for(problem: Problem, make: type[ConvConfig], silu: bool, *names: str) -> ConvConfig:

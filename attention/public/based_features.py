@@ -91,7 +91,7 @@ def based(
     return (results[0], results[1:]) if return_state and normalize else results
 
 
-@program(BASED, BASED_DERIVATIVE.of_program, BASED_DERIVATIVE.no_second_derivatives, BASED_DERIVATIVE.prepare)
+@program(BASED, BASED_DERIVATIVE.make_vjp, BASED_DERIVATIVE.no_second_derivatives, BASED_DERIVATIVE.prepare)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
     """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)

@@ -151,7 +151,7 @@ def delta_rule(
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 
-@program(DELTA_RULE, DELTA_DERIVATIVE.of_program, DELTA_DERIVATIVE.no_second_derivatives, DELTA_DERIVATIVE.prepare)
+@program(DELTA_RULE, DELTA_DERIVATIVE.make_vjp, DELTA_DERIVATIVE.no_second_derivatives, DELTA_DERIVATIVE.prepare)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
     return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)
@@ -258,10 +258,10 @@ def _plan_channels(
     each segment changes a state, the second the state before each segment, the third the outputs."""
     batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+    processors, chunks_per_sequence = machine(problem.device).processors, length * batch // sequences // CHUNK
     padded = pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
     costs = CHANNEL_COSTS._replace(compose=CHANNEL_COSTS.compose * padded / max(delta_compose_states_hopper.KEY_DIMS))
-    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
+    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, chunks_per_sequence, processors, costs)
     steps = []
     if segments > 1:
         scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]

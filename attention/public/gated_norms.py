@@ -115,7 +115,7 @@ GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_n
 
 @program(
     GATED_NORM,
-    GATED_NORM_DERIVATIVE.of_program,
+    GATED_NORM_DERIVATIVE.make_vjp,
     GATED_NORM_DERIVATIVE.no_second_derivatives,
     GATED_NORM_DERIVATIVE.prepare,
 )

@@ -173,8 +173,8 @@ def linear(
     if raw is NOT_RAW:
         if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, learned)):
             memory = choose_memory(memory, q, v, decay, normalize, family)
-        of_memory = return_chunk_states, STORED if return_chunk_states else memory
-        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
+        memory_options = return_chunk_states, STORED if return_chunk_states else memory
+        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *memory_options), layout)
     elif return_chunk_states:
         raise NotImplementedError("return_chunk_states: takes decays, not gates as a layer projects them, and no qk_l2norm")
     else:
@@ -290,7 +290,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
+@program(LINEAR, LINEAR_DERIVATIVE.make_vjp, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
 def _linear(
     problem: Problem,
     scale: float | None,

@@ -150,7 +150,7 @@ SHORT_CONV_DERIVATIVE = RecurrentDerivative("attention.short_conv", _short_conv_
 
 @program(
     SHORT_CONV,
-    SHORT_CONV_DERIVATIVE.of_program,
+    SHORT_CONV_DERIVATIVE.make_vjp,
     SHORT_CONV_DERIVATIVE.no_second_derivatives,
     SHORT_CONV_DERIVATIVE.prepare,
 )

@@ -79,7 +79,7 @@ class Fused(Definition):
         self.gradients = gradient_choice.GradientFunctions(self)
         self.programs: dict[tuple, FusedProgram] = {}
         self.last: Arrangement | None = None
-        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
+        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.make_vjp))
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
         """The results of the definition: for NumPy arrays evaluated in float32, for arrays on a GPU by the fused kernels.
