@@ -139,7 +139,7 @@ def inverse_transposed(a, high, low):
     """The warps' rows, rt(16, 64, fp32), of (I + A)^-T, where A is the part below the diagonal of `a`, the warps' rt(16, 64,
     fp32); the rest is not looked at. high, low: shared TRIANGLEs for the warpgroup to use. Its warps meet twice. Factors have
     16 bits, sums are fp32."""
-    inverse = inverse_unit_lower(warpgroup.own_block(a))
+    inverse = inverse_unit_lower(warpgroup.diagonal_block(a))
     parts = split(-inverse)
     warpgroup.sync()
     store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))

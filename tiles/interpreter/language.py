@@ -91,8 +91,8 @@ def _xyz(x, y, z):
 INSTEAD_OF_CUDA = {
     "shared": "lay it out on the host, plan = shared(name=st(...)), and open it, plan.open()",
     "grid": "use tiles and ops, or run it lane by lane, TILES_INTERPRET=ptx",
-    "atomic": "add a shared tile to global memory by warpgroup.tma_add, or sums that ops.load_held reads by ops.add_held; "
-    "count by ops.count_up",
+    "atomic": "add a shared tile to global memory by warpgroup.tma_add, or sums that ops.load_fragment reads by "
+    "ops.add_fragment; count by ops.count_up",
 }
 
 

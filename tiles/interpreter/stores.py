@@ -2,7 +2,7 @@
 
 Within a cluster the warps' clocks tell what is ordered (shadow.py); nothing orders stores of two clusters, but a wait for a
 count that others count up (ops/memory/counts.py). Equal values do no harm and are no race. What a reduction adds (tma_add,
-add_held) is not looked at, nor what an op of someone's own writes to an array.
+add_fragment) is not looked at, nor what an op of someone's own writes to an array.
 
 Clusters in several processes (processes.py) do not know each other's stores, only who stored where: `Claims`.
 """

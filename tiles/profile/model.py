@@ -49,7 +49,7 @@ class Price(NamedTuple):
 
 # ops whose work is in other steps of theirs, in what they start, or nowhere: a type's or a register's other name
 FREE = set(
-    "claim_registers columns commit_group copy_async full id neg_infty ones own_rows pipeline.fill pipeline.wait pos_infty "
+    "claim_registers columns commit_group copy_async full id neg_infty ones warp_rows pipeline.fill pipeline.wait pos_infty "
     "prefetch quarter rank release_registers ring.claim ring.fill ring.publish ring.release ring.wait rows rt shared.open "
     "store_wait subtile sync sync_several tma_add tma_load tma_max tma_min tma_store truncate wait wait_group zeros "
     "ping_pong.begin ping_pong.give ping_pong.take arrive expect fence_async named_arrive named_sync persistent_tile signal "
