@@ -1,8 +1,9 @@
 """The plan of the delta rule's gradients on Hopper: S and E of all chunks, the walk in reverse, and small kernels for what
 several value heads share and for gates.
 
-S and E come from a pass over the tokens. Where heads are too few for the GPU, the walk is cut into segments, and what depends
-on no state is computed of all chunks at once; then two recurrences give S and E of all chunks, and dS after each segment."""
+S and E come from a pass over the tokens. Where heads are too few for the GPU, what depends on no state is computed of all
+chunks at once; then two recurrences give S, E and dV of all chunks, and dS after each segment, and another walk goes through
+all segments at once."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +16,14 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
-from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_gradients_hopper, delta_inverse_hopper, packed_tails
+from ..kernels import (
+    delta_chains_hopper,
+    delta_chunk_states_hopper,
+    delta_gradients_hopper,
+    delta_inverse_hopper,
+    delta_segment_gradients_hopper,
+    packed_tails,
+)
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
@@ -25,6 +33,7 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 # Microseconds of a chunk of a head on an H200: in the walk, in the pass before it, in a step of a recurrence; as a part of what
 # a multiprocessor does, to compute what depends on no state; of one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
+MAX_ADDED_HEADS = 4  # value heads of a key head that add up their gradients in its dtype, rounded each time
 CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
 
 
@@ -49,7 +58,7 @@ def choose_segments(items: int, chunks: int, processors: int) -> int:
 def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: as in delta_gradients.plan_delta_gradients."""
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
-    chunks, shares_keys, wants_gates = count_chunk_indices(problem), heads > key_heads, arrays["ddecay"] is not None
+    chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, each = is_varlen(problem), -(-length // CHUNK)
     segments = 1 if varlen else choose_segments(sequences * heads, each, machine(problem.device).processors)
@@ -64,14 +73,15 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     known["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
-    of_heads = problem("batch", "seqlen", "heads", "key_dim")
+    of_heads, adds = problem("batch", "seqlen", "heads", "key_dim"), segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS
+    shares_keys = heads > key_heads and not adds
     outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     known["gCuSeqlens"] = problem["cu_seqlens"]
     first, finish = plan_tails(problem, known, scratch, PACKED) if varlen else ([], [])
     if wants_gates:
-        dots, of_gates = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
-        finish += of_gates
+        dots, sums = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
+        finish += sums
         known |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -87,26 +97,29 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
             **{name: known.get(name) for name in names.split()},
         )
 
+    of_gates = "gDots gCarriedDots gStateDots"
     if segments == 1:
         names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
         steps = [launch(delta_chunk_states_hopper, 1, names, varlen)]
+        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {of_gates} "
+        names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
+        steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
-        known |= {"gForward": of_chunks(2 * CHUNK, CHUNK), "gReverse": known["gSolutions"], "gScores": of_chunks(CHUNK, CHUNK)}
-        known["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, key_dim)
-        of_inverse = "gQ gK gBeta gGates gForward gReverse gScores gVectors"
-        of_chains = "gQ gK gV gDOut gForward gReverse gScores gVectors gInitialState gErrors gStates gLastState gSegmentStates"
-        numbers = {"segments": segments, "sequences": sequences, "scale": scale}
+        known["gScores"] = of_chunks(CHUNK, CHUNK)
+        known["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, padded_keys)
+        known["gCounts"] = scratch(chunks, key_heads * delta_segment_gradients_hopper.OUTPUTS, dtype="int32")
+        inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
+        chains = (
+            "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
+        )
+        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {of_gates} gCounts"
+        numbers = {"segments": segments, "scale": scale}
         steps = [
-            launch(delta_inverse_hopper, each, of_inverse, chunks=each, scale=scale),
-            launch(delta_chains_hopper, CHAINS, of_chains + " gFirstState", **numbers),
+            launch(delta_inverse_hopper, each, inverse, chunks=each, scale=scale),
+            launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
+            launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds, **numbers),
         ]
-        known |= {"gLastState": known["gSegmentStates"], "gFirstState": None}
-    names = (
-        "gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta gDots gCarriedDots "
-        "gStateDots gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
-    )
-    walk = launch(delta_gradients_hopper, segments, names, wants_gates, varlen, segments=segments, scale=scale)
-    return [*first, *steps, walk, *finish]
+    return [*first, *steps, *finish]
 
 
 def plan_tails(

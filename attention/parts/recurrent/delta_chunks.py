@@ -1,8 +1,8 @@
 """The delta rule and its gradients chunk by chunk, with decays that are one number a token and head (or none): what kernels
 share. Since Ampere these are four (delta_inverse_ampere.py, delta_walk_ampere.py, delta_state_gradients_ampere.py,
 delta_gradients_ampere.py), of which the first two compute outputs as well. On Hopper gradients have two
-(delta_chunk_states_hopper.py, delta_gradients_hopper.py); where heads are few delta_inverse_hopper.py and
-delta_chains_hopper.py take the place of the first.
+(delta_chunk_states_hopper.py, delta_gradients_hopper.py), or three where heads are few (delta_inverse_hopper.py,
+delta_chains_hopper.py, delta_segment_gradients_hopper.py).
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
@@ -225,6 +225,7 @@ class TwoParts:
 
 
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
+LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # where something is divided by beta: below the last digit of dV
 MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: what it divides might overflow
 
 
