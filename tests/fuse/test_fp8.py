@@ -94,6 +94,19 @@ def test_other_operators(name):
     compare(operator, arrays, operator.run(*arrays))
 
 
+@pytest.mark.parametrize("dtype", LINEAR, ids=str)
+def test_scales_of_columns_with_fp16(dtype):
+    """The product without its scale is no fp16 number: kernels that keep it in float32 serve, others do not."""
+    x, w, scale = normal(5, K, dtype=fp16), weights(dtype=dtype), scales(N) / 256
+    x *= fp16.np.type(16 if dtype is int8 else 512)
+    assert np.abs(x.astype(np.float64) @ w.astype(np.float64)).max() > 65504
+    assert LINEAR[dtype].source(x, w, scale).count("@cuda.jit") == 1
+    compare(LINEAR[dtype], (x, w, scale), LINEAR[dtype].run(x, w, scale))
+    many = np.resize(x, (70, K))
+    with pytest.warns(RuntimeWarning, match="no template computes"):
+        assert np.isfinite(LINEAR[dtype].run(many, w, scale)).all()
+
+
 def test_mixed_bytes():
     """Two products with weights of both dtypes: a first kernel converts them."""
     arrays = normal(5, K), weights(), weights(seed=1, dtype=int8)

@@ -57,6 +57,7 @@ class FewRows(Product):
     """The kernel for products of few rows: see the module."""
 
     label = "few"
+    keeps_sums = True
     processors: int  # of the card
 
     @functools.cached_property

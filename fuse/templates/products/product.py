@@ -54,6 +54,7 @@ class Product:
     maps of the same products (many_rows.py)."""
 
     has_launch = True
+    keeps_sums = False  # does the kernel keep products in fp32 until they are results?
 
     def __init__(
         self,
