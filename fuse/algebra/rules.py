@@ -20,8 +20,8 @@ MOST = 64  # the most forms of a function
 
 class Rule(NamedTuple):
     """A rewrite rule. name: the rule in words. equation: the rule as an equation. rewrite: yields the other forms of a term.
-    keeps_range: are intermediates that are stored in 16 bits never greater after the rule than before? keeps_operands: are those
-    that are greater only products, which some kernels keep in float32 until they are results? loses: what may overflow
+    keeps_range: are intermediates that are stored in 16 bits never greater after the rule than before? keeps_operands: are
+    those that are greater only products, which some kernels keep in float32 until they are results? loses: what may overflow
     or vanish in float32 after the rule although nothing did before, "" if nothing may. A proof refuses a form that loses what
     none of its rules declares (float_check.py)."""
 
@@ -246,7 +246,6 @@ RULES = (
         "a scale of weights' columns moves to results",
         "x @ (w * c) = (x @ w) * c",
         _move_column_scales,
-        loses="x @ w",
         keeps_operands=True,
     ),
     Rule(

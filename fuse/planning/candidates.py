@@ -108,7 +108,8 @@ def candidates(traced: TracedDefinition, card: Card) -> list[Candidate]:
     rewritings comes first.
 
     fp16 ends at 65504. A scale that was moved may leave a larger intermediate behind, so for fp16 only rules that keep the
-    range are used; and those that make a product larger, in plans whose kernels keep products in fp32 until they are results."""
+    range are used; and those that make a product larger, in plans whose kernels keep products in fp32 until they are
+    results."""
     ranked: dict[tuple[str, ...], Candidate] = {}
     narrow = any(x.attr[1] == "float16" for _, x in traced.inputs)
     allowed = [rule for rule in rules.RULES if rule.keeps_range or rule.keeps_operands or not narrow]
