@@ -63,26 +63,31 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     varlen, each = is_varlen(problem), -(-length // CHUNK)
     segments = 1 if varlen else choose_segments(sequences * heads, each, machine(problem.device).processors)
 
-    def of_chunks(*extents: int) -> Operand:
+    def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
 
-    known: Arrays = {name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()}
-    known |= {"gErrors": of_chunks(CHUNK, delta_gradients_hopper.VALUES), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
-    known["gStates"] = of_chunks(delta_gradients_hopper.VALUES, padded_keys)
-    known["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
+    buffers: Arrays = {
+        name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()
+    }
+    buffers |= {"gErrors": chunk_scratch(CHUNK, delta_gradients_hopper.VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
+    buffers["gStates"] = chunk_scratch(delta_gradients_hopper.VALUES, padded_keys)
+    buffers["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
-    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
-    known["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
-    of_heads, adds = problem("batch", "seqlen", "heads", "key_dim"), segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS
+    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    buffers["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
+    head_extents, adds = (
+        problem("batch", "seqlen", "heads", "key_dim"),
+        segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS,
+    )
     shares_keys = heads > key_heads and not adds
-    outputs = {x: scratch(*of_heads, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
-    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
-    known["gCuSeqlens"] = problem["cu_seqlens"]
-    first, finish = plan_tails(problem, known, scratch, PACKED) if varlen else ([], [])
+    outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
+    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    buffers["gCuSeqlens"] = problem["cu_seqlens"]
+    first, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
     if wants_gates:
         dots, sums = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
         finish += sums
-        known |= dots | {"gDots": dots["gQueryDots"]}
+        buffers |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
@@ -94,25 +99,25 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
             heads=heads,
             group=heads // key_heads,
             **numbers,
-            **{name: known.get(name) for name in names.split()},
+            **{name: buffers.get(name) for name in names.split()},
         )
 
-    of_gates = "gDots gCarriedDots gStateDots"
+    gate_steps = "gDots gCarriedDots gStateDots"
     if segments == 1:
         names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
         steps = [launch(delta_chunk_states_hopper, 1, names, varlen)]
-        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {of_gates} "
+        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_steps} "
         names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
-        known["gScores"] = of_chunks(CHUNK, CHUNK)
-        known["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, padded_keys)
-        known["gCounts"] = scratch(chunks, key_heads * delta_segment_gradients_hopper.OUTPUTS, dtype="int32")
+        buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
+        buffers["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, padded_keys)
+        buffers["gCounts"] = scratch(chunks, key_heads * delta_segment_gradients_hopper.OUTPUTS, dtype="int32")
         inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
         chains = (
             "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
         )
-        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {of_gates} gCounts"
+        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_steps} gCounts"
         numbers = {"segments": segments, "scale": scale}
         steps = [
             launch(delta_inverse_hopper, each, inverse, chunks=each, scale=scale),
@@ -133,7 +138,7 @@ def plan_tails(
         each = {name: x for name in names for x in [arrays[name]] if x}
         if not each:
             continue
-        form, back, all_of = each[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(each.values())
+        form, back, operands = each[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(each.values())
         length, heads, columns = form.shape[1:]
         tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in each]
         arrays |= {f"gTail{name[1:]}": x for name, x in zip(each, tails, strict=True)}
@@ -142,8 +147,8 @@ def plan_tails(
         head_blocks = -(-all_heads // packed_tails.WARPS)
         step = kernel_for(packed_tails, config, problem.device).bind(
             sequences * packed_tails.PARTS * head_blocks,
-            gX=all_of[0],
-            gY=all_of[-1],
+            gX=operands[0],
+            gY=operands[-1],
             gTailX=tails[0],
             gTailY=tails[-1],
             gTokens=arrays["gDBeta"] if names[0] == "gDV" else None,
