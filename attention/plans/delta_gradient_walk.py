@@ -60,8 +60,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
     chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
-    varlen, each = is_varlen(problem), -(-length // CHUNK)
-    segments = 1 if varlen else choose_segments(sequences * heads, each, machine(problem.device).processors)
+    varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
+    segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, machine(problem.device).processors)
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -102,11 +102,11 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
             **{name: buffers.get(name) for name in names.split()},
         )
 
-    gate_steps = "gDots gCarriedDots gStateDots"
+    gate_names = "gDots gCarriedDots gStateDots"
     if segments == 1:
         names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
         steps = [launch(delta_chunk_states_hopper, 1, names, varlen)]
-        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_steps} "
+        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_names} "
         names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
@@ -117,10 +117,10 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         chains = (
             "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
         )
-        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_steps} gCounts"
+        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gCounts"
         numbers = {"segments": segments, "scale": scale}
         steps = [
-            launch(delta_inverse_hopper, each, inverse, chunks=each, scale=scale),
+            launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
             launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
             launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds, **numbers),
         ]
@@ -135,15 +135,15 @@ def plan_tails(
     sequences = problem.extents["sequences"]
     steps: dict[bool, list[Step]] = {False: [], True: []}
     for names in packed:
-        each = {name: x for name in names for x in [arrays[name]] if x}
-        if not each:
+        named = {name: x for name in names for x in [arrays[name]] if x}
+        if not named:
             continue
-        form, back, operands = each[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(each.values())
+        form, back, operands = named[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(named.values())
         length, heads, columns = form.shape[1:]
-        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in each]
-        arrays |= {f"gTail{name[1:]}": x for name, x in zip(each, tails, strict=True)}
+        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in named]
+        arrays |= {f"gTail{name[1:]}": x for name, x in zip(named, tails, strict=True)}
         config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], back)
-        all_heads = heads * len(each)
+        all_heads = heads * len(named)
         head_blocks = -(-all_heads // packed_tails.WARPS)
         step = kernel_for(packed_tails, config, problem.device).bind(
             sequences * packed_tails.PARTS * head_blocks,
