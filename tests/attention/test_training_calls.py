@@ -41,7 +41,7 @@ STEPS = {  # name: (the function, its arguments of a length)
 
 
 def a_step(name, length):
-    """The loss of one forward call and its gradients."""
+    """Forward and backward."""
     function, arguments = STEPS[name]
     out = function(*arguments(length))
     out.backward(torch.zeros_like(out))

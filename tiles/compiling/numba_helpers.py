@@ -111,12 +111,12 @@ def _note_selected(find):
     """Numba's search for an implementation by the types of arguments, which notes those that are transient."""
 
     @functools.wraps(find)
-    def find_and_note(self, args):
+    def found(self, args):
         if any(map(_is_transient, args)):
             _transient.append((self._cache, args))
         return find(self, args)
 
-    return find_and_note
+    return found
 
 
 class _Models(weakref.WeakKeyDictionary):

@@ -40,7 +40,7 @@ class ChunkItems:
     seq_layout: SequenceLayout
 
     @inlined
-    def item_index(self, j):
+    def item(self, j):
         """The number of the block's j-th chunk, if sequences are not packed."""
         return int32(cuda.blockIdx.x + cuda.gridDim.x * j)
 
@@ -48,27 +48,27 @@ class ChunkItems:
     def has(self, grid, j):
         """Has the block a j-th chunk?"""
         if self.seq_layout.varlen:
-            return self.locate(grid, j).seq.remaining(0) > CHUNK * self._chunk_in_sequence(grid, j)
+            return self.place(grid, j).seq.remaining(0) > CHUNK * self._part(grid, j)
         else:
-            return self.item_index(j) < grid.items
+            return self.item(j) < grid.items
 
     @inlined
-    def locate(self, grid, j):
+    def place(self, grid, j):
         """The ChunkPlace of the block's j-th chunk."""
         if self.seq_layout.varlen:
             index, _ = divmod(cuda.blockIdx.x, grid.chunks)
             sequence, head = divmod(index, grid.heads)
             seq = self.seq_layout.sequence_tokens(grid.gCuSeqlens, sequence, grid.length)
-            token = seq.chunk_start(self._chunk_in_sequence(grid, j))
+            token = seq.chunk_start(self._part(grid, j))
             return ChunkPlace(self.seq_layout.chunk_index(token, sequence, grid.length), head, sequence, token, seq)
         else:
-            chunk, head = divmod(self.item_index(j), grid.heads)
+            chunk, head = divmod(self.item(j), grid.heads)
             sequence, index = divmod(chunk, grid.chunks)
             seq = TokenRange(int32(0), int32(grid.length), int32(sequence))
             return ChunkPlace(chunk, head, sequence, int32(CHUNK * index), seq)
 
     @inlined
-    def _chunk_in_sequence(self, grid, j):
+    def _part(self, grid, j):
         """The number of the block's j-th chunk in its packed sequence."""
         _, part = divmod(cuda.blockIdx.x, grid.chunks)
         return int32(part + grid.chunks * j)
