@@ -124,7 +124,7 @@ def check_parameters(raw: RawGate, head_axis: int) -> None:
 
 
 def normalize(x: Any) -> Any:
-    """Queries or keys divided by their lengths, x / sqrt(sum(x^2) + 1e-6), in x's dtype: what qk_l2norm=True does, of x's
+    """Queries or keys divided by their L2 norms, x / sqrt(sum(x^2) + 1e-6), in x's dtype: what qk_l2norm=True does, of x's
     framework."""
     library, real = _library(x)
     y = real(x)

@@ -27,6 +27,7 @@ ARGUMENT_HINTS = (
     ("alibi_slopes slopes", "alibi"),
     ("sinks s_aux learnable_sink attention_sink", "sink"),
     ("enable_gqa num_kv_heads num_key_value_groups pack_gqa", "not an argument: the shapes of q and k say it"),
+    ("kv_cache_dtype kv_dtype cache_dtype", "not an argument: the dtype of k and v says it"),
     ("max_seqlen max_seqlen_q max_seqlen_k max_s", "not an argument: cu_seqlens says it"),
     ("cu_seqlens_q qo_indptr cu_seq_lens_q q_start_loc", "cu_seqlens"),
     ("cu_seqlens_kv kv_indptr cu_seq_lens_k", "cu_seqlens_k", "lengths", "cu_seqlens"),

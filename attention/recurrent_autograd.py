@@ -151,8 +151,8 @@ def _options_in_training(member: str, options: tuple) -> tuple | None:
     program, derivative = MEMBERS[member]
     if not derivative.stored:
         return None
-    asks, *_ = program.schema.arguments[derivative.stored].flags
-    in_training = {**dict(zip(program.options, options)), asks: True}
+    flag, *_ = program.schema.arguments[derivative.stored].flags
+    in_training = {**dict(zip(program.options, options)), flag: True}
     return tuple(in_training.values()) if derivative.stored in program.schema.results(in_training) else None
 
 

@@ -1,6 +1,6 @@
-"""Gradients of the delta rule, the gated delta rule and KDA beside a copy in device memory, and flash-linear-attention's where
-installed. `limit` is the time of a copy of as many bytes as q, k, v, dout and the gradients of the first three have, in the
-same rounds; `of_limit` is that over the provider's time. fla's time is that of its backward pass, of a graph
+"""Gradients of the delta rule, the gated delta rule and KDA beside a copy in device memory, and flash-linear-attention's and
+FlashQLA's where installed. `limit` is the time of a copy of as many bytes as q, k, v, dout and the gradients of the first three
+have, in the same rounds; `of_limit` is that over the provider's time. A peer's time is that of its backward pass, of a graph
 that is kept. `pytest bench/test_delta_gradients.py -s`. See measure.py for the protocol."""
 
 import functools
@@ -15,15 +15,18 @@ if not torch.cuda.is_available():
 import attention  # noqa: E402
 from attention import reference  # noqa: E402
 from bench.measure import interleaved, report, rotated  # noqa: E402
-from bench.peers import fla, present  # noqa: E402
+from bench.peers import fla, library, present  # noqa: E402
 from tiles.testing.backends import to_numpy  # noqa: E402
 
 ROUNDS, DIM, CHECKED = 5, 128, 300  # rounds; channels; tokens that are compared with float64
 SIZES = [(8, 2048, 32, 32), (1, 8192, 16, 32), (1, 32768, 16, 32)]  # batch, tokens, key heads, value heads
-PEERS = {  # by rule: how it is called there
-    "delta rule": fla("delta_rule", "chunk_delta_rule"),
-    "gated delta rule": fla("gated_delta_rule", "chunk_gated_delta_rule"),
-    "KDA": fla("kda", "chunk_kda"),
+PEERS = {  # by rule: how others call it
+    "delta rule": {"fla": fla("delta_rule", "chunk_delta_rule")},
+    "gated delta rule": {
+        "fla": fla("gated_delta_rule", "chunk_gated_delta_rule"),
+        "flash_qla": library("flash_qla", "chunk_gated_delta_rule"),
+    },
+    "KDA": {"fla": fla("kda", "chunk_kda")},
 }
 
 
@@ -77,13 +80,13 @@ def times(rule, size):
     source = torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     grouped = size[2] != size[3] and rule == "delta rule"  # fla's has as many key heads as value heads
-    peers, missing = present({} if grouped else {"fla": functools.partial(of_peer, PEERS[rule])}, sets[0])
+    known = {} if grouped else {name: functools.partial(of_peer, peer) for name, peer in PEERS[rule].items()}
+    peers, missing = present(known, sets[0])
     calls = {"tiles": gradients, **peers, "copy": lambda *_: target.copy_(source)}
     return interleaved(calls, sets, ROUNDS) | missing
 
 
-@pytest.mark.parametrize("provider", ["tiles", "fla"])
-@pytest.mark.parametrize("rule", PEERS)
+@pytest.mark.parametrize(("rule", "provider"), [(rule, name) for rule in PEERS for name in ("tiles", *PEERS[rule])])
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
 def test_delta_gradients(benchmark, size, rule, provider):
     measured = times(rule, size)

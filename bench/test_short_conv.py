@@ -22,7 +22,7 @@ causal_conv1d = library("causal_conv1d", "causal_conv1d_fn")
 
 
 def inputs(batch, length, channels):
-    """x, weight, dy"""
+    """Random x and dy of (batch, length, channels) and the weights of the convolution, bfloat16."""
     x, dy = torch.randn(2, batch, length, channels, device="cuda", dtype=torch.bfloat16)
     return x, torch.randn(channels, WIDTH, device="cuda", dtype=torch.bfloat16) / 2, dy
 

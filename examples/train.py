@@ -2,6 +2,7 @@
 
     python examples/train.py --baseline         beside the same model on torch's scaled_dot_product_attention
     python examples/train.py --mixer gated_delta --baseline        with recurrent layers, beside the recurrence in float32
+    python examples/train.py --mixer gated_delta --baseline fla        beside the same layers on flash-linear-attention
     torchrun --nproc-per-node 2 examples/train.py        each sequence on several GPUs, or on as many processes without one
     python examples/train.py --help
 
@@ -94,16 +95,55 @@ class RecurrenceOnTorch:
         return functional.silu(functional.conv1d(x, weight[:, None], bias, groups=len(weight)).mT)
 
     def recur(self, member, q, k, v, cu_seqlens, cache, *, beta, decay, qk_l2norm):
-        """The delta rule."""
+        """The gated delta rule, by PyTorch's operations."""
         q, k = (gates.normalize(x.float()) for x in (q, k))
         arrays = q, k, v, gates.evaluate(decay), gates.evaluate(beta)
         return checkpoint(recurrence, *arrays, q.shape[-1] ** -0.5, use_reentrant=False).to(v.dtype)
 
     def scan(self, x, dt, B, C, cu_seqlens, cache):
-        """Mamba-2's scan."""
+        """Mamba-2's scan, by PyTorch's operations."""
         dt = functional.softplus(dt.float() + self.dt_bias)
         arrays = C, B, dt[..., None] * x, -dt * self.A_log.exp(), None
         return (checkpoint(recurrence, *arrays, 1.0, use_reentrant=False) + self.D[:, None] * x).to(x.dtype)
+
+
+class NormOnFla(GatedRMSNorm):
+    """The norm and the gate by flash-linear-attention."""
+
+    def forward(self, x, gate=None):
+        from fla.modules.norm.fused_norm_gate import rms_norm_gated
+
+        return rms_norm_gated(
+            x, gate, self.weight, None, "swish" if self.activation == "silu" else self.activation, eps=self.eps
+        )
+
+
+class RecurrenceOnFla:
+    """A delta rule's layer whose convolution, recurrence and norm are flash-linear-attention's."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.norm.__class__ = NormOnFla
+
+    def convolve(self, x, cu_seqlens, cache):
+        """silu(conv(x)) of (B, S, channels)."""
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        return causal_conv1d(x, self.conv1d.weight.to(x.dtype), self.conv1d.bias, activation="silu")[0]
+
+    def recur(self, member, q, k, v, cu_seqlens, cache, *, beta, decay, qk_l2norm):
+        """The delta rule, which computes its gates."""
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        from fla.ops.kda import chunk_kda
+
+        rule, options = (
+            (chunk_gated_delta_rule, {}) if decay.x.ndim == 3 else (chunk_kda, {"safe_gate": decay.formula == "sigmoid"})
+        )
+        if decay.formula == "sigmoid":
+            options["lower_bound"] = decay.number
+        options |= dict(A_log=decay.A_log, dt_bias=decay.dt_bias.flatten(), allow_neg_eigval=beta.scale == 2)
+        options |= dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=qk_l2norm)
+        return rule(q, k, v, decay.x, beta.x, **options)[0]
 
 
 def recurrence(q, k, v, decay, beta, scale):
@@ -166,16 +206,16 @@ class RecurrenceOnRanks:
         return short_conv(x, weight, self.conv1d.bias, activation="silu", initial_state=before)
 
     def recur(self, member, q, k, v, cu_seqlens, cache, **options):
-        """The delta rule."""
+        """The gated delta rule of a sequence that the ranks share."""
         return parallel.delta_rule(q, k, v, length=self.length, **options)
 
     def scan(self, x, dt, B, C, cu_seqlens, cache):
-        """Mamba-2's scan."""
+        """Mamba-2's scan of a sequence that the ranks share."""
         options = {"D": self.D, "dt_bias": self.dt_bias, "dt_softplus": True}
         return parallel.mamba2(x, dt, -self.A_log.exp(), B, C, length=self.length, **options)
 
 
-class Alone:
+class SingleRank:
     """One process, which has all tokens."""
 
     rank, where = 0, {}  # where: what attention is told of tokens' places
@@ -191,7 +231,7 @@ class Alone:
         """The tensors are summed in place over all processes; of one process they stay as they are."""
 
 
-class Together(Alone):
+class RankGroup(SingleRank):
     """Several, each with a share of every sequence, by torchrun."""
 
     def __init__(self, tokens):
@@ -212,10 +252,11 @@ class Together(Alone):
 
 
 MODULES = {"softmax": Attention, "gated_delta": GatedDeltaNet, "kda": KimiDeltaAttention, "mamba2": Mamba2}
-ON_TORCH, ON_RANKS = (
+ON_TORCH, ON_FLA, ON_RANKS = (
     {kind: type(mixin.__name__, (mixin, module), {}) for kind, module in MODULES.items()} | {"softmax": attention}
-    for mixin, attention in ((RecurrenceOnTorch, OnTorch), (RecurrenceOnRanks, OnRanks))
+    for mixin, attention in ((RecurrenceOnTorch, OnTorch), (RecurrenceOnFla, OnTorch), (RecurrenceOnRanks, OnRanks))
 )
+BASELINES = {"torch": ON_TORCH, "fla": ON_FLA}
 MIXERS = *MODULES, "hybrid"
 HYBRID_PERIOD = 4  # of so many layers of a hybrid the last is softmax attention
 
@@ -276,7 +317,7 @@ class TrainingRun:
 
     model: nn.Module
     rate: float
-    ranks: Alone
+    ranks: SingleRank
     losses: list = field(default_factory=list)
     seconds: list = field(default_factory=list)
 
@@ -318,12 +359,13 @@ def sources():
     return torch.frombuffer(bytearray(b"".join(path.read_bytes() for path in paths)), dtype=torch.uint8).long()
 
 
-def train(size, ranks, mixer="softmax", baseline=False, eager=False, quiet=False):
-    """{name: TrainingRun} of our model, and of torch's if there is to be a baseline. eager: without torch.compile."""
+def train(size, ranks, mixer="softmax", baseline=None, eager=False, quiet=False):
+    """{name: TrainingRun} of our model, and of a baseline, one of BASELINES, if there is to be one. eager: without
+    torch.compile."""
     device = ranks.device
     text, chance, runs = sources().to(device), torch.Generator().manual_seed(1), {}
-    ours = ON_RANKS if isinstance(ranks, Together) else MODULES
-    for name, modules in {"attention": ours, **({"torch": ON_TORCH} if baseline else {})}.items():
+    ours = ON_RANKS if isinstance(ranks, RankGroup) else MODULES
+    for name, modules in {"attention": ours, **({baseline: BASELINES[baseline]} if baseline else {})}.items():
         torch.manual_seed(0)
         model = Transformer(size, mixer, modules).to(device)
         tables = angles(torch.arange(size.tokens, device=device), size.dim // size.heads, ROTARY)
@@ -331,7 +373,8 @@ def train(size, ranks, mixer="softmax", baseline=False, eager=False, quiet=False
             if isinstance(block.mixer, OnTorch):
                 block.mixer.tables = tables
             if not eager and not isinstance(block.mixer, RecurrenceOnTorch):  # whose graph has too many nodes
-                block.compile(fullgraph=True)  # the first one; others of its kind are like it
+                whole = not isinstance(block.mixer, RecurrenceOnFla)  # which Dynamo must not trace
+                block.compile(fullgraph=whole)  # the first one; others of its kind are like it
         runs[name] = TrainingRun(model, size.rate, ranks)
     with tqdm(total=size.steps, unit="step", disable=quiet) as bar:
         for first in range(0, size.steps, TOGETHER):
@@ -367,13 +410,13 @@ def add_to(path, rows):
 
 
 def draw(rows, path):
-    """The losses over the steps, ours solid, torch's dashed; a PNG, an SVG or a PDF, as the path ends."""
+    """The losses over the steps, ours solid, a baseline's dashed; a PNG, an SVG or a PDF, as the path ends."""
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     colours = {mixer: f"C{i}" for i, mixer in enumerate(MIXERS)}
     for mixer, name in dict.fromkeys((row["mixer"], row["model"]) for row in rows):
         mine = [row for row in rows if (row["mixer"], row["model"]) == (mixer, name)]
         label = f"{mixer}, {name}: {float(mine[-1]['ms']):.4g} ms a step"
-        style = {"color": colours[mixer], "linestyle": "--" if name == "torch" else "-", "linewidth": 1, "label": label}
+        style = {"color": colours[mixer], "linestyle": "--" if name in BASELINES else "-", "linewidth": 1, "label": label}
         axes.plot([int(row["step"]) for row in mine], [float(row["loss"]) for row in mine], **style)
     axes.set(xlabel="step", ylabel="cross-entropy of the next byte, nats")
     axes.grid(alpha=0.25)
@@ -389,17 +432,20 @@ def main(argv=None):
     for one in fields(size):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=one.type, default=getattr(size, one.name))
     parser.add_argument("--mixer", choices=MIXERS, default="softmax", help="what mixes tokens")
-    parser.add_argument("--baseline", action="store_true", help="train the same model on torch's operations, too")
+    beside = "train the same model on torch's operations, too, or its delta rules on flash-linear-attention's"
+    parser.add_argument("--baseline", nargs="?", choices=[*BASELINES], const="torch", help=beside)
     parser.add_argument("--eager", action="store_true", help="without torch.compile, as it always is without a GPU")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--png", type=Path, default="train.png", help="where the curves go; also .svg")
     parser.add_argument("--csv", type=Path, help="a table that the losses are added to; the curves are all that it holds")
     asked = parser.parse_args(argv)
     size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
-    ranks = (Together if "RANK" in os.environ else Alone)(size.tokens)
-    if asked.baseline and isinstance(ranks, Together):
-        parser.error("--baseline: torch's attention has all tokens: run it without torchrun")
-    eager = asked.eager or device == "cpu" or isinstance(ranks, Together)
+    ranks = (RankGroup if "RANK" in os.environ else SingleRank)(size.tokens)
+    if asked.baseline and isinstance(ranks, RankGroup):
+        parser.error("--baseline: has all tokens: run it without torchrun")
+    if asked.baseline == "fla" and asked.mixer not in ("gated_delta", "kda", "hybrid"):
+        parser.error(f"--baseline fla: has the mixers gated_delta, kda and hybrid, not {asked.mixer}")
+    eager = asked.eager or device == "cpu" or isinstance(ranks, RankGroup)
     runs = train(size, ranks, asked.mixer, asked.baseline, eager, asked.quiet or ranks.rank > 0)
     if ranks.rank > 0:
         dist.destroy_process_group()
@@ -410,12 +456,13 @@ def main(argv=None):
         speed = f"{1e3 * run.step:.4g} ms a step, {size.batch * size.tokens / run.step:.4g} tokens a second"
         print(f"{name:9}  loss {run.losses[0].item():.3f} -> {run.losses[-1].item():.3f}, {speed}")
     if asked.baseline:
-        ours, theirs = (runs[name] for name in ("attention", "torch"))
+        ours, theirs = (runs[name] for name in ("attention", asked.baseline))
         apart = max(abs(x.item() - y.item()) for x, y in zip(ours.losses, theirs.losses))
-        print(f"losses at most {apart:.3f} apart; {theirs.step / ours.step:.2f} times as many steps a second as on torch")
+        ratio = theirs.step / ours.step
+        print(f"losses at most {apart:.3f} apart; {ratio:.2f} times as many steps a second as on {asked.baseline}")
     rows = rows_of(asked.mixer, runs)
     draw(rows if asked.csv is None else add_to(asked.csv, rows), asked.png)
-    if isinstance(ranks, Together):
+    if isinstance(ranks, RankGroup):
         dist.destroy_process_group()
     return runs
 

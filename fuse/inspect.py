@@ -32,9 +32,9 @@ WITH_ROWS = "...", "M", "S", "T"
 # x (..., K), gate, up (K, N) of fp8
 SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?{0}(?:, {0})*,?)\)(?: of (\w+))?".format(r"(?:[A-Z]v?(?:/2)?|1)"))
 # operators whose gradients run by parts (docs/fuse.md), or by attention's kernels
-BY_PARTS = "fp8_linear lora_linear_by_index mixture_of_experts residual_rms_norm_quantise".split()
+BY_PARTS = "fp8_linear int8_linear lora_linear_by_index mixture_of_experts residual_rms_norm_quantise".split()
 BY_PARTS += "mla_attention qk_norm_attention qk_norm_rotary_attention".split()
-DTYPES = {"fp8": "float8_e4m3fn", "int64": "int64"}
+DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int64": "int64"}
 
 
 class Case(NamedTuple):

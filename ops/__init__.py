@@ -50,7 +50,7 @@ from .memory import gather as _gather  # arrays take vectors of indices  # noqa:
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
 from .memory.counts import count_stored, count_up, wait_count
 from .memory.global_elements import truncate
-from .memory.lane_order import add_held, load_held
+from .memory.lane_order import add_fragment, load_fragment
 from .memory.load_store import load, store
 from .memory.numbers import load_number
 from .memory.shared_vectors import last_element, load_row, load_row_of_group
@@ -81,7 +81,6 @@ from .reductions.reduce import (
 from .reductions.scan import cumsum, cumsum_columns, reverse_cumsum_columns
 from .schedule import divmod, line_up, persistent_tile, rasterize, warp_index
 from .scopes import refuse_others as _refuse_others
-from .shape.column import column
 from .shape.shifted import shift_rows
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
@@ -89,11 +88,11 @@ from .shape.transpose import swap_layout, transpose, turned
 from .shape.viewed import viewed
 
 __all__ = [
-    "abs", "add_held", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "column", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored",
-    "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
+    "abs", "add_fragment", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
+    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
+    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
     "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum", "lane_moment",
-    "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_held",
+    "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_fragment",
     "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill",
     "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB",
     "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product",

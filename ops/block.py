@@ -11,7 +11,7 @@ from .threads.warps import ALL_WARPS
 def sync(fenced=False):
     """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA. fenced:
     as in warpgroup.sync."""
-    ALL_WARPS.meet(current_warp(), not fenced)
+    ALL_WARPS.sync(current_warp(), not fenced)
 
 
 @op

@@ -29,7 +29,7 @@ from tiles.values import Remote, SharedTile
 
 from .memory import shared_tiles, shared_vectors
 
-OWN = 2**18 - 1  # the bits of an address within a block's shared memory
+BLOCK_ADDRESS = 2**18 - 1  # the bits of an address within a block's shared memory
 
 
 # ---- who, and when -------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ def map(item, rank):
     if not 0 <= rank < len(blocks):
         raise warp.hazard(f"there is no block {rank} in a cluster of {len(blocks)} blocks")
     owner = blocks[rank]
-    owner.reached(warp, "reaches for shared memory")
+    owner.check_reachable(warp, "reaches for shared memory")
     if not isinstance(item, SharedTile):
-        item = owner.opened[next(name for name, tile in warp.block.opened.items() if tile is item)]
+        item = owner.shared_members[next(name for name, tile in warp.block.shared_members.items() if tile is item)]
     return Remote(item, owner)
 
 
@@ -100,7 +100,7 @@ def _(item, rank):
 
 # ---- tiles and vectors ---------------------------------------------------------------------------------------------
 @op
-def own(tile):
+def unmap(tile):
     """A shared tile of this block, by an address without the number of the block. A warpgroup's product needs this for a right
     operand that has several panels and whose rows run along k: its descriptor has the distance of the panels where an
     address in a cluster has the number of the block, from bit 24 on."""
@@ -110,13 +110,13 @@ def own(tile):
 
 def _shared(tile):
     if not isinstance(tile, st):
-        raise TypeError(f"cluster.own: takes a shared tile of this block, got {tile}")
+        raise TypeError(f"cluster.unmap: takes a shared tile of this block, got {tile}")
     return tile
 
 
-@lowers(own)
+@lowers(unmap)
 def _(tile):
-    return _shared(tile), lambda b, address: b.and_(address, b.u32(OWN))
+    return _shared(tile), lambda b, address: b.and_(address, b.u32(BLOCK_ADDRESS))
 
 
 @op(takes_operands=True)

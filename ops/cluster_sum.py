@@ -164,7 +164,7 @@ def sum_over_cluster(x, parts, blocks):
     _bring(x, parts)
     total = x
     for distance in range(1, blocks):
-        total = total + tile_sum(_brought(parts, distance, blocks)) / COPIES
+        total = total + tile_sum(_load_from_peer(parts, distance, blocks)) / COPIES
     cluster.sync()
     return total
 
@@ -175,7 +175,7 @@ def max_over_cluster(x, parts, blocks):
     _bring(x, parts)
     total = x
     for distance in range(1, blocks):
-        total = maximum(total, tile_max(_brought(parts, distance, blocks)))
+        total = maximum(total, tile_max(_load_from_peer(parts, distance, blocks)))
     cluster.sync()
     return total
 
@@ -189,6 +189,6 @@ def _bring(x, parts):
 
 
 @inlined
-def _brought(parts, distance, blocks):
-    """What the block so many behind this one has brought."""
+def _load_from_peer(parts, distance, blocks):
+    """The parts that the block so many ranks behind this one has stored."""
     return cluster.load(cluster.map(parts, (cluster.rank() + distance) % blocks), NUMBER)

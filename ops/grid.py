@@ -1,6 +1,6 @@
-"""Grids that follow one another on a stream: one launched with tiles.launch(..., early=True) may begin while the grid before it
-still runs (programmatic dependent launch; before sm_90 there is none, and these ops are nothing), and bring what that one does
-not write, such as weights.
+"""Grids that follow one another on a stream: one launched with tiles.launch(..., overlaps_previous=True) may begin while the
+grid before it still runs (programmatic dependent launch; before sm_90 there is none, and these ops are nothing), and load what
+that one does not write, such as weights.
 
     if me == PRODUCER:
         w.fill(...)                # not written by the grid before
@@ -10,7 +10,7 @@ not write, such as weights.
 
 Whoever launches so promises that what is read before `wait` was not written by the grid just before, and that nothing is
 written before it. A block that releases only after it has waited keeps that promise short: of what ran two grids before, all is
-done. In a launch that is not early `wait` is over at once. The interpreter runs grids one after the other, and cannot check
+done. In a launch without overlap `wait` is over at once. The interpreter runs grids one after the other, and cannot check
 this."""
 
 from tiles.compiling import ptx
@@ -27,7 +27,7 @@ def wait(after=None):
 
 @op
 def release():
-    """The grid after this one may begin, if it is launched early, once every block of this grid has called this or is done."""
+    """The grid after this one may begin, if it overlaps this one, once every block of this grid has called this or is done."""
 
 
 @lowers(wait)

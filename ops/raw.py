@@ -86,20 +86,20 @@ def fence_async():
 @op
 def named_sync(number, threads):
     """bar.sync: until `threads` threads have arrived on a named barrier."""
-    current_warp().block.named(number, threads).meet(current_warp(), threads)
+    current_warp().block.named(number, threads).sync(current_warp(), threads)
 
 
 @op
 def named_arrive(number, threads):
     """bar.arrive: arrive on a named barrier without waiting."""
-    current_warp().block.named(number, threads).meet(current_warp(), threads, sync=False)
+    current_warp().block.named(number, threads).sync(current_warp(), threads, wait=False)
 
 
 def _check_copy(name, tensor, at, tile):
     """TypeError if TMA copies other tiles, or has no such index."""
     if not (1 <= len(at) <= tensor.rank and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be up to {tensor.rank} integers, got {', '.join(map(str, at))}")
-    if tensor.tile.alone != tile.alone:
+    if tensor.tile.unsliced != tile.unsliced:
         raise TypeError(f"{name}: the array is cut into {tensor.tile}, got {tile}")
 
 

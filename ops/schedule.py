@@ -17,7 +17,7 @@ import numpy as np
 
 from tiles.compiling import ptx
 from tiles.compiling.builder import i1, i32, i64
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.op import inlined, integer, lowers, op
@@ -100,10 +100,10 @@ def line_up(lengths, begins, most, size, first, count, before, tile, added=None)
     last `most` of them. `size` elements are a tile, and each sequence has one at least. A lane looks at one sequence, and
     five shuffles add them up. All numbers are below 2**31."""
     numbers = np.arange(first, min(first + LANES, count))
-    note(Touched, np.asarray(lengths)[numbers], False)
+    note(AccessStep, np.asarray(lengths)[numbers], False)
     elements = np.asarray(lengths)[numbers].astype(np.int64) + (added or 0)
     if begins is not None:
-        note(Touched, np.asarray(begins)[numbers], False)
+        note(AccessStep, np.asarray(begins)[numbers], False)
         elements = elements - np.asarray(begins)[numbers].astype(np.int64)
     ends = before + np.cumsum(np.maximum(-(-np.minimum(elements, most) // size), 1))
     passed = int(np.count_nonzero(ends <= tile))

@@ -73,10 +73,10 @@ class Ragged:
 
 @static
 class Converted:
-    """Tiles of an array of dtype `held`, times a factor. source, rows, cols, aligned: see Ragged."""
+    """Tiles of an array of dtype `source_dtype`, times a factor. source, rows, cols, aligned: see Ragged."""
 
     tile: st
-    held: dtype
+    source_dtype: dtype
     rows: int
     cols: int
     aligned: bool | None = None
@@ -85,7 +85,7 @@ class Converted:
     @property
     def part(self):
         """The register tile of a warp's rows, in the array's dtype."""
-        return rt(self.tile.rows // WARPGROUP, self.tile.cols, self.held)
+        return rt(self.tile.rows // WARPGROUP, self.tile.cols, self.source_dtype)
 
     @inlined
     def fill(self, ring, j, source, at, rest):

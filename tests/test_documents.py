@@ -67,7 +67,7 @@ def no_new_ops():
     for op_function in set(OPS) - before:
         del OPS[op_function]
     del table.TABLE[known:]
-    table._found.cache_clear()
+    table._find.cache_clear()
 
 
 @pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])

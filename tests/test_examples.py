@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -127,13 +128,13 @@ def test_runs_as_a_script():
 
 
 # ---- train.py, which launches what attention.forward does ------------------------------------------------------------
-def trained(monkeypatch, path, *options):
-    """Its runs, of a few steps."""
+def trained(monkeypatch, path, *options, baseline="torch"):
+    """Its losses and the baseline's, of a few steps."""
     for needed in "torch", "tqdm", "matplotlib":
         pytest.importorskip(needed)
     monkeypatch.setenv("TILES_CHECK", "0")
-    runs = load("train", monkeypatch).main(["--baseline", "--quiet", "--png", str(path), *options])
-    ours, theirs = ([x.item() for x in runs[name].losses] for name in ("attention", "torch"))
+    runs = load("train", monkeypatch).main(["--baseline", baseline, "--quiet", "--png", str(path), *options])
+    ours, theirs = ([x.item() for x in runs[name].losses] for name in ("attention", baseline))
     return ours, theirs
 
 
@@ -149,6 +150,32 @@ def test_trains_as_on_torch(mixer, monkeypatch, tmp_path):
     np.testing.assert_allclose(ours, theirs, atol=0.01)
     assert len({*ours}) == len(ours) == 3
     assert picture.read_bytes().startswith(b"\x89PNG") and len(table.read_text().splitlines()) == 2 + 2 * 3
+
+
+@pytest.mark.parametrize("mixer", ["gated_delta", "kda"])
+def test_trains_as_on_fla(mixer, monkeypatch, tmp_path):
+    """flash-linear-attention's functions are called as they must be; compat's, of the same signatures, stand for them."""
+    torch = pytest.importorskip("torch")
+    from attention import short_conv
+    from attention.compat import fla
+
+    def rms_norm_gated(x, g, weight, bias, activation="swish", *, eps):
+        norm = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
+        return (norm * {"swish": torch.nn.functional.silu, "sigmoid": torch.sigmoid}[activation](g.float())).to(x.dtype)
+
+    conv = lambda x, weight, bias, activation: (short_conv(x, weight, bias, activation=activation), None)
+    for name, functions in {
+        "modules.norm.fused_norm_gate": {"rms_norm_gated": rms_norm_gated},
+        "modules.causal_conv1d": {"causal_conv1d": conv},
+        "ops.gated_delta_rule": vars(fla),
+        "ops.kda": vars(fla),
+    }.items():
+        monkeypatch.setitem(sys.modules, f"fla.{name}", types.SimpleNamespace(**functions))
+    for package in "fla", "fla.modules", "fla.modules.norm", "fla.ops":
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    ours, theirs = trained(monkeypatch, tmp_path / "curve.png", "--mixer", mixer, "--steps=2", baseline="fla")
+    np.testing.assert_allclose(ours, theirs, atol=0.01)
 
 
 def test_two_processes_train_as_one_does_and_attend_to_a_long_sequence(tmp_path):

@@ -5,6 +5,7 @@ import functools
 import re
 from collections import defaultdict
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -185,15 +186,60 @@ def test_no_public_module_has_the_name_of_a_public_function():
         assert not {m.rpartition(".")[2] for m in modules(ROOT) if m.rpartition(".")[0] == folder} & set(functions)
 
 
+# Participles, pronouns, adverbs, and words that nobody but this library used: a name that says nothing without its sentence.
+NO_NAMES = set(
+    "abroad alone apart asked asks bent bends brings brought computed cut draws early every fetches flying follows found "
+    "from_first given handed held here land lands made measures met moved opened piece piped rehearsed rescaled rising room "
+    "seen seers sloped stands taken told traced_plans weighed whole within".split()
+)
+
+
+def short_texts(node):
+    """(line, text) of the docstrings of a module, class or function and of the fields in it, if it has four words or fewer and
+    is no equation."""
+    body = getattr(node, "body", None)
+    documented = (node,) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else ()
+    for before, text in pairwise([*documented, *body] if isinstance(body, list) else []):
+        match text:
+            case ast.Expr(ast.Constant(str() as words)) if before is node or isinstance(before, ast.Assign | ast.AnnAssign):
+                if len(words.split()) <= 4 and not set(words) & set("=+*/^"):
+                    yield text.lineno, words
+
+
+@functools.cache
+def read_words():
+    """({class name: the files that define it}, the places of names in NO_NAMES, the places of short docstrings). Every file is
+    parsed once, which takes longest."""
+    classes, names, docstrings = defaultdict(list), [], []
+    for folder in (*PACKAGES, "tests", "bench", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            path = str(file.relative_to(ROOT))
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name != "Config":
+                    classes[node.name].append(path)
+                for field in ("id", "arg", "attr", "name", "asname") if folder in PACKAGES else ():
+                    if isinstance(name := getattr(node, field, None), str) and name.strip("_") in NO_NAMES:
+                        names.append(f"{path}:{getattr(node, 'lineno', 0)} {name}")
+                docstrings += [f"{path}:{line} {words!r}" for line, words in short_texts(node)]
+    return classes, names, docstrings
+
+
 def test_a_class_name_occurs_once():
     """In the whole repository, but for Config, which every kernel module has."""
-    files = (file for folder in (*PACKAGES, "tests", "bench", "examples") for file in (ROOT / folder).rglob("*.py"))
-    places = defaultdict(list)
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef) and node.name != "Config":
-                places[node.name].append(str(file.relative_to(ROOT)))
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+    classes, _, _ = read_words()
+    assert {name: files for name, files in classes.items() if len(files) > 1} == {}
+
+
+def test_names_say_what_they_name():
+    """CONTRIBUTING: a function is a verb and its object; a participle, a pronoun or an adverb is no name."""
+    _, names, _ = read_words()
+    assert names == []
+
+
+def test_docstrings_are_sentences():
+    """A docstring of four words or fewer says no more than the name, or it is an equation."""
+    _, _, docstrings = read_words()
+    assert docstrings == []
 
 
 # Class attributes that others read: Numba, torch, users' kernels, and users of FlashInfer's names.

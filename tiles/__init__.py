@@ -6,7 +6,7 @@ __version__: str = VERSION
 
 with importing():
     from .compiling import sources  # before the others: it digests what they are read from  # noqa: F401
-    from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+    from .dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, int8, int32, tf32
     from .inspect import inspect
     from .interpreter import Hazard
     from .launching.frameworks import persistent_blocks, processors
@@ -21,7 +21,7 @@ with importing():
     from .values import Tile, tensor
 
 __all__ = [
-    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "launch",
-    "lowers", "op", "pending", "persistent_blocks", "pipeline", "processors", "profile", "ring", "rt", "rv", "shared", "st",
-    "static", "sv", "tensor", "tf32",
+    "Hazard", "Tile", "barrier", "bf16", "dtype", "fp8e4m3", "fp8e5m2", "fp16", "fp32", "gl", "inlined", "inspect", "int8",
+    "int32", "launch", "lowers", "op", "pending", "persistent_blocks", "pipeline", "processors", "profile", "ring", "rt", "rv",
+    "shared", "st", "static", "sv", "tensor", "tf32",
 ]  # fmt: skip

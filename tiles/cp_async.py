@@ -11,9 +11,9 @@ from .numba_names import types
 from .op import integer
 from .types import gl, sv
 
-PIECES = (16, 8, 4, 2)  # bytes that can be copied at once; cp.async copies 4 or more, and 2 bytes are loaded and stored
-CHUNK_BYTES = PIECES[0]  # of a row: what one lane copies
-ELEMENT = PIECES[-1]  # bytes: too few for cp.async
+VECTOR_SIZES = (16, 8, 4, 2)  # bytes that can be copied at once; cp.async copies 4 or more, and 2 bytes are loaded and stored
+CHUNK_BYTES = VECTOR_SIZES[0]  # of a row: what one lane copies
+ELEMENT = VECTOR_SIZES[-1]  # bytes: too few for cp.async
 VECTOR = 16  # the length of a vector is a multiple of this
 NUMBER = 4  # bytes of a vector's number: cp.async copies them one by one
 
@@ -23,26 +23,26 @@ def rows_of(tile):
     return tile.length if isinstance(tile, sv) else tile.rows
 
 
-def pieces_of(itemsize: int) -> tuple[int, ...]:
+def vector_sizes_of(itemsize: int) -> tuple[int, ...]:
     """The bytes that elements of this size can be copied by at once."""
-    return PIECES if itemsize == ELEMENT else PIECES[:-1]
+    return VECTOR_SIZES if itemsize == ELEMENT else VECTOR_SIZES[:-1]
 
 
-def check_copy(name, tile, source, at, rows, cols, piece):
+def check_copy(name, tile, source, at, rows, cols, vector_bytes):
     """TypeError if cp.async cannot fill a shared tile with this part of a global array."""
     if isinstance(source, types.Array) and not source.mutable:
         raise TypeError(f"{name}: {CAPTURED}")
     if not isinstance(source, types.Array) or SCALARS.get(source.dtype) is not tile.dtype:
-        cut = "; pass the launch the array itself, not a tensor of it: cp.async is no TMA" if isinstance(source, gl) else ""
-        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}{cut}")
+        advice = "; pass the launch the array itself, not a tensor of it: cp.async is no TMA" if isinstance(source, gl) else ""
+        raise TypeError(f"{name}: the source must be a global array of {tile.dtype} for {tile}, got {source}{advice}")
     if not (isinstance(at, types.BaseTuple) and len(at) == source.ndim and all(map(integer, at))):
         raise TypeError(f"{name}: `at` must be {source.ndim} integers for an array of {source.ndim} axes, got {at}")
     if isinstance(tile, sv):
         return
     if not all(-source.ndim <= axis < source.ndim for axis in (rows, cols)) or (rows - cols) % source.ndim == 0:
         raise TypeError(f"{name}: {tile} lies along 2 axes of the array, got {rows} and {cols} of {source.ndim}")
-    if piece not in (pieces := pieces_of(tile.dtype.itemsize)):
-        raise TypeError(f"{name}: piece must be one of {pieces} bytes for {tile.dtype}, got {piece}")
+    if vector_bytes not in (sizes := vector_sizes_of(tile.dtype.itemsize)):
+        raise TypeError(f"{name}: vector_bytes must be one of {sizes} bytes for {tile.dtype}, got {vector_bytes}")
 
 
 def check_vector(name, tile, warp_rows):
@@ -67,12 +67,12 @@ def clamped(b, x, limit):
     return b.u32(b.select(b.icmp_signed("<", x, low), low, x))
 
 
-def copy_bytes(b, tile, begin, end, piece):
+def copy_bytes(b, tile, begin, end, vector_bytes):
     """How many bytes of each part to copy, if of a row the bytes from `begin` to before `end` lie inside the array. A part lies
     inside from its beginning or not at all: `begin` is where some part begins."""
-    for _, low, _ in chunk_parts(tile, piece):
+    for _, low, _ in chunk_parts(tile, vector_bytes):
         left = b.sub(end, b.u32(low))
-        left = b.select(b.icmp_signed("<", left, b.u32(piece)), left, b.u32(piece))
+        left = b.select(b.icmp_signed("<", left, b.u32(vector_bytes)), left, b.u32(vector_bytes))
         outside = b.or_(b.icmp_signed("<", left, b.u32(0)), b.icmp_signed(">", begin, b.u32(low)))
         yield b.select(outside, b.u32(0), left)
 
@@ -96,7 +96,7 @@ def row_below(b, tile, start, chunk, down):
     return b.add(b.add(start, b.xor(chunk, b.u32(down * tile.width >> 3 & tile.width - 16))), b.u32(down * tile.width))
 
 
-def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, first):
+def lower_copy(b, ty, tile, address, array, at, rows, cols, vector_bytes, warp_rows, first):
     """Start copying rows first.. first + warp_rows of the tile at `at`, by one warp. Neighbouring lanes copy neighbouring
     chunks of 16 bytes of a row, so that a panel's row is one access to global memory and its chunks go to different banks. A
     tile that lies inside the array, as most do, is copied without a check of each row, which would slow down the loop around
@@ -114,8 +114,8 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, fi
         if axis != rows:
             source = b.add(source, b.mul(at[axis], i64(itemsize) if axis == cols else strides[axis]))
     source = b.add(source, b.mul(b.sext(first_row, i64), strides[rows]))  # last, because it differs from tile to tile
-    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
-    unit = CHUNK_BYTES if by_elements else piece
+    nbytes, by_elements = tile.cols * itemsize, vector_bytes == ELEMENT
+    unit = CHUNK_BYTES if by_elements else vector_bytes
 
     def copies(counts):
         """The copies of all rows, one after the other. counts(row): how many bytes of each of its parts; if they are copied by
@@ -128,11 +128,11 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, fi
                 if by_elements:
                     ptx.copy_elements(b, target, origin, low, *count, guard)
                 else:
-                    ptx.copy_async(b, target, origin, count, guard, piece)
+                    ptx.copy_async(b, target, origin, count, guard, vector_bytes)
             line = b.add(line, row_step)  # step by step: multiples of a step would each be kept in a register over the loop
 
     with b.if_then(inside):
-        all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(piece)
+        all_of_it = (b.u32(0), b.u32(nbytes)) if by_elements else b.u32(vector_bytes)
         copies(lambda _: itertools.repeat(all_of_it, tile.panels * CHUNK_BYTES // unit))
     with b.if_then(b.not_(inside)):
         # from this lane to itself, so that the compiler cannot compute the widths ahead of a loop and hold them in registers
@@ -140,15 +140,15 @@ def lower_copy(b, ty, tile, address, array, at, rows, cols, piece, warp_rows, fi
         first_byte = b.add(b.mul(at[cols], i64(itemsize)), b.zext(byte, i64))
         begin = clamped(b, b.sub(i64(0), first_byte), nbytes)  # bytes of the row, counted from the lane's first one
         end = clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
-        in_bounds = [] if by_elements else list(copy_bytes(b, tile, begin, end, piece))
+        in_bounds = [] if by_elements else list(copy_bytes(b, tile, begin, end, vector_bytes))
 
-        def cut(down):
+        def row_bounds(down):
             exists = b.icmp_unsigned("<", b.add(first_row, b.u32(down)), b.trunc(extents[rows], i32))
             if by_elements:
                 return itertools.repeat((begin, b.select(exists, end, b.u32(0))), tile.panels)
             return [b.select(exists, count, b.u32(0)) for count in in_bounds]
 
-        copies(cut)
+        copies(row_bounds)
 
 
 def numbers_of_lane(b, tile, address, warp_rows, first):

@@ -51,8 +51,8 @@ def row(tile):
 
 
 def pairs(tile):
-    """Each lane stores the first neighbouring elements that it holds of a register tile, two or, of fp8, four; the banks serve
-    128 bytes a turn, so pairs of 4-byte elements take two."""
+    """Each lane stores the first neighbouring elements that it holds of a register tile, two or, of one byte, four; the banks
+    serve 128 bytes a turn, so pairs of 4-byte elements take two."""
     run = tile.dtype.run
     lanes = WORD // (run * tile.dtype.itemsize)
     for first in range(0, layout.LANES, lanes):
@@ -78,14 +78,14 @@ def cost(turn):
 
 
 # ---- text ----------------------------------------------------------------------------------------------------------
-def base(tile):
+def base_tile(tile):
     """(rows, cols) after which the layout of a register tile repeats."""
     return (16, 8 * tile.dtype.run)[:: 1 if tile.layout == "row" else -1]
 
 
-def holders(tile):
+def lanes_of_elements(tile):
     """{(row, col): (lane, index)} of the first base tile of a register tile."""
-    lanes, (rows, cols) = {}, base(tile)
+    lanes, (rows, cols) = {}, base_tile(tile)
     for lane in range(layout.LANES):
         for index in range(tile.elements):
             row, col = tile.element(lane, index)
@@ -95,8 +95,8 @@ def holders(tile):
 
 
 def register_text(tile):
-    """The first base tile, `lane:element`, and how the others follow."""
-    lanes, (rows, cols) = holders(tile), base(tile)
+    """The first base tile as text, `lane:element` for each place; the layout repeats after it."""
+    lanes, (rows, cols) = lanes_of_elements(tile), base_tile(tile)
     yield f"{tile}: lane:element of the first {rows} x {cols}; a lane holds {tile.elements} elements in all"
     yield "      " + "".join(f"{col:>7}" for col in range(cols))
     for r in range(rows):
@@ -104,13 +104,13 @@ def register_text(tile):
 
 
 def in_memory(tile):
-    """lies_at(row, chunk) -> (line of 128 bytes, group of four banks) of a 16-byte chunk of the tile's first panel."""
+    """position(row, chunk) -> (line of 128 bytes, group of four banks) of a 16-byte chunk of the tile's first panel."""
 
-    def lies_at(row, chunk):
+    def position(row, chunk):
         offset = tile.offset(row, chunk * CHUNK_BYTES // tile.dtype.itemsize)
         return offset // WORD, layout.bank(offset) // (CHUNK_BYTES // 4)
 
-    return lies_at
+    return position
 
 
 def shared_text(tile):
@@ -120,9 +120,9 @@ def shared_text(tile):
     yield f"{tile}: banks of each {CHUNK_BYTES}-byte chunk ({across} columns), rows 0 to {LINES - 1}"
     yield f"panels of {tile.width} bytes ({tile.panel_cols} columns), {tile.panels} of them, {tile.panel_bytes} bytes apart"
     yield "  row " + "".join(f"{f'chunk {c}':>9}" for c in range(chunks))
-    lies_at = in_memory(tile)
+    position = in_memory(tile)
     for r in range(LINES):
-        groups = [lies_at(r, c)[1] for c in range(chunks)]
+        groups = [position(r, c)[1] for c in range(chunks)]
         yield f"{r:>5} " + "".join(f"{f'{4 * g}-{4 * g + 3}':>9}" for g in groups)
 
 
@@ -164,17 +164,17 @@ def text_upwards(x, y, words):
 
 
 def cell(x, y, width, height, fill):
-    """Draw the box of one element with its text."""
+    """A rectangle, the box of one cell, as SVG."""
     return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}"/>'
 
 
 def register_panel(tile):
     """The first base tile: for each run of elements that a lane holds side by side, or one below the other, that lane."""
-    down, run, (rows, cols) = tile.layout == "col", tile.dtype.run, base(tile)
+    down, run, (rows, cols) = tile.layout == "col", tile.dtype.run, base_tile(tile)
     wide = PAIR if down else PAIR * run // 2
 
     def draw(x, y):
-        for (r, c), (lane, index) in holders(tile).items():
+        for (r, c), (lane, index) in lanes_of_elements(tile).items():
             along, across = (r, c) if down else (c, r)
             if along % run:
                 continue
@@ -189,13 +189,14 @@ def register_panel(tile):
     return Panel(f"{tile}: registers", notes, width, height, draw)
 
 
-def chunks(tile, lies_at):
-    """draw(x, y) for the chunks of the first rows; `lies_at(row, chunk)` is where one is drawn, its colour says which it is."""
+def chunks(tile, position):
+    """draw(x, y) for the chunks of the first rows; `position(row, chunk)` is where one is drawn, its colour says which it
+    is."""
 
     def draw(x, y):
         for r in range(LINES):
             for chunk in range(tile.width // CHUNK_BYTES):
-                line, group = lies_at(r, chunk)
+                line, group = position(r, chunk)
                 left, top = x + group * CHUNK_WIDTH, y + line * CHUNK_WIDTH
                 yield cell(left, top, CHUNK_WIDTH, CHUNK_WIDTH, colour(chunk, 1))
                 yield text(left + CHUNK_WIDTH / 2, top + 13, f"row {r}", "small")
@@ -267,8 +268,8 @@ def main(arguments) -> int:
     parser.add_argument("--svg", type=Path, help="draw the picture to this file, too")
     parser.add_argument("--png", type=Path, help="the same as PNG, by CairoSVG (pip install cairosvg)")
     options = parser.parse_args(arguments)
-    foreign = (options.width or options.access) if options.kind == "rt" else options.layout != "row"
-    if foreign:
+    misplaced = (options.width or options.access) if options.kind == "rt" else options.layout != "row"
+    if misplaced:
         parser.error("--width and --access are for st, --layout is for rt")
     try:
         shape = options.rows, options.cols, names[options.dtype]

@@ -33,7 +33,7 @@ def examining() -> bool:
     return sys.argv[:2] == ["-m", "doctor"]
 
 
-def found(name: str) -> Path | None:
+def locate_package(name: str) -> Path | None:
     """The file or folder that Python takes for the package `name`: what is imported already, or would be."""
     if name in sys.modules:
         place = getattr(sys.modules[name], "__file__", None) or next(iter(getattr(sys.modules[name], "__path__", ())), None)
@@ -51,7 +51,7 @@ def obstacle() -> str:
     if simulated():
         return SIMULATOR
     for name in NEEDED:
-        place, home = found(name), ROOT / name
+        place, home = locate_package(name), ROOT / name
         if place and place.parent != home:
             folder = place.parent if place.name == "__init__.py" else place
             return (

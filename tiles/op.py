@@ -49,13 +49,9 @@ class Op:
     """An op. op_function: the function, operator or dtype that kernels call. meaning: its NumPy meaning. rule: None until
     `lowers` registers it."""
 
-    def __init__(self, op_function, meaning, takes_pending=False, takes_operands=False):
-        self.op_function, self.meaning, self.takes_pending, self.takes_operands = (
-            op_function,
-            meaning,
-            takes_pending,
-            takes_operands,
-        )
+    def __init__(self, op_function, meaning, takes_pending=False, takes_operands=False, takes_sums=False):
+        self.op_function, self.meaning = op_function, meaning
+        self.takes_pending, self.takes_operands, self.takes_sums = takes_pending, takes_operands, takes_sums
         self.name = getattr(op_function, "__qualname__", None) or str(op_function)
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known, self.agreed, self.bindings = None, {}, {}, {}
@@ -112,7 +108,7 @@ class Op:
         return self._typed(specs) if entry is UNKNOWN else entry
 
     def _typed(self, specs):
-        from .dtypes import OPERANDS
+        from .dtypes import OPERANDS, SUMS
         from .types import pending, rt, rv
 
         for spec, parameter, want in zip(specs, self.signature.parameters, self.wants, strict=True):
@@ -125,6 +121,8 @@ class Op:
                     "tiles of {} are only for products" if isinstance(spec, rt) else "vectors of {} are only loaded and stored"
                 )
                 raise TypeError(f"{self.name}: {use.format(spec.dtype)}: convert it, fp32(x); got {spec}")
+            if isinstance(spec, rt) and spec.dtype in SUMS and not self.takes_sums:
+                raise TypeError(f"{self.name}: tiles of {spec.dtype} are sums of products: convert it, fp32(x); got {spec}")
             optional = spec is None and self.signature.parameters[parameter].default is None
             if want is int and not isinstance(spec, int) and not optional:
                 raise TypeError(f"{self.name}: {parameter} must be known when the kernel is compiled, got {spec}")
@@ -139,7 +137,7 @@ class Op:
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any([type(x) is np.ndarray for x in args]):
             return self.meaning(*args, **kwargs)
-        spec_of, wrap, getcurrent, record, of_a_type = _interpreted()
+        spec_of, wrap, getcurrent, record_op, of_a_type = _interpreted()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
         try:
@@ -153,11 +151,11 @@ class Op:
 
             raise TypeError(f"{error}{hazard_line()}") from None
         warp = getcurrent()
-        if global_accesses and (touches := getattr(warp, "touches", None)):
+        if global_accesses and (note_access := getattr(warp, "note_access", None)):
             for place, access in global_accesses:
-                touches(args[place], access)
+                note_access(args[place], access)
         recorded = getattr(warp, "steps", None) is not None
-        value = record(self, tuple(specs), result, args) if recorded else self.meaning(*args)
+        value = record_op(self, tuple(specs), result, args) if recorded else self.meaning(*args)
         try:
             return wrap(result, value)
         except TypeError as error:
@@ -197,10 +195,10 @@ def _interpreted():
     ops."""
     from greenlet import getcurrent
 
-    from .interpreter.record import record
+    from .interpreter.record import record_op
     from .values import OF_A_TYPE, spec_of, wrap
 
-    return spec_of, wrap, getcurrent, record, OF_A_TYPE
+    return spec_of, wrap, getcurrent, record_op, OF_A_TYPE
 
 
 UNKNOWN = object()  # no rule was called with these types yet
@@ -210,18 +208,20 @@ MAX_AGREED = 4096  # entries of Op.agreed: new types for each call must not fill
 @overload
 def op(op_function: Callable[P, object]) -> Callable[P, Any]: ...
 @overload
-def op(*, takes_pending: bool = False, takes_operands: bool = False) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
-def op(op_function=None, *, takes_pending=False, takes_operands=False):
+def op(
+    *, takes_pending: bool = False, takes_operands: bool = False, takes_sums: bool = False
+) -> Callable[[Callable[P, object]], Callable[P, Any]]: ...
+def op(op_function=None, *, takes_pending=False, takes_operands=False, takes_sums=False):
     """Decorator: the function's body is an op's NumPy meaning. `lowers` completes it. takes_pending: it takes tiles in flight;
-    takes_operands: it takes register tiles of dtypes that are only for products."""
+    takes_operands: it takes register tiles of dtypes that are only for products; takes_sums: of int32, the sums of products."""
     if op_function is None:
-        return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands)
+        return functools.partial(op, takes_pending=takes_pending, takes_operands=takes_operands, takes_sums=takes_sums)
 
     @functools.wraps(op_function)
     def call(*args, **kwargs):
         return operation(*args, **kwargs)
 
-    operation = Op(call, op_function, takes_pending, takes_operands)
+    operation = Op(call, op_function, takes_pending, takes_operands, takes_sums)
     operation.name = op_function.__qualname__.rpartition("<locals>.")[2]
     return call
 

@@ -79,7 +79,7 @@ def lower_paged_numbers(b, ty, tile, address, pool, page_rows, at, last, warp_ro
         ptx.copy_async(b, to, origin, b.select(exists, b.u32(NUMBER), b.u32(0)), guard, NUMBER)
 
 
-def lower_paged_copy(b, ty, tile, address, pool, page_rows, at, last, piece, warp_rows, first):
+def lower_paged_copy(b, ty, tile, address, pool, page_rows, at, last, vector_bytes, warp_rows, first):
     """Start copying rows first.. first + warp_rows of a tile from pages. page_rows: where they lie, by lower_look_up."""
     data, extents, strides = b.array(ty, pool)
     at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
@@ -89,21 +89,21 @@ def lower_paged_copy(b, ty, tile, address, pool, page_rows, at, last, piece, war
     for axis in range(2, ty.ndim):
         line = b.add(line, b.mul(at[axis - 1], i64(itemsize) if axis == cols else strides[axis]))
     first_row = b.add(b.trunc(at[0], i32), row)
-    nbytes, by_elements = tile.cols * itemsize, piece == ELEMENT
+    nbytes, by_elements = tile.cols * itemsize, vector_bytes == ELEMENT
     first_byte = b.add(b.mul(at[-1], i64(itemsize)), b.zext(byte, i64))
     begin = clamped(b, b.sub(i64(0), first_byte), nbytes)
     end = clamped(b, b.sub(b.mul(extents[cols], i64(itemsize)), first_byte), nbytes)
-    in_bounds = [] if by_elements else list(copy_bytes(b, tile, begin, end, piece))
+    in_bounds = [] if by_elements else list(copy_bytes(b, tile, begin, end, vector_bytes))
     for down, page, page_row in zip(range(0, warp_rows, step), page_rows[::2], page_rows[1::2], strict=True):
         exists = b.icmp_signed("<", b.add(first_row, b.u32(down)), b.u32(last))
         to = row_below(b, tile, start, chunk, down)
         source = b.add(b.add(line, b.mul(b.sext(page, i64), strides[0])), b.mul(b.zext(page_row, i64), strides[1]))
-        for k, (panel, low, part) in enumerate(chunk_parts(tile, CHUNK_BYTES if by_elements else piece)):
+        for k, (panel, low, part) in enumerate(chunk_parts(tile, CHUNK_BYTES if by_elements else vector_bytes)):
             target, origin = b.add(to, b.u32(panel * tile.panel_bytes + part)), b.add(source, i64(low))
             if by_elements:
                 ptx.copy_elements(b, target, origin, low, begin, b.select(exists, end, b.u32(0)), guard)
             else:
-                ptx.copy_async(b, target, origin, b.select(exists, in_bounds[k], b.u32(0)), guard, piece)
+                ptx.copy_async(b, target, origin, b.select(exists, in_bounds[k], b.u32(0)), guard, vector_bytes)
 
 
 def look_up_rule(tile, warp_rows, pages, size, at, last, before=None):
@@ -125,12 +125,12 @@ def look_up_rule(tile, warp_rows, pages, size, at, last, before=None):
     return page_rows, emit
 
 
-def copy_pages_rule(name, tile, warp_rows, pool, page_rows, at, last, piece):
+def copy_pages_rule(name, tile, warp_rows, pool, page_rows, at, last, vector_bytes):
     """emit(b, ...) for the copies of `warp_rows` of a tile's rows. TypeError: they cannot be copied like this."""
     vector = isinstance(tile, sv)
     if not isinstance(pool, types.Array) or pool.ndim < 3 - vector or not isinstance(at, types.BaseTuple):
         raise TypeError(f"{name}: takes a pool (page, row, ..., column), and a tuple `at`, got {pool} and {at}")
-    check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, piece)
+    check_copy(name, tile, pool, types.BaseTuple.from_types((types.int32, *at)), 1, -1, vector_bytes)
     counts = 2 * _lookups(tile, warp_rows), 2 * warp_rows  # places that a lane has; that the interpreter has
     if not (isinstance(page_rows, types.UniTuple) and integer(page_rows.dtype) and page_rows.count in counts):
         raise TypeError(f"{name}: takes what look_up of a pipeline of such tiles has found, got {page_rows}")
@@ -140,6 +140,6 @@ def copy_pages_rule(name, tile, warp_rows, pool, page_rows, at, last, piece):
     def emit(b, address, first, array, page_rows, at, last):
         if vector:
             return lower_paged_numbers(b, pool, tile, address, array, page_rows, at, last, warp_rows, first)
-        lower_paged_copy(b, pool, tile, address, array, page_rows, at, last, piece, warp_rows, first)
+        lower_paged_copy(b, pool, tile, address, array, page_rows, at, last, vector_bytes, warp_rows, first)
 
     return emit

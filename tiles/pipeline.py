@@ -5,13 +5,14 @@
     for j in range(STAGES - 1):
         k.fill(j, x, at(j), end=n)                        every warp starts copying its rows: one group
     for j in range(n):
-        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the youngest groups are here; the block meets
-        k.fill(j + STAGES - 1, x, at(...), end=n)         the block has met: its slot is free, nobody reads tile j - 1
+        tile = k.wait(j, newer=STAGES - 2)                tile j, once all but the newest groups have arrived; a barrier
+        k.fill(j + STAGES - 1, x, at(...), end=n)         after the barrier nobody reads tile j - 1: its slot is free
         ...
 
 As with rings, the j-th tile lies in slot j % stages, whoever asks. Groups are counted by each thread, over all its pipelines.
 
-A warp that reads no rows but those that it copies itself needs no other warp: `own` waits for these alone, and nobody meets.
+A warp that reads no rows but those that it copies itself needs no other warp: `wait_warp` waits for these alone, without a
+barrier.
 Rows in pages (a paged cache): `look_up` reads their page numbers from the page table, `fill_pages` copies them; both stand in
 paged_copies.py. When all is read, `reuse` gives the memory to something else.
 
@@ -56,7 +57,7 @@ class pipeline:
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.room
+        return self.start + j % self.stages * self.tile.stage_bytes
 
     @property
     def warp_rows(self):
@@ -64,14 +65,14 @@ class pipeline:
         return cp_async.rows_of(self.tile) // self.warps
 
     @op
-    def fill(self, j, source, at, rows=-2, cols=-1, end=None, piece=cp_async.CHUNK_BYTES):
+    def fill(self, j, source, at, rows=-2, cols=-1, end=None, vector_bytes=cp_async.CHUNK_BYTES):
         """Start copying the tile at `at` of a global array into slot j % stages, as one group. All warps of the block call it.
         Nobody may still read tile j - stages: call it after a `wait` that came later. With j >= `end` nothing is copied and
         the group is empty, so that counts of newer groups hold to the end. Other arguments: see ops.copy_async. A vector
         lies along axis `cols` of the array, at any stride."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         if end is None or j < end:
-            warp.copy_async(_tile(self, j), source, at, rows, cols, piece, _rows_of_warp(self, warp))
+            warp.copy_async(_tile(self, j), source, at, rows, cols, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
@@ -83,47 +84,48 @@ class pipeline:
         return current_warp().look_up(pages, size, at, last, _rows_of_warp(self, current_warp()), begin)
 
     @op
-    def fill_pages(self, j, pool, page_rows, at, last, end=None, piece=cp_async.CHUNK_BYTES):
+    def fill_pages(self, j, pool, page_rows, at, last, end=None, vector_bytes=cp_async.CHUNK_BYTES):
         """`fill` with rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
         (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
         become 0."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         if end is None or j < end:
-            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, piece, _rows_of_warp(self, warp))
+            warp.copy_pages(_tile(self, j), pool, page_rows, at, last, vector_bytes, _rows_of_warp(self, warp))
         warp.commit_group((self.name, j))
 
     @op
-    def own(self, j, newer=0):
+    def wait_warp(self, j, newer=0):
         """This warp's rows of the j-th tile, which it has filled itself. It waits for all groups of its copies
         except the `newer` newest, and for no other warp. If a tile is only ever read this way, a slot may be filled again as
         soon as the warp itself has read it, and has waited since."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         warp.wait_group(newer, (self.name, j))
         return _warp_tile(self, j, warp.index)
 
     @op
     def reuse(self, tile):
-        """Its memory as one shared tile of another type. The block must have met since anybody read or filled a tile of it."""
-        _opened(self, 0)
+        """Its memory as one shared tile of another type. A barrier of the block must follow the
+        last read and fill of its tiles."""
+        _check_open(self, 0)
         return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
 
     @op
     def wait(self, j, newer=0):
         """The j-th tile. It waits for this thread's groups of copies except the `newer` newest, then for all other warps of the
         block. What these have read before may then be overwritten."""
-        warp = _opened(self, j)
+        warp = _check_open(self, j)
         warp.wait_group(newer, (self.name, j))
         threads = layout.LANES * self.warps
-        warp.block.named(0, threads).meet(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
+        warp.block.named(0, threads).sync(warp, threads, description=f"tile {j} of pipeline {self.name!r}: ")
         return _tile(self, j)
 
 
 # ---- meanings ------------------------------------------------------------------------------------------------------
-def _opened(pipe, j):
+def _check_open(pipe, j):
     warp = current_warp()
     if j < 0:
         raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")
-    if warp.block.opened is None or pipe.name not in warp.block.opened:
+    if warp.block.shared_members is None or pipe.name not in warp.block.shared_members:
         raise warp.hazard(f"{pipe} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
     if warp.block.size != pipe.warps:
         raise warp.hazard(f"{pipe} is filled by a block of {warp.block.size} warps", "collective")
@@ -156,7 +158,7 @@ def _warp_tile(pipe, j, warp):
 # ---- lowerings -----------------------------------------------------------------------------------------------------
 def _address(b, pipe, base, j):
     slot = b.urem(b.u32(j), b.u32(pipe.stages))
-    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.room))), b.u32(pipe.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(pipe.tile.stage_bytes))), b.u32(pipe.start))
 
 
 def _fill(b, pipe, base, j, end, copy):
@@ -169,9 +171,9 @@ def _fill(b, pipe, base, j, end, copy):
 
 
 @lowers(pipeline.fill)
-def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
+def _(pipe, j, source, at, rows: int, cols: int, end, vector_bytes: int):
     needs_index("fill", j)
-    cp_async.check_copy("fill", pipe.tile, source, at, rows, cols, piece)
+    cp_async.check_copy("fill", pipe.tile, source, at, rows, cols, vector_bytes)
     if not (end is None or integer(end)):
         raise TypeError(f"fill: end must be an integer, got {end}")
     warp_rows = pipe.warp_rows
@@ -180,7 +182,7 @@ def _(pipe, j, source, at, rows: int, cols: int, end, piece: int):
         def copy(address, first):
             if isinstance(pipe.tile, sv):
                 return cp_async.lower_copy_numbers(b, source, pipe.tile, address, array, at, cols, warp_rows, first)
-            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, piece, warp_rows, first)
+            cp_async.lower_copy(b, source, pipe.tile, address, array, at, rows, cols, vector_bytes, warp_rows, first)
 
         _fill(b, pipe, base, j, None if end is None else last, copy)
 
@@ -194,9 +196,9 @@ def _(pipe, pages, size, at, last, begin):
 
 
 @lowers(pipeline.fill_pages)
-def _(pipe, j, pool, page_rows, at, last, end, piece: int):
+def _(pipe, j, pool, page_rows, at, last, end, vector_bytes: int):
     needs_index("fill_pages", j)
-    copies = paged_copies.copy_pages_rule("fill_pages", pipe.tile, pipe.warp_rows, pool, page_rows, at, last, piece)
+    copies = paged_copies.copy_pages_rule("fill_pages", pipe.tile, pipe.warp_rows, pool, page_rows, at, last, vector_bytes)
     if not (end is None or integer(end)):
         raise TypeError(f"fill_pages: end must be an integer, got {end}")
 
@@ -209,11 +211,11 @@ def _(pipe, j, pool, page_rows, at, last, end, piece: int):
     return void, emit
 
 
-@lowers(pipeline.own)
+@lowers(pipeline.wait_warp)
 def _(pipe, j, newer: int):
-    needs_index("own", j)
+    needs_index("wait_warp", j)
     if newer < 0:
-        raise TypeError(f"own: newer must be 0 or more, got {newer}")
+        raise TypeError(f"wait_warp: newer must be 0 or more, got {newer}")
     part, nbytes = _warp_tile_type(pipe)
 
     def emit(b, base, j, _):
@@ -226,9 +228,9 @@ def _(pipe, j, newer: int):
 
 @lowers(pipeline.reuse)
 def _(pipe, tile: type):
-    room = pipe.stages * pipe.tile.room
-    if not isinstance(tile, st) or tile.room > room:
-        raise TypeError(f"reuse: takes the type of a shared tile of up to the {room} bytes of {pipe}, got {tile}")
+    stage_bytes = pipe.stages * pipe.tile.stage_bytes
+    if not isinstance(tile, st) or tile.stage_bytes > stage_bytes:
+        raise TypeError(f"reuse: takes the type of a shared tile of up to the {stage_bytes} bytes of {pipe}, got {tile}")
     return tile, lambda b, base, _: b.add(base, b.u32(pipe.start))
 
 

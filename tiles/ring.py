@@ -75,7 +75,7 @@ class ring:
             raise ValueError(
                 f"ring: 1 to {CLUSTER_END} blocks share a tile, by multiples of 8 rows, got {self.blocks} for {self.tile}"
             )
-        needs_whole("ring", self.tile)
+        check_unsliced("ring", self.tile)
 
     def __str__(self):
         writers = f", {self.writers} writers" * bool(self.writers)
@@ -86,7 +86,7 @@ class ring:
     def part(self):
         """What one block fills of a tile (the blocks divide the rows in order); this is the tile of the tensors that it comes
         from."""
-        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, whole=0)
+        return self.tile if self.blocks == 1 else replace(self.tile, rows=self.tile.rows // self.blocks, parent_rows=0)
 
     @property
     def fenced(self):
@@ -101,7 +101,7 @@ class ring:
             return self.part
         if across:
             return replace(self.tile, cols=self.tile.cols // parts)
-        return replace(self.tile, rows=self.tile.rows // parts, whole=0)
+        return replace(self.tile, rows=self.tile.rows // parts, parent_rows=0)
 
     def across(self, parts, box):
         """Do the boxes, so many to a tile, divide its columns?"""
@@ -114,7 +114,7 @@ class ring:
 
     def slot(self, j):
         """Address of the j-th tile."""
-        return self.start + j % self.stages * self.tile.room
+        return self.start + j % self.stages * self.tile.stage_bytes
 
     @op
     def fill(self, j, source, at, part=0, parts=1):
@@ -128,7 +128,7 @@ class ring:
         places these are, see `fill_pages`."""
         if current_warp().rank == 0:
             _slot(self, j).fill(
-                current_warp(), j, source, _own(self, source.spec, at, current_warp().block.rank, parts), part, parts
+                current_warp(), j, source, _part_of_rank(self, source.spec, at, current_warp().block.rank, parts), part, parts
             )
 
     @op
@@ -168,11 +168,11 @@ class ring:
         _slot(self, j).release(current_warp(), j, fenced)
 
 
-def needs_whole(name, tile):
+def check_unsliced(name, tile):
     """ValueError if this tile is a part of another; TypeError if it does not lie in shared memory."""
-    if not hasattr(tile, "whole"):
+    if not hasattr(tile, "unsliced"):
         raise TypeError(f"{name}: must be of a tile in shared memory, st or sv, got {tile}")
-    if tile.whole != tile.rows:
+    if tile.parent_rows != tile.rows:
         raise ValueError(f"{name}: {tile} is a part; lay out the whole, and take subtile(...) of it in the kernel")
 
 
@@ -181,12 +181,12 @@ def _slot(ring, j):
     block = current_warp().block
     if j < 0:
         raise current_warp().hazard(f"ring {ring.name!r} has no tile {j}")
-    if block.opened is None or ring.name not in block.opened:
+    if block.shared_members is None or ring.name not in block.shared_members:
         raise current_warp().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
-    return block.opened[ring.name][j % ring.stages]
+    return block.shared_members[ring.name][j % ring.stages]
 
 
-def _own(ring, source, at, rank, parts):
+def _part_of_rank(ring, source, at, rank, parts):
     """Where block `rank` of a cluster finds its part of the tile at `at`, counted in parts."""
     at, one_tile = tuple(at) + (0,) * (source.rank - len(at)), ring.blocks == 1 or parts > 1
     return at if one_tile else tuple(i * ring.blocks + rank if k == source.rows else i for k, i in enumerate(at))
@@ -194,7 +194,7 @@ def _own(ring, source, at, rank, parts):
 
 def tile_of(block, ring, j):
     """The j-th tile, whatever its state."""
-    slot = block.opened[ring.name][j % ring.stages]
+    slot = block.shared_members[ring.name][j % ring.stages]
     return SharedTile(ring.tile, ring.slot(j), f"tile {j} of ring {ring.name!r}", slot, j)
 
 
@@ -206,7 +206,7 @@ def _modulo(b, ring, j):
 
 
 def _address(b, ring, base, slot):
-    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.room))), b.u32(ring.start))
+    return b.add(b.add(base, b.mul(slot, b.u32(ring.tile.stage_bytes))), b.u32(ring.start))
 
 
 def full_barrier(b, ring, base, slot):
@@ -405,7 +405,7 @@ def _(ring, j, after, fenced: int):
             ptx.warp_sync(b)
         mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
-            mine = b.and_(mine, ptx.computed(b, b.unpack(vector)))
+            mine = b.and_(mine, ptx.wait_for_registers(b, b.unpack(vector)))
         with b.if_then(mine):
             empty = empty_barrier(b, ring, base, _modulo(b, ring, j)[0])
             if ring.blocks == 1:

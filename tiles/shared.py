@@ -15,7 +15,7 @@ from .interpreter import Mbarrier, Slot, current_warp
 from .layout import LANES
 from .op import lowers, op
 from .pipeline import pipeline
-from .ring import BARRIER_BYTES, empty_barrier, full_barrier, needs_whole, ring, tile_of
+from .ring import BARRIER_BYTES, check_unsliced, empty_barrier, full_barrier, ring, tile_of
 from .types import TILE_ALIGN, barrier, st, sv
 from .values import SharedTile
 
@@ -24,9 +24,9 @@ STAGED = (ring, pipeline)
 
 
 @lru_cache(None)
-def opened_class(names):
+def memory_class(names):
     """The class of named tuples that plans with items of these names open as."""
-    return namedtuple("OpenedMemory", names)
+    return namedtuple("SharedMemory", names)
 
 
 @compile_time
@@ -41,13 +41,13 @@ class shared:
             if not isinstance(item, (*STAGED, st, sv, barrier)):
                 raise TypeError(f"shared: {name} must be a ring, a pipeline, an st, an sv or a barrier, got {item!r}")
             if isinstance(item, st):
-                needs_whole("shared", item)
+                check_unsliced("shared", item)
         self.starts = {}
         for name, item in items.items():
             if not isinstance(item, barrier):
                 tile, stages = (item.tile, item.stages) if isinstance(item, STAGED) else (item, 1)
                 self.starts[name] = -(-at // tile.align) * tile.align
-                at = self.starts[name] + stages * tile.room
+                at = self.starts[name] + stages * tile.stage_bytes
         self.barriers = 0
         for name, item in items.items():
             if isinstance(item, ring):
@@ -82,33 +82,35 @@ class shared:
         if block.smem != self:
             smem = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {smem}", "plan")
-        if block.opened is None:
-            block.opened = {}
+        if block.shared_members is None:
+            block.shared_members = {}
             for name, item in self.items.items():
                 if isinstance(item, ring):
-                    block.opened[name] = [Slot(block, item, s, partial(tile_of, block, item)) for s in range(item.stages)]
-                    block.slots += block.opened[name]
+                    block.shared_members[name] = [
+                        Slot(block, item, s, partial(tile_of, block, item)) for s in range(item.stages)
+                    ]
+                    block.slots += block.shared_members[name]
                 elif isinstance(item, barrier):
-                    block.opened[name] = Mbarrier(block, f"barrier {name!r}", item.count)
+                    block.shared_members[name] = Mbarrier(block, f"barrier {name!r}", item.count)
                 elif isinstance(item, pipeline):
-                    block.opened[name] = item
+                    block.shared_members[name] = item
                 else:
-                    block.opened[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
+                    block.shared_members[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
         if warp.index == 0:
             block.ready = warp.agent, warp.tick()
         threads = LANES * block.size
-        block.named(0, threads).meet(warp, threads, description="shared.open: ")
+        block.named(0, threads).sync(warp, threads, description="shared.open: ")
         if self.blocks > 1:
             if block.cluster.size != self.blocks:
                 cause = f"{self} is for clusters of {self.blocks} blocks, and the launch has clusters of {block.cluster.size}"
                 raise warp.hazard(cause, "plan")
             block.cluster.barrier.arrive(warp)
             block.cluster.barrier.wait(warp)
-        return self.opened(item if isinstance(item, STAGED) else block.opened[name] for name, item in self.items.items())
+        return self.pack(item if isinstance(item, STAGED) else block.shared_members[name] for name, item in self.items.items())
 
-    def opened(self, values):
+    def pack(self, values):
         """The named tuple of these values, one for each item."""
-        return opened_class(tuple(self.items))(*values)
+        return memory_class(tuple(self.items))(*values)
 
 
 @lowers(shared.open)
@@ -132,5 +134,5 @@ def _(smem):
         at = [base if isinstance(i, STAGED) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
         return b.context.make_tuple(b, numba_type(items), at)
 
-    items = smem.opened(smem.items.values())
+    items = smem.pack(smem.items.values())
     return items, emit

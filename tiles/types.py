@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from . import layout
-from .dtypes import OPERANDS, bf16, dtype, fp16, fp32
+from .dtypes import OPERANDS, SUMS, bf16, dtype, fp16, fp32
 
 REGISTER_DTYPES = (fp32, fp16, bf16)  # in which ops compute
 EVERY_DTYPE = REGISTER_DTYPES + OPERANDS
@@ -21,10 +21,11 @@ TILE_ALIGN = 1024  # bytes, of where a swizzled tile begins in shared memory
 
 @dataclass(frozen=True)
 class rt:
-    """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8. layout:
+    """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8 and int8. layout:
     "row", where a lane's pairs of elements lie side by side, "col", its transpose, where they lie one below the other, or
     "line", of one row, a multiple of 64 columns, which the lanes have run by run (see tiles/layout.py). A line goes to and from
-    memory, and through maps; it has no vectors. dtype: fp32, fp16 or bf16; tf32 and fp8 for operands of products.
+    memory, and through maps; it has no vectors. dtype: fp32, fp16 or bf16; tf32, fp8 and int8 for operands of products, int32
+    for sums of products of int8.
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
@@ -43,8 +44,8 @@ class rt:
             return
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16 or float in (type(self.rows), type(self.cols)):
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
-        if self.dtype not in EVERY_DTYPE:
-            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE}, got {self.dtype!r}")
+        if self.dtype not in EVERY_DTYPE + SUMS:
+            raise ValueError(f"rt: dtype must be one of {EVERY_DTYPE + SUMS}, got {self.dtype!r}")
         if self.shape[self.layout == "row"] % (8 * self.dtype.run):
             side = "cols" if self.layout == "row" else "rows"
             raise ValueError(f"rt: {side} of {self} must be a multiple of {8 * self.dtype.run}")
@@ -60,12 +61,19 @@ class rt:
     @functools.cached_property
     def col_vec(self):
         """The vector with one value per row."""
-        return rv(self.rows, self.dtype, "col_vec", layout=self.layout)
+        return rv(self.rows, self._vector_dtype, "col_vec", layout=self.layout)
 
     @functools.cached_property
     def row_vec(self):
         """The vector with one value per column."""
-        return rv(self.cols, self.dtype, "row_vec", layout=self.layout)
+        return rv(self.cols, self._vector_dtype, "row_vec", layout=self.layout)
+
+    @property
+    def _vector_dtype(self):
+        """The dtype of its vectors. AttributeError: there are none."""
+        if self.dtype in SUMS:
+            raise AttributeError(f"{self} has no vectors: convert it, fp32(x)")
+        return self.dtype
 
     @functools.cached_property
     def elements(self):
@@ -145,28 +153,31 @@ class pending:
 @dataclass(frozen=True)
 class st:
     """A tile in shared memory, stored in swizzled panels `width` bytes wide: 128, 64 or 32, by default the widest that
-    divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes. `whole`: the rows of the tile that this one is a part
-    of (see ops.subtile): its panels are that many rows apart. By default its own, and it is no part."""
+    divides a row. rows: a multiple of 8; a row: a multiple of 32 bytes. parent_rows: the rows of the tile that this
+    one is a part of (see ops.subtile): its panels are that many rows apart. By default `rows`: it is no part of another
+    tile."""
 
     rows: int
     cols: int
     dtype: dtype
     width: int = 0
-    whole: int = 0
+    parent_rows: int = 0
 
     def __post_init__(self):
         if self.rows < 8 or self.rows % 8:
             raise ValueError(f"st: rows must be a positive multiple of 8, got {self.rows}")
-        if self.whole and (self.whole < self.rows or self.whole % 8):
-            raise ValueError(f"st: whole must be a multiple of 8 and at least the {self.rows} rows, got {self.whole}")
+        if self.parent_rows and (self.parent_rows < self.rows or self.parent_rows % 8):
+            raise ValueError(
+                f"st: parent_rows must be a multiple of 8 and at least the {self.rows} rows, got {self.parent_rows}"
+            )
         row = self.cols * self.dtype.itemsize
         object.__setattr__(self, "width", self.width or layout.swizzle_width(row))
-        object.__setattr__(self, "whole", self.whole or self.rows)
+        object.__setattr__(self, "parent_rows", self.parent_rows or self.rows)
         if self.width not in layout.WIDTHS or row % self.width:
             raise ValueError(f"st: width must be one of {layout.WIDTHS} and divide a row of {row} bytes, got {self.width}")
 
     def __str__(self):
-        return f"st({self.rows}, {self.cols}, {self.dtype})" + f" of {self.whole} rows" * (self.whole != self.rows)
+        return f"st({self.rows}, {self.cols}, {self.dtype})" + f" of {self.parent_rows} rows" * (self.parent_rows != self.rows)
 
     @functools.cached_property
     def shape(self):
@@ -179,9 +190,9 @@ class st:
         return self.rows * self.cols * self.dtype.itemsize
 
     @functools.cached_property
-    def alone(self):
+    def unsliced(self):
         """The type of a tile like this one that is no part of another."""
-        return replace(self, whole=0)
+        return replace(self, parent_rows=0)
 
     @functools.cached_property
     def panel_cols(self):
@@ -196,11 +207,11 @@ class st:
     @functools.cached_property
     def panel_bytes(self):
         """The distance of panels in bytes."""
-        return self.whole * self.width
+        return self.parent_rows * self.width
 
     def offset(self, row, col):
         """The offset of an element in bytes."""
-        return layout.shared_offset(row, col, self.whole, self.dtype.itemsize, self.width)
+        return layout.shared_offset(row, col, self.parent_rows, self.dtype.itemsize, self.width)
 
     def offsets(self, rows=None):
         """Byte offsets of all elements of `rows` (a range; all by default), as an array (rows, cols)."""
@@ -215,7 +226,7 @@ class st:
     align = TILE_ALIGN
 
     @functools.cached_property
-    def room(self):
+    def stage_bytes(self):
         """The distance of adjacent stages of a ring in bytes."""
         return self.nbytes
 
@@ -240,10 +251,10 @@ class sv:
     def __str__(self):
         return f"sv({self.length}, {self.dtype})"
 
-    rows, whole, align, swizzle = 1, 1, VECTOR_ALIGN, "NONE"
+    rows, parent_rows, align, swizzle = 1, 1, VECTOR_ALIGN, "NONE"
     cols = property(lambda self: self.length, doc="Its elements: to TMA it is one row.")
     shape = property(lambda self: (self.length,), doc="(length,)")
-    alone = property(lambda self: self, doc="Itself: no vector is a part of another.")
+    unsliced = property(lambda self: self, doc="Itself: no vector is a part of another.")
 
     @functools.cached_property
     def nbytes(self):
@@ -251,7 +262,7 @@ class sv:
         return self.length * self.dtype.itemsize
 
     @functools.cached_property
-    def room(self):
+    def stage_bytes(self):
         """The distance of adjacent stages of a ring in bytes."""
         return -(-self.nbytes // VECTOR_ALIGN) * VECTOR_ALIGN
 
@@ -338,7 +349,7 @@ class gl:
         return tuple(i * steps.get(axis, 1) for axis, i in enumerate(at))
 
 
-def whole(vector):
+def finished_type(vector):
     """The type of a partial sum once it is finished."""
     return replace(vector, partial=False)
 

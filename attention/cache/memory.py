@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from tiles.dtypes import DTYPES
 from tiles.launching import frameworks
 
-from ..parts.cache_scales import E4M3_MAX, MIN_DESCALE
+from ..parts.cache_scales import MIN_DESCALE
 from ..public.cache_append import append
 
 Pair = tuple[Any, Any]
@@ -130,7 +131,7 @@ class JaxBackend(ArrayBackend):
         rotate = functools.partial(_rotate, positions=positions, rotary=rotary, interleaved=interleaved)
         rows = [x.reshape(-1, *x.shape[2:]) for x in (rotate(new[0]), new[1])]
         if len(pools) > len(rows):
-            quantized, descales = zip(*map(_quantize, rows))
+            quantized, descales = zip(*(_quantize(x, pool.dtype) for x, pool in zip(rows, pools)))
             rows = [*quantized, *descales]
         new_pools = tuple(_page_update()(pool, *slots, x.astype(pool.dtype)) for pool, x in zip(pools, rows, strict=True))
         return new_pools, None if q is None else rotate(q).astype(q.dtype)
@@ -161,12 +162,14 @@ def _rotate(x: Any, positions: np.ndarray, rotary: Pair | None, interleaved: boo
     return jnp.concatenate([rotated, rest], -1)
 
 
-def _quantize(x: Any) -> Pair:
-    """(x / descale, descale), with descale (.., H) = max(abs(x)) / 448 of the rows x (.., H, D); 448 is the largest of e4m3."""
+def _quantize(x: Any, dtype: np.dtype) -> Pair:
+    """(x / descale, descale), with descale (.., H) = max(abs(x)) / the greatest number of the dtype of the rows x (.., H, D),
+    448 of e4m3, 127 of int8, for which the quotient is rounded."""
     jnp = sys.modules["jax"].numpy
-    x = x.astype("float32")
-    descale = jnp.maximum(abs(x).max(-1) / E4M3_MAX, MIN_DESCALE)
-    return jnp.clip(x / descale[..., None], -E4M3_MAX, E4M3_MAX), descale
+    x, (least, greatest) = x.astype("float32"), DTYPES[np.dtype(dtype)].ends
+    descale = jnp.maximum(abs(x).max(-1) / greatest, MIN_DESCALE)
+    quotient = jnp.clip(x / descale[..., None], least, greatest)
+    return jnp.round(quotient) if dtype == np.int8 else quotient, descale
 
 
 BACKENDS: Sequence[tuple[type, type[ArrayBackend]]] = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..parts.cache_scales import QUANTIZED
 from .memory import DESCALES, Pools, backend_of
 
 NO_PAGE = -1  # entry of a page table; attention.append writes nothing there. In `starts`: no new tokens
@@ -32,7 +33,7 @@ class PagedCache:
     framework, NumPy's, torch's, CuPy's or JAX's, all with the same number of pages of one size. The cache becomes the owner
     of JAX's: writing makes new ones.
 
-    scaled: the pools are float8_e4m3fn, and the cache makes and keeps a descale for each token and head, which append
+    scaled: the pools are float8_e4m3fn or int8, and the cache makes and keeps a descale for each token and head, which append
     computes. `descales`: for each layer, the arguments that attention.decode needs, by name; empty if not scaled:
 
         attention.decode(q, *cache.layers[0], **cache.descales[0], lengths=cache.lengths, pages=cache.pages)
@@ -67,9 +68,11 @@ class PagedCache:
         if min(count, self.page_size, sequences, tokens) < 1:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
         self._backend = backend_of(self.layers[0][0])
-        if scaled and any("float8_e4m3fn" not in str(x.dtype) for layer in self.layers for x in layer):
+        dtypes = {str(x.dtype).removeprefix("torch.") for layer in self.layers for x in layer}
+        if scaled and not dtypes <= {*QUANTIZED}:
             raise TypeError(
-                f"scaled: must be False unless all pools are float8_e4m3fn: layers[0][0].dtype={self.layers[0][0].dtype}"
+                "scaled: must be False unless all pools are float8_e4m3fn or int8: "
+                f"layers[0][0].dtype={self.layers[0][0].dtype}"
             )
         self.descales: list[dict[str, Any]] = [
             {name: self._backend.new(np.zeros(x.shape[:3], np.float32)) for name, x in zip(DESCALES, layer) if scaled}

@@ -113,11 +113,11 @@ class PlannedWrapper:
         entries = indptr[:-1, None] + to_device_of(xp.arange(longest, dtype=indptr.dtype), indices)[None]
         table = indices[entries.clip(0, max(0, len(indices) - 1))]  # entries beyond a sequence's own pages are never read
         if self.graph:
-            room = self.workspace.reshape(-1).view(xp.int32)
-            width = len(room) // max(1, batch)
+            workspace = self.workspace.reshape(-1).view(xp.int32)
+            width = len(workspace) // max(1, batch)
             if longest > width:
                 raise ValueError(f"float_workspace_buffer: has room for {width} pages of each of {batch} sequences: {longest}")
-            pages = room[: batch * width].reshape(batch, width)
+            pages = workspace[: batch * width].reshape(batch, width)
             pages[:, :longest] = table
             table = pages
         return {"pages": table, "lengths": self.hold_for_graph("lengths", lengths)}

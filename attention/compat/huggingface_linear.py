@@ -1,8 +1,9 @@
 """The recurrent layers of transformers' hybrid models on our kernels: gated delta rules (Qwen3-Next), Kimi delta attention,
-Mamba-2 (Bamba), and the convolutions before them.
+Mamba-2 (Bamba), the convolutions before them and the gated norms behind them.
 
 Such layers call functions of the module in which the model is defined: those of flash-linear-attention, mamba_ssm and
-causal_conv1d if these are installed, otherwise transformers' own in torch. All are replaced here:
+causal_conv1d if these are installed, otherwise transformers' own in torch. All are replaced here, and so is what its classes of
+gated norms do:
 
 | transformers                                      | here                                                       |
 | ------------------------------------------------- | ---------------------------------------------------------- |
@@ -14,6 +15,7 @@ causal_conv1d if these are installed, otherwise transformers' own in torch. All 
 | mamba2_chunk_scan, mamba2_selective_state_update  | mamba2, for one token with the cache's state               |
 | mamba2_split_conv1d_scan_combined                 | None: then the layer calls the functions it is made of     |
 | causal_conv1d_fn, causal_conv1d_update            | short_conv, for one token with the cache's window          |
+| forward of Qwen3NextRMSNormGated and the like     | gated_rms_norm                                             |
 | cu_seq_lens_q, seq_idx                            | packed sequences, which neither states nor windows connect |
 
 Gradients of whole sequences are ours. The original function is called for single tokens that need a gradient, and where our
@@ -31,6 +33,7 @@ import torch
 
 import attention
 
+from ..nn.layers import normalize_by_kernel
 from ..parts.short_conv import WIDTHS
 from ..plans.packed_tokens import pack_batches
 from .fla import chunk_gated_delta_rule
@@ -43,11 +46,17 @@ def linear_layers(model: Any) -> Any:
     functions = [(module, name) for module in modules for name in REPLACEMENTS if hasattr(module, name)]
     if not functions:
         raise ValueError(f"model: has no layers that call one of {', '.join(REPLACEMENTS)}: {type(model).__name__}")
-    for module, name in functions:
-        original = getattr(module, name)
+    norms = [(kind, "forward") for module in modules for kind in _gated_norms(module)]
+    for home, name in functions + norms:
+        original = getattr(home, name)
         if not hasattr(original, "replaces"):
-            setattr(module, name, _replace_function(original, REPLACEMENTS[name]))
+            setattr(home, name, _replace_function(original, REPLACEMENTS.get(name, normalize)))
     return model
+
+
+def _gated_norms(module: Any) -> list[type]:
+    """The classes of gated norms that a module defines."""
+    return [x for name, x in vars(module).items() if name.endswith("RMSNormGated") and x.__module__ == module.__name__]
 
 
 def _replace_function(original: Callable, serve: Callable) -> Callable:
@@ -197,6 +206,17 @@ def convolve_token(
     out = attention.short_conv(row, weight, bias, activation=activation and "silu", initial_state=window)
     conv_state.copy_(torch.cat([conv_state[..., 1:], hidden_states], -1))
     return out.transpose(1, 2)
+
+
+def normalize(original: Callable, norm: Any, hidden_states: Any, gate: Any = None) -> Any:
+    """The gated norm of hidden_states' last axis. norm: the module, of which Mamba-2's gate before they normalise groups, and
+    those of delta rules normalise before they gate."""
+    columns = len(norm.weight)
+    groups = getattr(norm, "n_groups", columns // getattr(norm, "group_size", columns))
+    options = {"eps": norm.variance_epsilon, "activation": getattr(norm, "activation", "silu")}
+    options["norm_before_gate"] = getattr(norm, "norm_before_gate", hasattr(norm, "activation"))
+    out = normalize_by_kernel(hidden_states, norm.weight, gate, groups, **options)
+    return original(norm, hidden_states, gate) if out is None else out
 
 
 def no_fused_layer(original: Callable, *args: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ from numpy import int32
 from ops import block, divmod, load, mma_AB, mma_ABt, store, subtile, truncate, turned, warp_index, zeros
 from ops.memory.lane_order import QUAD
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import AMPERE, LARGE, Target
@@ -143,20 +143,20 @@ def config_for(
     elif target.shared_bytes < LARGE:
         shapes = PLAIN
     else:
-        shapes = ROOMY if hopper and (variant is not FULL or vector_bytes == PIECES[0]) else FEWER_QUERIES
+        shapes = ROOMY if hopper and (variant is not FULL or vector_bytes == VECTOR_SIZES[0]) else FEWER_QUERIES
     elements_per_add = QUAD if hopper else 1  # with a quad sm_100 spills
     return Config(padded, padded, dtype, variant, *(shape or shapes[padded]), elements_per_add, vector_bytes, **fields)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """Configurations to compile and inspect for an architecture: bf16 and addresses that are multiples of 16 bytes, or all."""
-    forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
+    forms = [(bf16, VECTOR_SIZES[0]), *((bf16, vector_bytes) for vector_bytes in VECTOR_SIZES[1:]), (fp16, VECTOR_SIZES[0])]
     for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
         config = config_for(head_dim, input_dtype, variant, vector_bytes, target=target)
         yield from (config, replace(config, single_block=True))
-        if target.has_wgmma and vector_bytes == PIECES[0]:  # short_shape is asked only where TMA could load the arrays
+        if target.has_wgmma and vector_bytes == VECTOR_SIZES[0]:  # short_shape is asked only where TMA could load the arrays
             for _, _, shape in shorts(variant).get(head_dim, []):
                 if shape != ROOMY[head_dim]:
                     of_short = config_for(head_dim, input_dtype, variant, vector_bytes, target=target, shape=shape)

@@ -95,7 +95,7 @@ def make(config: Config):
         """Release dS of query tile j, and store this consumer's part of dQ of the tile for one of the DQ_WARPS."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         ds_ring.release(j)
-        warpgroup.store_held(dq_ring.claim(PARTS * j + wg), part)
+        warpgroup.store_fragment(dq_ring.claim(PARTS * j + wg), part)
 
     def make_step(with_dq):
         """The step from one query tile to the next. Every step but the first also computes a part of dQ (`with_dq`)."""

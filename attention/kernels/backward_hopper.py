@@ -159,7 +159,7 @@ def make(config: Config):
             do.release(j)
             ds_tile = ds_ring.wait(j)
             part = parts.start_dq(wg, ds_tile, k.wait(0))
-            warpgroup.store_held(dq_ring.claim(PARTS * j + wg), warpgroup.wait(part))
+            warpgroup.store_fragment(dq_ring.claim(PARTS * j + wg), warpgroup.wait(part))
             dq_ring.publish(PARTS * j + wg)
         else:
             dk = warpgroup.mma_AB(dk, ds, columns(q.wait(j), K_COLS, wg % PER_KEY))
@@ -172,7 +172,7 @@ def make(config: Config):
         ds_ring.release(j)
         dk = warpgroup.wait(dk, newer=1)
         q.release(j)
-        warpgroup.store_held(dq_ring.claim(PARTS * j + LAST + wg), part)
+        warpgroup.store_fragment(dq_ring.claim(PARTS * j + LAST + wg), part)
         return turned(warpgroup.wait(s)), dk, dv, dslope
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)

@@ -133,7 +133,7 @@ def make(config: Config):
     @inlined
     def store_dq(n, part, dq_ring):
         """Store part n of dQ in shared memory for one of the DQ_WARPS."""
-        warpgroup.store_held(dq_ring.claim(n), part)
+        warpgroup.store_fragment(dq_ring.claim(n), part)
         dq_ring.publish(n)
 
     @inlined

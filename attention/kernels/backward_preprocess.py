@@ -15,7 +15,7 @@ from numpy import int32
 
 from ops import divmod, finish_sum, grid, lane_sum, load, load_unordered, row_index, store, truncate, where, zeros
 from tiles import dtype, fp32, inlined, rt
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import INT, Record, array, record
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -72,7 +72,7 @@ def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config
     """The configuration that runs before this main kernel."""
     aligned, parts = True, config.parts
     if isinstance(config, backward_ampere.Config):
-        aligned, parts = config.vector_bytes == PIECES[0], replace(config.parts, vector_bytes=PIECES[0])
+        aligned, parts = config.vector_bytes == VECTOR_SIZES[0], replace(config.parts, vector_bytes=VECTOR_SIZES[0])
     shape = config.value_dim, config.rows, config.dtype
     return Config(
         *shape,

@@ -54,7 +54,7 @@ from tiles.targets import Target
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 4  # chunks in flight
-LOADER, THREADS, BLOCKS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
+LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
 
 
@@ -141,7 +141,7 @@ def make(config: Config):
         )
         store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
 
-    @cuda.jit(launch_bounds=(THREADS, BLOCKS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
     def scan(
         gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gInitialZ: array(3), gFinalState: array(4), gFinalZ: array(3), gCuSeqlens: ENDS,

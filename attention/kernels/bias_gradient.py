@@ -11,7 +11,7 @@ from numpy import int32
 
 from ops import block, col_sum, divmod, zeros
 from tiles import bf16, fp32, shared, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -40,7 +40,18 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for one_row in (False, True):
             read, main_rows = recomputed_scores.BiasRead(None), 64
             yield Config(
-                padded, padded, bf16, ScoreBias(True), kv, queries, main_rows, None, PIECES[0], None, read, one_row=one_row
+                padded,
+                padded,
+                bf16,
+                ScoreBias(True),
+                kv,
+                queries,
+                main_rows,
+                None,
+                VECTOR_SIZES[0],
+                None,
+                read,
+                one_row=one_row,
             )
 
 

@@ -27,11 +27,12 @@ from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.cache_scales import E4M3_MAX, MIN_DESCALE
+from ..parts.cache_scales import MIN_DESCALE
 from ..parts.descales import BLOCK
 
 WARPS, ROWS, COLUMNS = 4, 16, 64  # warps of a thread block; rows and columns of a tile
 PARTS = 32  # the most parts into which the rows of a head are divided
+E4M3_MAX = 448.0
 SUM, MAXIMUM, MINIMUM = range(3)  # indices of gStats' third axis
 
 

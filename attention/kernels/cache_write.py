@@ -16,7 +16,7 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, full, load, store
-from tiles import bf16, dtype, fp8e4m3, fp16, inlined
+from tiles import bf16, dtype, fp8e4m3, fp16, inlined, int8
 from tiles.launching.arguments import ENDS, INT, array, record
 from tiles.layout import LANES
 from tiles.numba_names import types
@@ -62,12 +62,12 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """Every kernel; those for fp8 on architectures that have instructions for it."""
+    """The kernels; those for fp8 on architectures that have instructions for it."""
     for input_dtype in (bf16, fp16) if everything else (bf16,):
         yield Config(input_dtype, input_dtype)
-        if target.has_fp8:
-            kinds = (GivenDescales, ComputedDescales, NoDescales)[: 3 if everything else 2]
-            yield from (Config(input_dtype, fp8e4m3, descales) for descales in kinds)
+        kinds = (GivenDescales, ComputedDescales, NoDescales)[: 3 if everything else 2]
+        for cache in [fp8e4m3, int8] if target.has_fp8 else [int8]:
+            yield from (Config(input_dtype, cache, descales) for descales in kinds)
         if everything:
             yield from (
                 Config(input_dtype, input_dtype, NoDescales, norm(False), norm(True)) for norm in (RowRmsNorm, RowLayerNorm)

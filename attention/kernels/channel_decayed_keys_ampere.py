@@ -61,11 +61,11 @@ def make(config: Config):
             query = load(truncate(gQ, 1, seq.end), OPERAND, at, 1, 3)
             channels.cumsum_gates(b, gates)
             key = load(truncate(gK, 1, seq.end), OPERAND, at, 1, 3)
-            to = chunk, head, int32(ROWS * rank), col
+            chunk_coord = chunk, head, int32(ROWS * rank), col
             sums = load(channels.part(b), channels.rows, fenced=False)
-            store(gDecayedQ, INPUT(fp32(query) * (exp2(sums) * scale)), to, aligned=True)
+            store(gDecayedQ, INPUT(fp32(query) * (exp2(sums) * scale)), chunk_coord, aligned=True)
             last = channels.load_last(b)
-            store(gDecayedK, INPUT(fp32(key) * exp2(last - sums)), to, aligned=True)
+            store(gDecayedK, INPUT(fp32(key) * exp2(last - sums)), chunk_coord, aligned=True)
             if rank == 0:
                 store(gDecays, exp2(last), (chunk, head, col))
             if seq_layout.varlen:

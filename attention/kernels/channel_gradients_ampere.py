@@ -32,7 +32,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
 from tiles.targets import LARGE, MEDIUM, Target
@@ -80,9 +80,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         if not serves_shape(config.key_dim, config.value_dim, config.vector_bytes, target.shared_bytes):
             continue
         yield config
-        if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0] and not config.varlen:
+        if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0] and not config.varlen:
             for value_dim in VALUE_DIMS:
-                if value_dim != config.value_dim and serves_shape(config.key_dim, value_dim, PIECES[0], target.shared_bytes):
+                if value_dim != config.value_dim and serves_shape(
+                    config.key_dim, value_dim, VECTOR_SIZES[0], target.shared_bytes
+                ):
                     yield replace(config, value_dim=value_dim)
             yield replace(config, with_gates=False)
             yield replace(config, unrounded=True, unrounded_values=True)
@@ -97,7 +99,7 @@ def serves_shape(key_dim: int, value_dim: int, vector_bytes: int, shared_bytes: 
     """Does the kernel hold so many channels and columns, padded? With the most channels and arrays that are not aligned to 16
     bytes registers would spill."""
     fits = shared_bytes >= (LARGE if value_dim == VALUE_DIMS[-1] else MEDIUM)
-    return fits and (vector_bytes == PIECES[0] or key_dim < KEY_DIMS[-1])
+    return fits and (vector_bytes == VECTOR_SIZES[0] or key_dim < KEY_DIMS[-1])
 
 
 @functools.cache
@@ -161,7 +163,7 @@ def make(config: Config):
             pairs.score_tokens(w, value_tile, dout_tile, scale)
             query_tile, key_tile = q.wait(j, STAGES - 1), k.wait(j, STAGES - 1)  # the barrier also shows w to all warps
             gradients = PairGradients(zeros(OUT), zeros(OUT), zeros(OUT))
-            gradients = pairs.meet(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
+            gradients = pairs.add_pairs(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
             dq, dk, r, key = gradients.dq, gradients.dk, gradients.r, pairs.load_rows(key_tile)
 
             # what goes through states, by panels of values, with k~ in the place of X
@@ -200,7 +202,7 @@ def make(config: Config):
             store(truncate(gDK, 1, seq.end), OUTPUT(dk + dk_state), at, 1, 3, OUTPUT_BYTES)
             if WITH_GATES:
                 written = pairs.load_rows(key_tile) * dk_state
-                pairs.store_for_all(carried, col_sum(written) + exp2(last) * finish_sum(state_dots))
+                pairs.store_chunk_gate_gradient(carried, col_sum(written) + exp2(last) * finish_sum(state_dots))
                 thread_block.sync(FENCED)  # all have read b
                 channels.store_gate_gradients(gDGates, gGates, b, r - written, carried, seq, token, head)
             thread_block.sync(FENCED)

@@ -103,7 +103,7 @@ def make(config: Config):
                     pairs.score_tokens(w, value_tile, dout_tile, scale)
                     thread_block.sync(FENCED)
                     gradients = PairGradients(zeros(OUT), zeros(OUT), zeros(OUT))
-                    gradients = pairs.meet(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
+                    gradients = pairs.add_pairs(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
                     at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
                     for gOut, gradient in ((gDQ, gradients.dq), (gDK, gradients.dk)):
                         gRows = truncate(gOut, 1, seq.end)
@@ -118,8 +118,8 @@ def make(config: Config):
                         reverse_cumsum_columns(columns, subtile(zero, LANES, warp_index()))
                     thread_block.sync(FENCED)
                     gGate, sums = truncate(gDGates, 1, seq.end), load(channels.part(b), OUT, fenced=False)
-                    forgets = less(channels.load_gates(gGates, seq, token, head), FLOOR)
-                    store(gGate, where(forgets, 0.0, load(gGate, OUT, at, 1, 3) + sums), at, 1, 3)
+                    below_floor = less(channels.load_gates(gGates, seq, token, head), FLOOR)
+                    store(gGate, where(below_floor, 0.0, load(gGate, OUT, at, 1, 3) + sums), at, 1, 3)
                     gOut = truncate(gDV, 1, seq.end)
                     for i in range(VALUES // (HALVES * ROWS)):
                         block, d_values = int32(HALVES * i + half), zeros(SQUARE)

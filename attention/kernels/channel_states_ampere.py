@@ -92,18 +92,18 @@ def make(config: Config):
         block, segment, head, sequence = block_coord(index, blocks, scanned, heads)
         col = int32(COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
-        place = int32(segments - 1 - segment) if reverse else segment  # in memory
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, place, segments)
+        memory_segment = int32(segments - 1 - segment) if reverse else segment  # in memory
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, memory_segment, segments)
         n, row, at = seq.num_chunks(), state_row(column), (int32(sequence * segments + segment), head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         if reverse:
-            keys_of_chunks, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + PANEL)
+            decayed_keys, values, row = gDecayedQ, truncate(gDOut, 1, seq.end), int32(row + PANEL)
             s_t = load(gDState, STATE, at, aligned=False)
         else:
-            keys_of_chunks, values = gDecayedK, truncate(gV, 1, seq.end)
+            decayed_keys, values = gDecayedK, truncate(gV, 1, seq.end)
             s_t = load(gInitialState, STATE, at, aligned=False)
         for j in range(STAGES - 1):
-            fill(k, v, decay, keys_of_chunks, values, gDecays, j, n, seq, first_chunk, head, col, reverse)
+            fill(k, v, decay, decayed_keys, values, gDecays, j, n, seq, first_chunk, head, col, reverse)
         total_decay = zeros(STATE.row_vec) + 1.0
         for j in range(n):
             if not LOCAL:
@@ -111,19 +111,19 @@ def make(config: Config):
                 store(gStates, INPUT(s_t), (chunk, head, row, 0), aligned=True)
             decays, keys, chunk_values = decay.wait(j, 3 * (STAGES - 2)), k.wait(j), v.wait(j)
             later = int32(j + STAGES - 1)
-            fill(k, v, decay, keys_of_chunks, values, gDecays, later, n, seq, first_chunk, head, col, reverse)
+            fill(k, v, decay, decayed_keys, values, gDecays, later, n, seq, first_chunk, head, col, reverse)
             decays_of_rows = load(decays, STATE.row_vec)
             s_t = s_t * decays_of_rows
             if LOCAL:
                 total_decay = total_decay * decays_of_rows
             s_t = mma_AB(s_t, warpgroup.load_transposed(chunk_values, TRANSPOSED, fenced=False), keys)
-        after, at = (sequence, head, segment, column, 0), (sequence, head, segment, 0)
+        segment_coord, at = (sequence, head, segment, column, 0), (sequence, head, segment, 0)
         if LOCAL:
             if reverse:
-                store(gLocalGradients, s_t, after, aligned=False)
+                store(gLocalGradients, s_t, segment_coord, aligned=False)
                 store(gGradientDecays, log2(total_decay), at)
             else:
-                store(gLocalStates, s_t, after, aligned=False)
+                store(gLocalStates, s_t, segment_coord, aligned=False)
                 store(gStateDecays, log2(total_decay), at)
         elif reverse and segment == segments - 1:
             store(gDInitialState, s_t, (sequence, head, column, 0), aligned=False)

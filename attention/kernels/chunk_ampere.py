@@ -39,7 +39,7 @@ from ops import (
     zeros,
 )
 from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -106,7 +106,10 @@ class Config(chunk_hopper.Config):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
     other vector_bytes, and fp16; of 8 bytes and of fp16, whose code is like that of their neighbours, only the plainest."""
-    for vector_bytes, dtype in ((PIECES[0], bf16), *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ())):
+    for vector_bytes, dtype in (
+        (VECTOR_SIZES[0], bf16),
+        *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ()),
+    ):
         for key_dim, kind in itertools.product(KEY_DIMS, (Gate, TokenGate, Mamba2Gate)):
             plainest = (vector_bytes, dtype) in ((8, bf16), (16, fp16))
             all_forms = (everything and not plainest) or (key_dim == WIDE_KEY_DIM and kind is not Gate)
@@ -121,7 +124,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     if config.supports_result and (result.has_outputs or config.supports_segments):
                         yield config
     for formula in FORMULAS:
-        yield Config(WIDE_KEY_DIM, 1, bf16, FormulaGate(False, formula), ScanOutputs(), False, PIECES[0])
+        yield Config(WIDE_KEY_DIM, 1, bf16, FormulaGate(False, formula), ScanOutputs(), False, VECTOR_SIZES[0])
 
 
 @functools.cache

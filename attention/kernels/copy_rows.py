@@ -26,7 +26,7 @@ LARGEST_COLUMNS = 128, 256  # with one block an SM from 144 on: if these do not 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. columns: of a row. l2norm: are rows divided by their lengths?"""
+    """A kernel's configuration. columns: of a row. l2norm: are rows divided by their L2 norms?"""
 
     columns: int
     dtype: dtype

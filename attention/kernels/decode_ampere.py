@@ -33,8 +33,8 @@ from ops import (
     warp_index,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, int8, pipeline, rt, shared, st, sv
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
@@ -43,7 +43,7 @@ from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import KeyWindow, WholeCacheWindow
 from ..parts.decode.norms import PLAIN_KEYS, LayerNormedKeys, MultiHeadLayerNorm, MultiHeadRmsNorm, PlainKeys, RmsNormedKeys
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
-from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
+from ..parts.decode.products import KeyScaledProducts, QuantizedProducts, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.norms import QueryNorm
@@ -116,7 +116,9 @@ SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: shapes tha
 }
 DENSE_SHAPES = {128: (32, 4, 2, 1)}  # LARGE: of dense caches of 16 bits, and of stream-K, where a block has several epilogues
 PLAIN_SHAPES = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # LARGE: the same if neither scores nor keys are changed
-FP8_SPLIT_SHAPES = {128: (32, 4, 3, 2)}  # LARGE: of fp8 with fixed splits; timed with descales of heads over dense caches alone
+QUANTIZED_SPLIT_SHAPES = {
+    128: (32, 4, 3, 2)
+}  # LARGE: of one byte with fixed splits; timed with descales of heads over dense caches alone
 TALL_SHAPES = {  # of tall tiles, where they pay: half of all warps' O must fit into the values' stages
     SMALL: {64: (32, 4, 2, 1)},
     MEDIUM: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
@@ -147,9 +149,9 @@ def config_for(
         tall_shapes = tall_shapes | TALL_STREAM_K_SHAPES
     tall = tall and keys_norm.allows_tall_tiles and dim in tall_shapes
     tile_rows, (keys, warps, stages, blocks) = (TALL_ROWS, tall_shapes[dim]) if tall else (TILE_ROWS, shapes[dim])
-    fp8_split = split is FixedSplits and is_large and not tall and dim in FP8_SPLIT_SHAPES
-    if fp8_split and type(product) is Fp8Products and type(cache) is DenseLoader:
-        keys, warps, stages, blocks = FP8_SPLIT_SHAPES[dim]
+    fixed_split = split is FixedSplits and is_large and not tall and dim in QUANTIZED_SPLIT_SHAPES
+    if fixed_split and type(product) is QuantizedProducts and type(cache) is DenseLoader:
+        keys, warps, stages, blocks = QUANTIZED_SPLIT_SHAPES[dim]
     elif product.cache_dtype.itemsize == 1:  # twice the warps, so that a stage has as many bytes
         warps, blocks = 2 * warps, 1
     if product.has_key_descales and tall and keys > TILE_ROWS:  # there are no registers for the descales of so many keys
@@ -166,8 +168,9 @@ def final_or_partial(output_dtype: dtype, vector_bytes: int) -> FinalOrPartialOu
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with: for bf16, one token and vectors of 16 bytes, or for `everything`.
     fp16 takes as many registers as bf16."""
-    plain, size = Variant(), PIECES[0]
-    limit, pdl, fp8 = target.shared_bytes, target.has_early_launch, target.has_fp8
+    plain, size = Variant(), VECTOR_SIZES[0]
+    limit, pdl = target.shared_bytes, target.has_early_launch
+    quantized = [fp8e4m3, int8] if target.has_fp8 else [int8]
     one_token, causal = KeyWindow(False, False, False), KeyWindow(False, True, False)
     Result = Callable[[dtype, int], FinalOutput | FinalOrPartialOutput]
     kinds: list[tuple[KeyWindow, type[DenseLoader], Result, type[FixedSplits]]]
@@ -175,19 +178,20 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if everything:
         kinds.append((KeyWindow(True, True, False), IndexedLoader, PartialOutput, FixedSplits))
         kinds.append((KeyWindow(False, True, True), PagedLoader, FinalOutput, FixedSplits))
-    products: list[tuple[SameDtypeProducts, int]] = [(SameDtypeProducts(bf16), size)] + [(Fp8Products(bf16, True), size)] * fp8
+    products: list[tuple[SameDtypeProducts, int]] = [(SameDtypeProducts(bf16), size)]
+    products += [(QuantizedProducts(bf16, one, True), size) for one in (quantized if everything else quantized[:1])]
     if everything:
-        products += [*((SameDtypeProducts(bf16), n) for n in PIECES[1:]), (SameDtypeProducts(fp16), size)]
+        products += [*((SameDtypeProducts(bf16), n) for n in VECTOR_SIZES[1:]), (SameDtypeProducts(fp16), size)]
     configs = [
         config_for(dim, dim, product, plain, window, cache(n), result(product.q_dtype, n), plain, split, pdl, tall, limit)
         for (product, n), dim, (window, cache, result, split), tall in itertools.product(products, SHAPES, kinds, (False, True))
     ]
-    if fp8:
+    for one in quantized:
         dense, part = DenseLoader(size), PartialOutput(bf16, size)
-        by_head = Fp8Products(bf16, True), plain, causal, dense, part, plain, FixedSplits, pdl
+        by_head = QuantizedProducts(bf16, one, True), plain, causal, dense, part, plain, FixedSplits, pdl
         configs.append(config_for(128, 128, *by_head, False, limit))
         for dim, loader, tall in itertools.product(SHAPES if everything else (128,), (DenseLoader, PagedLoader), (False, True)):
-            by_key = Fp8KeyScaledProducts(bf16, True), plain, causal, loader(size), final_or_partial(bf16, size), plain
+            by_key = KeyScaledProducts(bf16, one, True), plain, causal, loader(size), final_or_partial(bf16, size), plain
             configs.append(config_for(dim, dim, *by_key, StreamKSplits, pdl, tall, limit))
     if everything:
         same, output = SameDtypeProducts(bf16), PackedPartialOutput(bf16, size)
@@ -377,7 +381,7 @@ def make(config: Config):
             for i in range(n):
                 key, prefetched_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 prefetched_scores = variant.prefetch(S, ctx, key)
-                keys = k.own(i, PENDING)
+                keys = k.wait_warp(i, PENDING)
                 product.fill_k_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )
@@ -385,7 +389,7 @@ def make(config: Config):
                 k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
-                values = v.own(i, PENDING)
+                values = v.wait_warp(i, PENDING)
                 product.fill_v_descales(
                     descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
                 )

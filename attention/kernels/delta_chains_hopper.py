@@ -5,12 +5,13 @@
 
 and in reverse
 
-    dU = P^T dO + exp(b_last - b) K dS      Z = dU + R^T dU
-    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T (beta Z)
+    dU = P^T dO + exp(b_last - b) K dS      Z = dU - L^T (beta dU)      dV = beta Z
+    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
 
 Neither waits for the other, and their columns of values do not either: a block has 64 columns of one of them. What does not
-depend on S or dS is in memory (delta_inverse_hopper.py), so a step is four products that wait for one another. S and E of every
-chunk are stored, and dS where segments end: from there on delta_gradients_hopper.py walks through all segments at once."""
+depend on S or dS is in memory (delta_inverse_hopper.py), so a step is three products that wait for one another, and others in
+the gaps between them. S, E and dV of every chunk are stored, and dS where segments end: from there on
+delta_segment_gradients_hopper.py walks through all segments at once."""
 
 import functools
 import itertools
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, subtile, warpgroup
+from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -32,6 +33,7 @@ REVERSE, DIRECTIONS = 0, 2  # the number of the direction that takes longer, and
 BLOCKS = 2  # of columns of values, in each direction
 CONSUMER, PRODUCER = 0, 1  # warpgroups
 STAGES = 3  # chunks in flight
+FENCED = True  # another fence covers what a meeting or a release would fence
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ def make(config: Config):
         vectors=ring(vectors_of.spec, STAGES),
         q=ring(config.key, STAGES),
         p=ring(SCORES, STAGES),
-        state=config.state,
-        out=config.values,
+        states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
+        out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
     @inlined
@@ -102,67 +104,74 @@ def make(config: Config):
         return warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(acc, high, x_high), high, x_low), low, x_high)
 
     @inlined
-    def advance_state(s_t, j, rings, tiles, gErrors, gStates, chunk, head, block):
-        """The state after the j-th chunk from that before it, which is stored, as the chunk's E is."""
-        (k, v, x, vectors), (state, out) = rings, tiles
-        warpgroup.send(gStates, (chunk, head, block), state, s_t, 1)
-        keys, chunk_vectors = k.wait(j), vectors.wait(j)
-        u = warpgroup.mm_ABt(state, keys)
-        values = fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED))
-        v.release(j)
+    def advance_state(s_t, j, rings):
+        """The state after the j-th chunk from that before it, which is handed on to be stored, as the chunk's E is."""
+        k, v, x, vectors, states, out = rings
+        keys = k.wait(j)
+        rounded = INPUT(s_t)
+        u = warpgroup.mm_ABt(rounded, keys)
+        warpgroup.store(states.claim(j), rounded)
+        states.publish(j, FENCED)
+        chunk_vectors, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
         y = values - vectors_of.decay_cols(warpgroup.wait(u), chunk_vectors, DECAY)
-        e = warpgroup.wait(times_solution(y, y, x.wait(j)))
+        beta = vectors_of.cols(chunk_vectors, BETA)
+        e = times_solution(y, y * beta, x.wait(j))
+        s_t, factors = vectors_of.decay_state(s_t, chunk_vectors), vectors_of.decay_cols(beta, chunk_vectors, DECAY_TO_END)
+        e = warpgroup.wait(e)
+        s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
         x.release(j)
-        u = vectors_of.decay_cols(e * vectors_of.cols(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
-        s_t = vectors_of.decay_state(s_t, chunk_vectors)
-        s_t = warpgroup.mma_AB(s_t, INPUT(u), keys)
-        warpgroup.store_wait(1)
-        warpgroup.sync()
-        warpgroup.store_transposed(out, e)
-        warpgroup.tma_store(gErrors, (chunk, head, 0, block), out)
-        vectors.release(j, None, True)
+        warpgroup.store_transposed(out.claim(j), e)
+        out.publish(j, FENCED)
+        vectors.release(j)  # its fence is that of all loads of this chunk
+        v.release(j)
         s_t = warpgroup.wait(s_t)
         k.release(j)
         return s_t
 
     @inlined
-    def advance_gradient(ds_t, j, rings, scale):
-        """dS before the j-th chunk, from the end, from dS after it."""
-        k, do, x, vectors, q, p = rings
-        keys, chunk_vectors, douts = k.wait(j), vectors.wait(j), do.wait(j)
+    def advance_gradient(ds_t, from_outputs, j, last, rings, scale):
+        """(dS before the j-th chunk from the end, P^T dO of the next one, or of this one if it is the `last`) from dS after the
+        chunk and from its P^T dO. Its dV is handed on to be stored."""
+        k, do, x, vectors, q, p, out = rings
+        keys = k.wait(j)
         du = warpgroup.mm_ABt(INPUT(ds_t), keys)
-        from_outputs = warpgroup.mm_AtB(douts, p.wait(j))
-        do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED)) * scale
-        do_t = INPUT(vectors_of.decay_cols(do_t, chunk_vectors, DECAY))
-        du = vectors_of.decay_cols(warpgroup.wait(du, newer=1), chunk_vectors, DECAY_TO_END)
+        chunk_vectors, do_t = vectors.wait(j), fp32(warpgroup.load_transposed(do.wait(j), TRANSPOSED, fenced=False))
+        do_t = INPUT(do_t * vectors_of.decay_cols(scale, chunk_vectors, DECAY))
         ds_t = warpgroup.mma_AB(vectors_of.decay_state(ds_t, chunk_vectors), do_t, q.wait(j))
-        du = du + warpgroup.wait(from_outputs, newer=1)
-        do.release(j)
-        p.release(j)
-        z = warpgroup.wait(times_transposed(du, du, x.wait(j)))
-        ds_t = warpgroup.wait(ds_t)
+        du = vectors_of.decay_cols(warpgroup.wait(du, newer=1), chunk_vectors, DECAY_TO_END) + from_outputs
+        beta = vectors_of.cols(chunk_vectors, BETA)
+        z = times_transposed(du, du * beta, x.wait(j))
+        following = int32(min(j + 1, last))
+        from_outputs = warpgroup.mm_AtB(do.wait(following), p.wait(following))
+        factors = vectors_of.decay_cols(0.0 - beta, chunk_vectors, DECAY)
+        z = warpgroup.wait(z, newer=1)
+        ds_t = warpgroup.wait(ds_t, newer=1)
+        ds_t = warpgroup.mma_AB(ds_t, INPUT(z * factors), keys)
         x.release(j)
         q.release(j)
-        dv_t = vectors_of.decay_cols(z * vectors_of.cols(chunk_vectors, BETA) * (-1.0), chunk_vectors, DECAY)
-        ds_t = warpgroup.mma_AB(ds_t, INPUT(dv_t), keys)
-        vectors.release(j)
+        warpgroup.store_transposed(out.claim(j), z * beta)
+        out.publish(j, FENCED)
+        vectors.release(j)  # its fence is that of all loads of this chunk
+        from_outputs = warpgroup.wait(from_outputs, newer=1)
+        do.release(j)
+        p.release(j)
         ds_t = warpgroup.wait(ds_t)
         k.release(j)
-        return ds_t
+        return ds_t, from_outputs
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gForward: tiled(SOLUTION, rows=2), gReverse: tiled(SOLUTION, rows=2),
-        gScores: tiled(SCORES, rows=2), gVectors: tiled(vectors_of.spec, 3, None, 2), gInitialState: array(4),
-        gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2), gLastState: array(4),
-        gSegmentStates: array(4), gFirstState: array(4), length: INT, segments: INT, sequences: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gSolutions: tiled(SOLUTION, rows=2), gScores: tiled(SCORES, rows=2),
+        gVectors: tiled(vectors_of.spec, 3, None, 2), gInitialState: array(4), gErrors: tiled(config.values, rows=2),
+        gStates: tiled(config.state, rows=2), gDV: VALUES, gLastState: array(4), gSegmentStates: array(4),
+        gFirstState: array(4), length: INT, segments: INT, sequences: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has 64 columns of S or of dS, of a head of a sequence. gForward .. gVectors: of each chunk and head, as
-        delta_inverse_hopper.py stores them. gErrors, gStates: of each chunk and head, S transposed. gLastState, gFirstState:
+        """A block has 64 columns of S or of dS, of a head of a sequence. gSolutions .. gVectors: of each chunk and head,
+        as delta_inverse_hopper.py stores them. gErrors, gStates: of each chunk and head, S transposed. gLastState, gFirstState:
         the gradients of the states after and before the sequence, transposed; gSegmentStates: of those after each of its
         `segments`, the last one first."""
-        k, v, x, vectors, q, p, state, out = smem.open()
+        k, v, x, vectors, q, p, states, out = smem.open()
+        do = v  # a block has dO in the place of V if its direction is REVERSE
         index, block = divmod(cuda.blockIdx.x, BLOCKS)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)
@@ -170,41 +179,52 @@ def make(config: Config):
         first_chunk = forward.chunk_index(int32(0), sequence, length)
         wg = warpgroup.id()
         if wg == PRODUCER:
-            if warpgroup.rank() == 0:
+            rank, seq = warpgroup.rank(), forward.sequence_tokens(0, sequence, length)
+            n = seq.num_chunks()
+            for j in range(n):
+                number = j
                 if direction == REVERSE:
-                    seq = backward.segment_tokens(0, sequence, length, 0, 1)
-                    for j in range(seq.num_chunks()):
-                        token, chunk = seq.chunk_start(j), int32(first_chunk + seq.chunk_number(j))
-                        k.fill(j, gK, (seq.batch, token, key_head))
+                    number = int32(n - 1 - j)
+                token, chunk = seq.chunk_start(number), int32(first_chunk + number)
+                if rank == 0:
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    if direction == REVERSE:
                         v.fill(j, gDOut, (seq.batch, token, head, block))
                         p.fill(j, gScores, (chunk, head))
-                        vectors.fill(j, gVectors, (chunk, head))
                         q.fill(j, gQ, (seq.batch, token, key_head))
-                        x.fill(j, gReverse, (chunk, head))
-                else:
-                    seq = forward.sequence_tokens(0, sequence, length)
-                    for j in range(seq.num_chunks()):
-                        token, chunk = seq.chunk_start(j), int32(first_chunk + j)
-                        k.fill(j, gK, (seq.batch, token, key_head))
+                    else:
                         v.fill(j, gV, (seq.batch, token, head, block))
-                        vectors.fill(j, gVectors, (chunk, head))
-                        x.fill(j, gForward, (chunk, head))
+                    vectors.fill(j, gVectors, (chunk, head))
+                    x.fill(j, gSolutions, (chunk, head))
+                elif rank == 1:
+                    if direction == REVERSE:
+                        tma_store(gDV, (seq.batch, token, head, block), out.wait(j))
+                    else:
+                        tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
+                    store_wait()
+                    out.release(j)
+                elif rank == 2 and direction != REVERSE:
+                    tma_store(gStates, (chunk, head, block), states.wait(j))
+                    store_wait()
+                    states.release(j)
         else:
             at = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
                 ds_t, j = warpgroup.load(gLastState, STATE, at, aligned=False), int32(0)
+                last = int32(forward.sequence_tokens(0, sequence, length).num_chunks() - 1)
+                from_outputs = warpgroup.wait(warpgroup.mm_AtB(do.wait(0), p.wait(0)))
                 for segment in range(segments):
                     slot = int32(sequence * segments + segment)
                     warpgroup.store(gSegmentStates, ds_t, (slot, head, int32(COLUMNS * block), 0), aligned=True)
                     for _ in range(backward.segment_tokens(0, sequence, length, segment, segments).num_chunks()):
-                        ds_t = advance_gradient(ds_t, j, (k, v, x, vectors, q, p), scale)
+                        ds_t, from_outputs = advance_gradient(
+                            ds_t, from_outputs, j, last, (k, do, x, vectors, q, p, out), scale
+                        )
                         j = int32(j + 1)
                 warpgroup.store(gFirstState, ds_t, at, aligned=False)
             else:
                 s_t = warpgroup.load(gInitialState, STATE, at, aligned=False)
                 for j in range(forward.sequence_tokens(0, sequence, length).num_chunks()):
-                    chunk = int32(first_chunk + j)
-                    s_t = advance_state(s_t, j, (k, v, x, vectors), (state, out), gErrors, gStates, chunk, head, block)
-                warpgroup.store_wait()
+                    s_t = advance_state(s_t, j, (k, v, x, vectors, states, out))
 
     return walk, smem

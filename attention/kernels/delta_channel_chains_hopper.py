@@ -61,7 +61,7 @@ class Config:
 
     @property
     def state_panel(self):
-        """PANEL columns of values of them, as they lie in memory."""
+        """PANEL columns of values of S or dS, transposed, as they lie in memory."""
         return st(PANEL, self.key_dim, self.dtype)
 
     def __str__(self):
@@ -83,7 +83,7 @@ def make(config: Config):
     KEYS, VALUES, STATES = tiled(config.key, rows=2), tiled(config.values, unit=1), tiled(config.state_panel, rows=2)
     SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
     DECAY, BETA = sv(config.key_dim, fp32), sv(CHUNK, fp32)
-    parts_of, forward = TwoParts(INPUT), SequenceLayout(config.varlen)
+    two_parts, forward = TwoParts(INPUT), SequenceLayout(config.varlen)
     backward = SequenceLayout(config.varlen, reversed=True)
     smem = shared(
         read_keys=ring(config.key, STAGES),
@@ -101,7 +101,8 @@ def make(config: Config):
 
     @inlined
     def send_state(gStates, chunk, head, block, which, state, s_t, newer):
-        """Store S (which is 0) or dS (1), also in shared memory. newer: as in warpgroup.send."""
+        """Store S (which: 0) or dS (which: 1), in shared memory, where products read it, and from there in memory. newer: as in
+        warpgroup.send."""
         warpgroup.store_wait(newer)
         warpgroup.sync()
         warpgroup.store(state, s_t)
@@ -120,7 +121,7 @@ def make(config: Config):
         betas = load(beta.wait(j), ROW_VEC)
         y = values - warpgroup.wait(u)
         read_keys.release(j)
-        (high, low), solution = parts_of.split(y * betas), x.wait(j)
+        (high, low), solution = two_parts.split(y * betas), x.wait(j)
         x_high, x_low = subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
         e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, high, x_high), high, x_low), low, x_high)
         s_t = s_t * load(decay.wait(j), STATE.row_vec)
@@ -155,7 +156,7 @@ def make(config: Config):
         do.release(j)
         p.release(j)
         write_keys.release(j)
-        (high, low), solution = parts_of.split(du * betas), x.wait(j)
+        (high, low), solution = two_parts.split(du * betas), x.wait(j)
         x_high, x_low = subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
         z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, x_high), high, x_low), low, x_high)
         ds_t, z = warpgroup.wait(ds_t, newer=1), warpgroup.wait(z)
@@ -220,18 +221,18 @@ def make(config: Config):
                         decay.fill(j, gB, at)
                         write_keys.fill(j, gWriteKeys, at)
         else:
-            of_states = sequence, head, int32(COLUMNS * block), 0
+            state_coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
                 rings, tiles = (read_keys, write_keys, v, x, decay, beta, q, p), (state, out, dv)
-                ds_t = warpgroup.load(gLastState, STATE, of_states, aligned=False)
+                ds_t = warpgroup.load(gLastState, STATE, state_coord, aligned=False)
                 seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
                 for j in range(seq.num_chunks()):
                     target, batch, row = backward.whole_tile(gDV, gTailDV, seq, seq.chunk_start(j), sequence)
-                    here = batch, row, int32(first_chunk + seq.chunk_number(j)), head, block
-                    ds_t = advance_gradient(ds_t, j, rings, tiles, (gErrors, gStates, target), here, scale)
-                warpgroup.store(gFirstState, ds_t, of_states, aligned=False)
+                    coord = batch, row, int32(first_chunk + seq.chunk_number(j)), head, block
+                    ds_t = advance_gradient(ds_t, j, rings, tiles, (gErrors, gStates, target), coord, scale)
+                warpgroup.store(gFirstState, ds_t, state_coord, aligned=False)
             else:
-                s_t = warpgroup.load(gInitialState, STATE, of_states, aligned=False)
+                s_t = warpgroup.load(gInitialState, STATE, state_coord, aligned=False)
                 for j in range(forward.sequence_tokens(gCuSeqlens, sequence, length).num_chunks()):
                     chunk = int32(first_chunk + j)
                     s_t = advance_state(

@@ -43,7 +43,7 @@ from ops import (
 )
 from ops import block as thread_block
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
@@ -55,7 +55,7 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 GROUPS = 4  # of warps, which have a part of the channels each
 WARPS = WARPGROUP * GROUPS  # of a block
-FAR = CHUNK // 2  # tokens that a warp meets at the first level
+FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
 SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
 NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
@@ -83,7 +83,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         config = Config(*form)
         if config.gated and target.shared_bytes >= MEDIUM:
             yield config
-            if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0]:
+            if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
                 yield from (replace(config, unrounded=True), replace(config, stages=1), replace(config, with_gates=False))
 
 
@@ -137,10 +137,11 @@ def make(config: Config):
     def decay_products(dq, read, written, dots, tiles, beta, scale):
         """dq, dk and r as far as they come from states, from products with these. dots: of <S, dS>, the warp's part."""
         queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
-        sums, last = load(channels.part(b), OUT, fenced=False), channels.load_last(b)
+        sums = load(channels.part(b), OUT, fenced=False)
         decay = exp2(sums)
         dq = dq * (decay * scale)
         read = read * (decay * (0.0 - beta))
+        last = channels.load_last(b)
         written = written * (exp2(last - sums) * beta)
         r = zeros(OUT)
         if WITH_GATES:
@@ -152,23 +153,31 @@ def make(config: Config):
         return dq, read + written, r
 
     @inlined
-    def add_level(sums, wx, keys_wx, e, x, keys_x, is_later):
-        """dq, dk and r with a level's products, of dP and of G. is_later: 1 or 0."""
+    def add_products(sums, wx, e, x, is_later):
+        """dq, dk and r with a level's products of dP. is_later: 1 or 0."""
         dq, dk, r = sums
         if WITH_GATES:
-            r = r + (wx * fp32(x) + keys_wx * fp32(keys_x)) * (is_later * 2.0 - 1.0)
+            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
         later = e * is_later
-        return dq + wx * later, dk + wx * (e - later) + keys_wx * e, r
+        return dq + wx * later, dk + wx * (e - later), r
 
     @inlined
-    def meet_level(sums, tiles, size, inverse):
-        """dq, dk and r with the pairs of tokens in groups of `size` that are in different halves of them. inverse: 1 / size.
-        The block meets."""
+    def add_keys_products(sums, wx, e, x, is_later):
+        """dk and r with a level's products of G."""
+        dq, dk, r = sums
+        if WITH_GATES:
+            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
+        return dq, dk + wx * e, r
+
+    @inlined
+    def add_level_pairs(sums, tiles, size, inverse):
+        """dq, dk and r with the pairs of tokens that are in different halves of groups of `size`. inverse: 1 / size. All warps
+        of the block synchronise."""
         queries, keys, b, x, keys_x, w, _ = tiles
-        quarter, rank, late = warpgroup.id(), warpgroup.rank(), warpgroup.rank() // 2
+        quarter, rank, rank_half = warpgroup.id(), warpgroup.rank(), warpgroup.rank() // 2
         first = int32(ROWS * rank)
-        others = 1 - late if size == CHUNK else late  # which half of the chunk a warp's tokens meet
-        row, col = row_index(ROW) + float32(first), col_index(PAIRS.row_vec) + float32(FAR * others)
+        pair_side = 1 - rank_half if size == CHUNK else rank_half  # the half of the chunk with which pairs are formed
+        row, col = row_index(ROW) + float32(first), col_index(PAIRS.row_vec) + float32(FAR * pair_side)
         row_group, col_group = row * inverse // 1, col * inverse // 1
         row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
         is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
@@ -180,19 +189,20 @@ def make(config: Config):
             anchors = load_row_of_group(channels.part(b), OUT, size, size >> 1, fenced=False)
         e = exp2(0.0 - abs(load(channels.part(b), OUT, fenced=False) - anchors))
         key = load_rows(keys) * e
-        mine, keys_mine = INPUT(where(is_later, load_rows(queries) * e, key)), INPUT(key)
+        x_rows = INPUT(where(is_later, load_rows(queries) * e, key))
         thread_block.sync(FENCED)  # all have read x
-        store(channels.part(x), mine)
-        store(channels.part(keys_x), keys_mine)
+        store(channels.part(x), x_rows)
+        store(channels.part(keys_x), INPUT(key))
         thread_block.sync(FENCED)
-        wx = mma_AB(zeros(OUT), pairs_of(w, 0, others, is_pair), subtile(x, FAR, others, PART, quarter))
-        keys_wx = mma_AB(zeros(OUT), pairs_of(w, 1, others, is_pair), subtile(keys_x, FAR, others, PART, quarter))
-        return add_level(sums, wx, keys_wx, e, mine, keys_mine, is_later)
+        wx = mma_AB(zeros(OUT), load_level_scores(w, 0, pair_side, is_pair), subtile(x, FAR, pair_side, PART, quarter))
+        sums = add_products(sums, wx, e, x, is_later)
+        wx = mma_AB(zeros(OUT), load_level_scores(w, 1, pair_side, is_pair), subtile(keys_x, FAR, pair_side, PART, quarter))
+        return add_keys_products(sums, wx, e, keys_x, is_later)
 
     @inlined
-    def pairs_of(w, which, others, is_pair):
+    def load_level_scores(w, index, pair_side, is_pair):
         """A warp's rows of W, of dP or of G, with half of the chunk's tokens: 0 but for pairs."""
-        rows = subtile(subtile(w, CHUNK, which), ROWS, warpgroup.rank(), FAR, others)
+        rows = subtile(subtile(w, CHUNK, index), ROWS, warpgroup.rank(), FAR, pair_side)
         return INPUT(where(is_pair, fp32(load(rows, SCORES, fenced=False)), 0.0))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -209,9 +219,10 @@ def make(config: Config):
         key_head, _ = divmod(head, group)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         n, quarter, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
-        row, late = int32(ROWS * rank), rank // 2
-        odd, of_errors = rank - 2 * late, quarter // 2
-        side = quarter - 2 * of_errors
+        row, rank_half = int32(ROWS * rank), rank // 2
+        rank_parity, computes_g = rank - 2 * rank_half, quarter // 2
+        pair_half = quarter - 2 * computes_g
+        padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
@@ -229,15 +240,15 @@ def make(config: Config):
                 if STAGES == 1:
                     thread_block.sync(FENCED)
                     fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-                do_rows = subtile(do.wait(panel), ROWS, rank)  # the block has met: all have read the panel before
+                do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the panel before
                 error_tile, states = errors.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     later = int32(panel + STAGES - 1)
                     fill(do, errors, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
                 e_tile = subtile(error_tile, CHUNK, 0)
                 e_rows, z_rows = subtile(e_tile, ROWS, rank), subtile(subtile(error_tile, CHUNK, 1), ROWS, rank)
-                pair_tile = subtile(e_tile, FAR, side)
-                if of_errors:
+                pair_tile = subtile(e_tile, FAR, pair_half)
+                if computes_g:
                     scores = mma_ABt(scores, z_rows, pair_tile)
                 else:
                     scores = mma_ABt(scores, do_rows, pair_tile)
@@ -247,29 +258,29 @@ def make(config: Config):
                 dq = mma_AB(dq, do_rows, state)
                 read = mma_AB(read, z_rows, state)
                 written = mma_AB(written, e_rows, d_state)
-                if WITH_GATES and late == panel % 2:
-                    products = fp32(load(subtile(state, ROWS, odd), OPERAND, fenced=False))
-                    products = products * fp32(load(subtile(d_state, ROWS, odd), OPERAND, fenced=False))
+                if WITH_GATES and rank_half == panel % 2:
+                    products = fp32(load(subtile(state, ROWS, rank_parity), OPERAND, fenced=False))
+                    products = products * fp32(load(subtile(d_state, ROWS, rank_parity), OPERAND, fenced=False))
                     state_dots = state_dots + lane_col_sum(products)
             beta_rows = load(gChunkBeta, COL_VEC, (chunk, head, row))
-            beta = load(gChunkBeta, PAIRS.row_vec, (chunk, head, int32(FAR * side)))
-            rows, cols = warpgroup.row_index(COL_VEC), col_index(PAIRS.row_vec) + float32(FAR * side)
-            if of_errors:
+            beta = load(gChunkBeta, PAIRS.row_vec, (chunk, head, int32(FAR * pair_half)))
+            rows, cols = warpgroup.row_index(COL_VEC), col_index(PAIRS.row_vec) + float32(FAR * pair_half)
+            if computes_g:
                 scores = scores * beta * (0.0 - beta_rows)
                 rows = rows - 1.0
             else:
                 scores = scores * (beta * scale)
-                if side == 0:
+                if pair_half == 0:
                     store(truncate(gDBeta, 1, seq.end), dbeta, (seq.batch, int32(token + row), head), cols=1)
-            mine_w, rounded = subtile(w, CHUNK, of_errors), INPUT(where(less(rows, cols), 0.0, scores))
-            store_pairs(mine_w, columns(rounded, ROWS, 0), rank, 2 * side)
-            store_pairs(mine_w, columns(rounded, ROWS, 1), rank, 2 * side + 1)
+            w_tile, rounded = subtile(w, CHUNK, computes_g), INPUT(where(less(rows, cols), 0.0, scores))
+            store_pairs(w_tile, columns(rounded, ROWS, 0), rank, 2 * pair_half)
+            store_pairs(w_tile, columns(rounded, ROWS, 1), rank, 2 * pair_half + 1)
             query_tile, key_tile = q.wait(j), k.wait(j)
             tiles, dots = (query_tile, key_tile, b, x, keys_x, w, carried), finish_sum(state_dots)
             sums = decay_products(dq, read, written, dots, tiles, beta_rows, scale)
             size, inverse = int32(CHUNK), float32(1 / CHUNK)
             while size > 1:
-                sums = meet_level(sums, tiles, size, inverse)
+                sums = add_level_pairs(sums, tiles, size, inverse)
                 size, inverse = size >> 1, inverse * 2.0
             dq, dk, r = sums
 
@@ -285,7 +296,6 @@ def make(config: Config):
                 channels.store_gate_gradients(gDGates, gGates, b, r, carried, seq, token, head)
             thread_block.sync(FENCED)
         if VARLEN and WITH_GATES:
-            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(part, padding.num_chunks(), parts):
                 at = padding.batch, int32(padding.chunk_start(j) + row), head, int32(PART * quarter)
                 store(gDGates, zeros(OUT), at, 1, 3, False)

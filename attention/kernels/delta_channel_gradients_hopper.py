@@ -105,12 +105,12 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of all padded sizes in bf16, with fp16 if `everything`, and the largest without gates."""
     if target.has_wgmma:
-        for of in (bf16, fp16) if everything else (bf16,):
-            yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, of), (of,)))
+        for input_dtype in (bf16, fp16) if everything else (bf16,):
+            yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, input_dtype), (input_dtype,)))
             largest = max(KEY_DIMS), max(VALUE_DIMS)
-            yield Config(*largest, fp32, of, with_gates=False)
-            for gates, with_gates in itertools.product((fp32, of), (False, True)):
-                yield Config(*largest, gates, of, with_gates, varlen=True)
+            yield Config(*largest, fp32, input_dtype, with_gates=False)
+            for gates, with_gates in itertools.product((fp32, input_dtype), (False, True)):
+                yield Config(*largest, gates, input_dtype, with_gates, varlen=True)
 
 
 @functools.cache
@@ -123,9 +123,9 @@ def make(config: Config):
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - SUMMERS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    KEYS, OF_CHUNKS = tiled(KEY, unit=1), tiled(config.values, rows=2)
+    KEYS, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(config.values, rows=2)
     DKEYS = tiled(config.key_gradients, unit=1)
-    OF_LANES = rt(16, LANES, fp32).row_vec
+    LANE_VEC = rt(16, LANES, fp32).row_vec
     GATE_PART = st(CHUNK, PART, fp32, width=channels.sums.width)
     smem = shared(
         q=ring(KEY, 1, WARPS),
@@ -169,26 +169,26 @@ def make(config: Config):
         return INPUT(scores)
 
     @inlined
-    def store_gate_gradients(b, r, carried, may_forget, gGates, at):
+    def store_gate_gradients(b, r, carried, has_floor_gates, gGates, at):
         """Overwrite the consumer's part of b, which all have read, by its gates' gradients. r: what token i has for all gates
         up to its own. carried: for each warp what its tokens have for all gates of the chunk. at: the warp's first gate."""
-        mine, rank = channels.part(b), warpgroup.rank()
-        store(mine, r)
+        b_part, rank = channels.part(b), warpgroup.rank()
+        store(b_part, r)
         warpgroup.sync(FENCED)
         if rank < PART // LANES:
             first = int32(PART // LANES * warpgroup.WARPGROUP * warpgroup.id() + rank)
-            total = load(subtile(carried, LANES, first), OF_LANES)
+            total = load(subtile(carried, LANES, first), LANE_VEC)
             for i in range(1, warpgroup.WARPGROUP):
-                total = total + load(subtile(carried, LANES, int32(first + PART // LANES * i)), OF_LANES)
+                total = total + load(subtile(carried, LANES, int32(first + PART // LANES * i)), LANE_VEC)
             cuda.syncwarp()  # other lanes read what this one overwrites
             store(subtile(carried, LANES, first), total)
             cuda.syncwarp()
             index = int32(PART // LANES * warpgroup.id() + rank)
             reverse_cumsum_columns(subtile(b, CHUNK, 0, LANES, index), subtile(carried, LANES, first))
         warpgroup.sync(FENCED)
-        if may_forget:
-            forgets = less(load(gGates, OUT, at, 1, 3, True), FLOOR)
-            store(mine, where(forgets, 0.0, load(mine, OUT, fenced=False)))
+        if has_floor_gates:
+            below_floor = less(load(gGates, OUT, at, 1, 3, True), FLOOR)
+            store(b_part, where(below_floor, 0.0, load(b_part, OUT, fenced=False)))
 
     @inlined
     def sum_gates(target, source):
@@ -201,7 +201,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
-        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: OF_CHUNKS, gStates: tiled(config.state_panel, rows=2),
+        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gStates: tiled(config.state_panel, rows=2),
         gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
         gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
         gTailDOut: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
@@ -217,7 +217,7 @@ def make(config: Config):
             j = int32(0)
             if warpgroup.rank() == 0:
                 while chunk_items.has(grid, j):
-                    chunk, head, sequence, token, seq = chunk_items.place(grid, j)
+                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
                     key_head, _ = divmod(head, group)
                     array, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
                     do.fill(j, array, (batch, row, head))
@@ -237,7 +237,7 @@ def make(config: Config):
                     j = int32(j + 1)
             elif warpgroup.rank() == 1:
                 while chunk_items.has(grid, j):
-                    _, head, _, token, seq = chunk_items.place(grid, j)
+                    _, head, _, token, seq = chunk_items.locate(grid, j)
                     sums = dbeta.wait(j)
                     for i in range(CHUNK // 16):
                         at = seq.batch, int32(token + 16 * i), head
@@ -251,25 +251,25 @@ def make(config: Config):
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # what goes through states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
-                douts, zs = left, z.wait(j)
+                douts, z_tile = left, z.wait(j)
                 if wg:
-                    left = zs
+                    left = z_tile
                 states, d_states = subtile(s.wait(j), VALUES, 0, PART, wg), subtile(ds.wait(j), VALUES, 0, PART, wg)
                 scores = warpgroup.mm_ABt(left, errors)
                 dq = warpgroup.mm_AB(douts, states)
-                read = warpgroup.mm_AB(zs, states)
+                read = warpgroup.mm_AB(z_tile, states)
                 written = warpgroup.mm_AB(errors, d_states)
                 gates, betas = g.wait(j), beta.wait(j)
                 if IN_PLACE:
                     b, decayed_keys = gates, read_keys
                 else:
                     b, decayed_keys = gate_sums, gates
-                of_all = subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank))
+                warp_carried = subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank))
                 if rank < SUMMERS:
                     sum_gates(b, gates)
-                    store(of_all, zeros(OUT.row_vec))
+                    store(warp_carried, zeros(OUT.row_vec))
                 elif WITH_GATES:
-                    store(of_all, dot_states(states, d_states))
+                    store(warp_carried, dot_states(states, d_states))
                 scores = finish_scores(warpgroup.wait(scores, newer=3), betas, dbeta, j, scale)
                 warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
                 w.publish(j, FENCED)
@@ -284,24 +284,27 @@ def make(config: Config):
                 ds.release(j)
                 warpgroup.sync(FENCED)  # the gates' sums are there
                 tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, vectors, w.wait(j))
-                is_gentle, may_forget = pairs.prepare(tiles)
+                is_gentle, has_floor_gates = pairs.prepare(tiles)
                 warpgroup.sync(FENCED)  # what `prepare` wrote is there
 
                 # pairs of tokens
                 if WITH_GATES:
-                    of_states = load(of_all, OUT.row_vec) * exp2(pairs.last_sum(b))
+                    state_part = load(warp_carried, OUT.row_vec) * exp2(pairs.last_sum(b))
                     cuda.syncwarp()
-                    store(of_all, of_states + pairs.sum_written(tiles, written))
+                    store(warp_carried, state_part + pairs.sum_written(tiles, written))
                 sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
-                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.place(grid, j)  # anew, to save registers
-                of_keys, (key_head, _) = (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)), divmod(head, group)
+                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)  # anew, to save registers
+                key_rows, (key_head, _) = (
+                    (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)),
+                    divmod(head, group),
+                )
                 keys_at = seq.batch, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
-                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, of_keys, keys_at)
+                dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, key_rows, keys_at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
-                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.place(grid, j)
+                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
                 target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
@@ -310,9 +313,9 @@ def make(config: Config):
                 warpgroup.tma_store(target, (batch, row, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
                 if WITH_GATES:
                     gates_at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, may_forget, truncate(gGateRows, 1, seq.end), gates_at)
-                    of_gates, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
-                    warpgroup.tma_store(of_gates, (batch, row, head, wg), subtile(b, CHUNK, 0, PART, wg))
+                    store_gate_gradients(b, r, carried, has_floor_gates, truncate(gGateRows, 1, seq.end), gates_at)
+                    gate_target, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
+                    warpgroup.tma_store(gate_target, (batch, row, head, wg), subtile(b, CHUNK, 0, PART, wg))
                 warpgroup.store_wait()
                 q.release(j)
                 k.release(j)

@@ -1,5 +1,5 @@
 """What the delta rule needs of each chunk before its state is known, where each channel of the keys has a decay
-(parts/recurrent/delta_channels.py has the equations): the queries and keys as they meet states,
+(parts/recurrent/delta_channels.py has the equations): the queries and keys that states are multiplied by,
 
     scale exp(b) Q        exp(b) K        exp(b_last - b) K        exp(b_last), the decay of the state
 
@@ -56,18 +56,18 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES = config.dtype, config.vector_bytes
     BOTH, BETA = config.both, config.beta
-    seq_layout, parts_of, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
-    GROUP, gates_of_warp = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula)
-    PARAMS = gates_of_warp.params()
+    seq_layout, two_parts, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
+    GROUP, channel_gates = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula)
+    PARAMS = channel_gates.params()
     KEY, SUMS = (st(CHUNK, config.key_dim, x, width=min(128, GROUP.cols * x.itemsize)) for x in (INPUT, fp32))
     smem = shared(
         q=pipeline(KEY, 1, WARPS), k=pipeline(KEY, 1, WARPS), far_keys=KEY, b=SUMS, high=TRIANGLE, low=TRIANGLE,
-        biases=gates_of_warp.biases, rates=gates_of_warp.rates,
+        biases=channel_gates.biases, rates=channel_gates.rates,
     )  # fmt: skip
 
     @inlined
     def store_decayed(gDecayedQ, gReadKeys, gWriteKeys, queries, keys, b, chunk, head, scale, warp):
-        """Write a warp's 16 tokens as they meet states."""
+        """Write what states are multiplied by: a warp's 16 decayed queries and keys."""
         for i in range(WARPS):  # the channels of each warp
             sums = load(channels.group_part(b, warp, i), GROUP, fenced=False) * LOG2_E
             last = channels.load_last_sums(b, i)
@@ -96,7 +96,7 @@ def make(config: Config):
         n, warp, constants = seq.num_chunks(), warpgroup.rank(), (biases, rates)
         queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
         store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
-        gates_of_warp.load_constants(constants, params, head, warp)
+        channel_gates.load_constants(constants, params, head, warp)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
@@ -106,7 +106,7 @@ def make(config: Config):
                 at = seq.batch, int32(token + TOKEN_GROUP * i), head, int32(GROUP.cols * warp)
                 store(channels.group_part(b, i, warp), load(truncate(gGates, 1, seq.end), GROUP, at, 1, 3))
             cuda.syncwarp()  # other lanes read them
-            gates_of_warp.cumsum(b, b, constants, warp, seq.remaining(j))
+            channel_gates.cumsum(b, b, constants, warp, seq.remaining(j))
             beta = BETA.compute(load(betas, ROW_VEC, (seq.batch, token, head), cols=1))
             store(gB, exp2(channels.load_last_sums(b, warp)), (chunk, head, int32(GROUP.cols * warp)))
             if warp == 0:
@@ -117,12 +117,12 @@ def make(config: Config):
             cuda.syncwarp()  # other lanes wrote them
             s = warpgroup.load(high, TILE, fenced=False) + warpgroup.load(low, TILE, fenced=False)
             s = warpgroup.causal(s, -1, 0.0)
-            first, second = parts_of.split(inverse_transposed(s * beta, high, low))
+            first, second = two_parts.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
             if BOTH:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1))
-                first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+                first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
                 warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
                 warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
             store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)

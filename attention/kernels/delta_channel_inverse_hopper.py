@@ -1,6 +1,7 @@
 """What gradients of the delta rule need of each chunk before its state is known, of all chunks at once, for Hopper, where each
-channel of the keys has a decay (parts/recurrent/delta_channels.py has the equations): the queries and keys as they meet states,
-exp(b) Q, exp(b) K and exp(b_last - b) K, the chunk's decay exp(b_last), the scores P / scale, and -L^T in two parts.
+channel of the keys has a decay (parts/recurrent/delta_channels.py has the equations): the queries and keys that states are
+multiplied by, exp(b) Q, exp(b) K and exp(b_last - b) K, the chunk's decay exp(b_last), the scores P / scale, and -L^T in two
+parts.
 
 A block is one warpgroup, and has some chunks of a head, one after the other. Chunks are treated as
 kda_transform_hopper.py treats strong ones: by blocks of 16 tokens with a reference each (block_scores.py), or halved. The next
@@ -34,7 +35,7 @@ WARPS = warpgroup.WARPGROUP
 class Config(channel_config.Config):
     """A kernel's configuration: that of channel_config.py. There are no consumers."""
 
-    blocks_per_sm = 2
+    ctas_per_sm = 2
 
     @property
     def decayed_keys(self):
@@ -48,9 +49,9 @@ class Config(channel_config.Config):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with gates in fp32 and in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
-        for of in (bf16, fp16) if everything else (bf16,):
-            for key_dim, gates, varlen in itertools.product(KEY_DIMS, (fp32, of), (False, True)):
-                yield Config(key_dim, 0, gates, of, varlen)
+        for input_dtype in (bf16, fp16) if everything else (bf16,):
+            for key_dim, gates, varlen in itertools.product(KEY_DIMS, (fp32, input_dtype), (False, True)):
+                yield Config(key_dim, 0, gates, input_dtype, varlen)
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
     COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout(config.varlen)
-    SQUARE, decay, raw, parts_of = (
+    SQUARE, decay, channel_gates, two_parts = (
         st(CHUNK, CHUNK, INPUT),
         KdaDecay(config.key_dim, INPUT, 1),
         config.channel_gates,
@@ -100,7 +101,7 @@ def make(config: Config):
         warpgroup.tma_store(gWriteKeys, at, keys)
         warpgroup.tma_store(gB, at, state_decay)
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def invert(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gDecayedQ: CHUNK_KEYS, gReadKeys: CHUNK_KEYS,
         gWriteKeys: CHUNK_KEYS, gB: tiled(config.state_decay, 3, None, 2), gChunkBeta: array(3),
@@ -130,7 +131,7 @@ def make(config: Config):
                 sums, decayed_keys = gates, k_decayed
             else:
                 sums, decayed_keys = gate_sums, viewed(gates, KEY)
-            raw.cumsum(sums, gates, (), warp, seq.remaining(j))
+            channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
             b_last, decayed = decay.load_last_sums(sums, warp), (queries, decayed_keys, keys, state_decay)
             _, halved = decay.vote(sums, b_last, warp)
             if halved:
@@ -158,7 +159,7 @@ def make(config: Config):
                 store(gChunkBeta, beta, (chunk, head, 0))
             a = a * away_from_zero(beta)
             x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / away_from_zero(beta_rows)
-            x_high, x_low = parts_of.split(x)
+            x_high, x_low = two_parts.split(x)
             warpgroup.send(gSolutions, (chunk, head, 0), square, x_high)
             warpgroup.send(gSolutions, (chunk, head, 1), square, x_low)
         warpgroup.store_wait()

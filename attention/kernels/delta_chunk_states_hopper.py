@@ -73,24 +73,24 @@ class Config:
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16. everything: fp16 too, and all packed."""
     if target.has_wgmma:
-        for key_dim, of, gated in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
-            yield from (Config(key_dim, of, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
+        for key_dim, input_dtype, gated in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+            yield from (Config(key_dim, input_dtype, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
-    vectors_of = ChunkVectors(GATED)
-    TRANSPOSED, seq_layout, parts_of = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen), TwoParts(INPUT)
-    solver = ChunkSolver(vectors_of, parts_of)
+    chunk_vectors = ChunkVectors(GATED)
+    TRANSPOSED, seq_layout, two_parts = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen), TwoParts(INPUT)
+    solver = ChunkSolver(chunk_vectors, two_parts)
     LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     readers = CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
         x=ring(st(2 * CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
-        vectors=ring(vectors_of.spec, VECTORS, readers + WARPS, writers=1),
+        vectors=ring(chunk_vectors.spec, VECTORS, readers + WARPS, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
         state=st(CONSUMERS * COLUMNS, config.key_dim, INPUT),
@@ -98,7 +98,7 @@ def make(config: Config):
     )
 
     @inlined
-    def place(gCuSeqlens, length, heads):
+    def locate_block(gCuSeqlens, length, heads):
         """(sequence, head, its tokens, how many chunks they are, the index of the first one) of this block."""
         sequence, head = divmod(cuda.blockIdx.x, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -117,7 +117,7 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
+            sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
             warp = warpgroup.rank()
             if warp == 0:
                 key_head, _ = divmod(head, group)
@@ -133,43 +133,43 @@ def make(config: Config):
                     vectors.publish(j)
         elif wg == SOLVER:
             warpgroup.release_registers(SOLVER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
+            sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
             for j in range(n):
                 keys = k.wait(j)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
-                chunk_vectors = vectors.wait(j)
-                solution = solver.solve(s, chunk_vectors, (high, low))
+                vector_tile = vectors.wait(j)
+                solution = solver.solve(s, vector_tile, (high, low))
                 target = x.claim(j)
-                x_high, x_low = parts_of.split(solution)
+                x_high, x_low = two_parts.split(solution)
                 warpgroup.store(subtile(target, CHUNK, 0), x_high)
                 warpgroup.store(subtile(target, CHUNK, 1), x_low)
                 x.publish(j)
-                r_high, r_low = solver.split_reverse(solution, chunk_vectors)
+                r_high, r_low = solver.split_reverse(solution, vector_tile)
                 vectors.release(j)
                 chunk = int32(first_chunk + j)
                 warpgroup.store(gSolutions, r_high, (chunk, head, 0, 0), aligned=True)
                 warpgroup.store(gSolutions, r_low, (chunk, head, CHUNK, 0), aligned=True)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            sequence, head, seq, n, first_chunk = place(gCuSeqlens, length, heads)
+            sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
             state_tile, out_tile = subtile(state, COLUMNS, wg), subtile(out, CHUNK, wg)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, COLUMNS * wg, 0), aligned=False)
             for j in range(n):
                 chunk = int32(first_chunk + j)
                 warpgroup.send(gStates, (chunk, head, wg), state_tile, s_t, 1)
-                keys, chunk_vectors = k.wait(j), vectors.wait(j)
+                keys, vector_tile = k.wait(j), vectors.wait(j)
                 u = warpgroup.mm_ABt(state_tile, keys)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED))
                 v.release(j)
-                y = values - vectors_of.decay_cols(warpgroup.wait(u), chunk_vectors, DECAY)
-                y_high, y_low = parts_of.split(y)
+                y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
+                y_high, y_low = two_parts.split(y)
                 x_high, x_low = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
                 e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, y_high, x_high), y_high, x_low), y_low, x_high)
                 e = warpgroup.wait(e)
                 x.release(j)
-                u = vectors_of.decay_cols(e * vectors_of.cols(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
-                s_t = vectors_of.decay_state(s_t, chunk_vectors)
+                u = chunk_vectors.decay_cols(e * chunk_vectors.cols(vector_tile, BETA), vector_tile, DECAY_TO_END)
+                s_t = chunk_vectors.decay_state(s_t, vector_tile)
                 vectors.release(j)
                 s_t = warpgroup.mma_AB(s_t, INPUT(u), keys)
                 warpgroup.store_wait(1)

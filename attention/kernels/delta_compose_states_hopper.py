@@ -44,7 +44,7 @@ class Config:
         return warpgroup.THREADS * (1 + self.loaders)
 
     def __str__(self):
-        return f"maps, Dk {self.key_dim}"
+        return f"composed states, Dk {self.key_dim}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -57,12 +57,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KEY_DIM, STATE, WARPS = config.key_dim, rt(16, config.key_dim, fp32), warpgroup.WARPGROUP
-    (loader_registers, composer_registers), CLAIMS = REGISTERS, config.loaders > 1
+    (loader_registers, composer_registers), SETMAXNREG = REGISTERS, config.loaders > 1
     matrices = ring(st(KEY_DIM, KEY_DIM, bf16), STAGES, WARPS, writers=WARPS * config.loaders)
     smem = shared(high=matrices, low=matrices)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def carry_on(
+    def compose_states(
         gTransitions: array(4), gInitialState: array(4), gSegmentStates: array(4), blocks: INT, segments: INT, heads: INT,
         values: INT,
     ):  # fmt: skip
@@ -75,18 +75,18 @@ def make(config: Config):
         column = int32(COLUMNS * block)
         wg = warpgroup.id()
         if wg > 0:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.release_registers(loader_registers)
             part = int32(wg - 1)
             for p in range(last):
                 m = warpgroup.load(gTransitions, STATE, (first_transition + p, head, LOADER_ROWS * part, values), aligned=True)
-                rounded, upper, lower = bf16(m), high.claim(p), low.claim(p)
-                warpgroup.store(subtile(upper, LOADER_ROWS, part), rounded)
-                warpgroup.store(subtile(lower, LOADER_ROWS, part), m - fp32(rounded))
+                rounded, high_tile, low_tile = bf16(m), high.claim(p), low.claim(p)
+                warpgroup.store(subtile(high_tile, LOADER_ROWS, part), rounded)
+                warpgroup.store(subtile(low_tile, LOADER_ROWS, part), m - fp32(rounded))
                 high.publish(p)
                 low.publish(p)
         else:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.claim_registers(composer_registers)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             for p in range(last):
@@ -94,13 +94,13 @@ def make(config: Config):
                 rounded = bf16(s_t)
                 residual = bf16(s_t - fp32(rounded))
                 n_t = warpgroup.load(gTransitions, STATE, (first_transition + p, head, 0, column), 3, 2)
-                upper, lower = high.wait(p), low.wait(p)
-                m_s = warpgroup.mm_ABt(rounded, upper)
-                m_s = warpgroup.mma_ABt(m_s, residual, upper)
-                m_s = warpgroup.mma_ABt(m_s, rounded, lower)
+                high_tile, low_tile = high.wait(p), low.wait(p)
+                m_s = warpgroup.mm_ABt(rounded, high_tile)
+                m_s = warpgroup.mma_ABt(m_s, residual, high_tile)
+                m_s = warpgroup.mma_ABt(m_s, rounded, low_tile)
                 s_t = warpgroup.wait(m_s) + n_t
                 high.release(p)
                 low.release(p)
             warpgroup.store(gSegmentStates, s_t, (first_state + last, head, 0, column), 3, 2)
 
-    return carry_on, smem
+    return compose_states, smem

@@ -31,7 +31,7 @@ from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.tokens import SequenceLayout
-from .linear_token_loop import BLOCKS_PER_SM, LARGEST_KEY_DIMS, MAX_WARP_KEY_DIM, WARP_COLUMNS, WARPS
+from .linear_token_loop import CTAS_PER_SM, LARGEST_KEY_DIMS, MAX_WARP_KEY_DIM, WARP_COLUMNS, WARPS
 
 WALKS = "errors", "values", "queries", "keys"
 DECAYS = "", "token", "channel"
@@ -61,7 +61,7 @@ class Config:
     @property
     def ctas_per_sm(self):
         """How many thread blocks the registers of an SM allow."""
-        return next(blocks for limit, blocks in BLOCKS_PER_SM.items() if self.warp_rows + VECTOR_ROWS <= limit)
+        return next(blocks for limit, blocks in CTAS_PER_SM.items() if self.warp_rows + VECTOR_ROWS <= limit)
 
     @property
     def threads(self):

@@ -20,7 +20,7 @@ from numpy import float32, int32
 from ops import block as thread_block
 from ops import divmod, exp2, load, mma_AB, mma_ABt, row_sum, store, subtile, tile_sum, truncate, warpgroup, zeros
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
@@ -54,7 +54,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     for form in chunk_forms(everything):
         config = Config(*form)
         yield replace(config, with_gates=config.gated)
-        if everything and config.dtype is bf16 and config.vector_bytes == PIECES[0]:
+        if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
             yield replace(config, with_gates=config.gated, unrounded=True)
             yield replace(config, with_gates=config.gated, stages=1)
             if config.gated:
@@ -127,7 +127,7 @@ def make(config: Config):
                 if STAGES == 1:
                     thread_block.sync()
                     fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # the block has met: all have read the panel before
+                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the panel before
                 errors, states = e.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     later = int32(panel + STAGES - 1)

@@ -53,7 +53,7 @@ VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that c
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
     gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: what computes gates and beta of what is
-    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their L2 norms?"""
 
     key_dim: int
     consumers: int
@@ -95,8 +95,8 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *kinds)))
+        flags = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *flags)))
 
 
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
@@ -105,9 +105,9 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if target.has_wgmma:
-        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or size == (128, 2) or (everything and of is bf16):
-                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+        for input_dtype, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or size == (128, 2) or (everything and input_dtype is bf16):
+                yield from (Config(*size, input_dtype, gated, varlen) for gated in (False, True))
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, True, formula=formula, beta=BetaFormula(1.0))
         yield from (Config(*size, bf16, True, l2norm=True) for size in SIZES)
@@ -136,7 +136,7 @@ def make(config: Config):
         high=TRIANGLE,
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        **norm.rings(config.stages, k_lengths=readers + WARPS, q_lengths=readers),
+        **norm.rings(config.stages, k_norms=readers + WARPS, q_norms=readers),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -151,7 +151,7 @@ def make(config: Config):
         columns wide."""
         tiles = smem.open()
         q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = tiles[:12]
-        lengths = tiles[12:]
+        norm_rings = tiles[12:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -162,7 +162,7 @@ def make(config: Config):
             betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
             warp = warpgroup.rank()
             at = seq.batch, seq.chunk_start(max(int32(AHEAD - WARPS + warp), 0)), value_head
-            beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+            beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
             for j in range(-WARPS, n + 1):  # loads chunk j, computes P of chunk j - 1; each warp computes b of a later one
                 if j >= 0 and j < n:
                     token = seq.chunk_start(j)
@@ -174,31 +174,31 @@ def make(config: Config):
                     keys = k.wait(chunk)
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     queries = q.wait(chunk)
-                    norm.publish(lengths, 1, chunk, queries)
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    norm.publish(norm_rings, 1, chunk, queries)
+                    scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                     k.release(chunk)
                     q.release(chunk)
-                    s = decay.decay_scores(s, decay.wait(exp_b, chunk), decay.wait(b, chunk))
+                    scores = decay.decay_scores(scores, decay.wait(exp_b, chunk), decay.wait(b, chunk))
                     decay.release(exp_b, chunk)
                     decay.release(b, chunk)
-                    warpgroup.store(p.claim(chunk), warpgroup.causal(s, 0, 0.0))
+                    warpgroup.store(p.claim(chunk), warpgroup.causal(scores, 0, 0.0))
                     p.publish(chunk)
                 if j % WARPS == 0:
-                    slot = int32(j + AHEAD + warp)
-                    if slot >= 0 and slot < n:
-                        store(beta.claim(slot), BETA.compute(beta_chunk))
-                        beta.publish(slot)
-                        sums = decay.cumsum(g, rate_and_bias, seq.remaining(slot))
-                        decay.store_sums(b, slot, sums)
-                        decay.store_decays(exp_b, slot, sums)
-                        decay.store_factors(v_factor, slot, sums)
-                    at = seq.batch, seq.chunk_start(slot + WARPS), value_head
-                    beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                    later_chunk = int32(j + AHEAD + warp)
+                    if later_chunk >= 0 and later_chunk < n:
+                        store(beta.claim(later_chunk), BETA.compute(beta_chunk))
+                        beta.publish(later_chunk)
+                        sums = decay.cumsum(gates, rate_and_bias, seq.remaining(later_chunk))
+                        decay.store_sums(b, later_chunk, sums)
+                        decay.store_decays(exp_b, later_chunk, sums)
+                        decay.store_factors(v_factor, later_chunk, sums)
+                    at = seq.batch, seq.chunk_start(later_chunk + WARPS), value_head
+                    beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                x = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), lengths)
-                warpgroup.store(t.claim(j), x)
+                t_transposed = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), norm_rings)
+                warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)
@@ -213,8 +213,8 @@ def make(config: Config):
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
                 strong = decay.is_strong(exp_b_chunk)
-                u = norm.scale_columns(u, lengths, 0, j)
-                norm.release(lengths, 0, j)
+                u = norm.scale_columns(u, norm_rings, 0, j)
+                norm.release(norm_rings, 0, j)
                 u, o = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
                 )
@@ -227,8 +227,8 @@ def make(config: Config):
                 decay.release(v_factor, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)
                 k.release(j)
-                o = norm.scale_columns(decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale, lengths, 1, j)
-                norm.release(lengths, 1, j)
+                o = norm.scale_columns(decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale, norm_rings, 1, j)
+                norm.release(norm_rings, 1, j)
                 decay.release(exp_b, j)
                 p.release(j)
                 state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), value_head, CONSUMERS * block + wg)

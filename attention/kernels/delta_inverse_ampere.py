@@ -41,7 +41,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, VECTOR_BYTES = config.dtype, config.gated, config.vector_bytes
-    BOTH, BETA, seq_layout, parts_of = config.both, config.beta, SequenceLayout(config.varlen), TwoParts(INPUT)
+    BOTH, BETA, seq_layout, two_parts = config.both, config.beta, SequenceLayout(config.varlen), TwoParts(INPUT)
     decay = delta_decay(INPUT, GATED, config.formula)
     PARAMS = decay.params()
     KEY = st(CHUNK, config.key_dim, INPUT)
@@ -87,12 +87,12 @@ def make(config: Config):
                 p_t = p_t * exp2(zeros(TILE) + sums - b_rows)
             s = warpgroup.causal(s, -1, 0.0)
             warpgroup.store(gReverse, INPUT(warpgroup.triu(p_t, 0, 0.0)), (chunk, head, 2 * CHUNK, 0), aligned=True)
-            first, second = parts_of.split(inverse_transposed(s * beta, high, low))
+            first, second = two_parts.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
             if BOTH:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1))
-                first, second = parts_of.split(inverse_transposed(s * beta_rows, high, low))
+                first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
                 warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
                 warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
 

@@ -1,5 +1,6 @@
 """What gradients of the delta rule need of each chunk before its state is known, of all chunks at once, for Hopper
-(parts/recurrent/delta_chunks.py has the equations): the vectors of its tokens, (L beta)^T, R^T and P.
+(parts/recurrent/delta_chunks.py has the equations): the vectors of its tokens, L^T and P. A beta counts as LEAST_BETA if it is
+less, as delta_segment_gradients_hopper.py divides by it.
 
 A warpgroup has a chunk of a head. delta_chains_hopper.py, whose steps wait for one another, then finds everything in memory."""
 
@@ -9,18 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
+from numpy import int32
 
 from ops import divmod, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, dtype, fp16, ring, shared, st
-from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
-from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors, TwoParts
+from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, ChunkVectors, TwoParts
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
-BLOCKS_PER_SM = 4
+CTAS_PER_SM = 4
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,22 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, KEY, SINGLE = config.dtype, st(CHUNK, config.key_dim, config.dtype), 0
-    seq_layout, vectors_of, parts_of = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
-    solver = ChunkSolver(vectors_of, parts_of)
-    smem = shared(q=ring(KEY, 1), k=ring(KEY, 1), vectors=vectors_of.spec, high=TRIANGLE, low=TRIANGLE)
+    seq_layout, chunk_vectors, two_parts = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
+    solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
+    smem = shared(q=ring(KEY, 1), k=ring(KEY, 1), vectors=chunk_vectors.spec, high=TRIANGLE, low=TRIANGLE)
 
-    @cuda.jit(launch_bounds=(config.threads, BLOCKS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
     def invert(
-        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gForward: array(4, INPUT),
-        gReverse: array(4, INPUT), gScores: array(4, INPUT), gVectors: array(3), length: INT, chunks: INT, heads: INT,
+        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gSolutions: array(4, INPUT),
+        gScores: array(4, INPUT), gVectors: array(3), gCounts: SEMAPHORES, length: INT, chunks: INT, heads: INT,
         group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has one of the `chunks` of a sequence, of one head. gForward: (-L beta)^T, high above low; gReverse: R^T as
-        well. gScores: P."""
+        """A block has one of the `chunks` of a sequence, of one head. gSolutions: -L^T, high above low. gScores: P.
+        gCounts: set to 0, for each chunk two of each key head."""
         q, k, vectors, high, low = smem.open()
         index, head = divmod(cuda.blockIdx.x, heads)
         sequence, j = divmod(index, chunks)
-        key_head, _ = divmod(head, group)
+        key_head, member = divmod(head, group)
         seq = seq_layout.sequence_tokens(0, sequence, length)
         token = seq.chunk_start(j)
         chunk = seq_layout.chunk_index(token, sequence, length)
@@ -71,20 +73,20 @@ def make(config: Config):
         q.fill(SINGLE, gQ, (seq.batch, token, key_head))
         if warpgroup.rank() == 0:
             solver.store_vectors(vectors, gVectors, gBeta, gGates, seq, token, chunk, head)
+            if member == 0:
+                gCounts[chunk, int32(2 * key_head)] = int32(0)
+                gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
         warpgroup.sync()
         keys = k.wait(SINGLE)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         p = warpgroup.wait(warpgroup.mm_ABt(q.wait(SINGLE), keys))
         q.release(SINGLE)
         k.release(SINGLE)
-        p = vectors_of.decay_scores(p, vectors, scale)
+        p = chunk_vectors.decay_scores(p, vectors, scale)
         warpgroup.store(gScores, INPUT(warpgroup.causal(p, 0, 0.0)), (chunk, head, 0, 0), aligned=True)
         solution = solver.solve(s, vectors, (high, low))
-        first, second = parts_of.split(solution)
-        warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
-        warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
-        first, second = solver.split_reverse(solution, vectors)
-        warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
-        warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+        first, second = solver.split_solution(solution, vectors)
+        warpgroup.store(gSolutions, first, (chunk, head, 0, 0), aligned=True)
+        warpgroup.store(gSolutions, second, (chunk, head, CHUNK, 0), aligned=True)
 
     return invert, smem

@@ -44,7 +44,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen, reversed=True)
-    VALUES, decay, parts_of = rt(CHUNK, WARP_COLUMNS, fp32), config.decay, TwoParts(INPUT)
+    VALUES, decay, two_parts = rt(CHUNK, WARP_COLUMNS, fp32), config.decay, TwoParts(INPUT)
     smem = shared(
         q=pipeline(st(CHUNK, config.key_dim, INPUT), 1, WARPS),
         k=pipeline(st(CHUNK, config.key_dim, INPUT), 2, WARPS),
@@ -99,11 +99,11 @@ def make(config: Config):
             do_tile = do.wait(j, 3)
             matrices = x.wait(j, 2)
             x_high, x_low, p_t = subtile(matrices, CHUNK, 0), subtile(matrices, CHUNK, 1), subtile(matrices, CHUNK, 2)
-            du_high, du_low = parts_of.split(mma_ABt(du_t, warpgroup.load_transposed(do_tile, TRANSPOSED), p_t))
+            du_high, du_low = two_parts.split(mma_ABt(du_t, warpgroup.load_transposed(do_tile, TRANSPOSED), p_t))
             z_t = mma_ABt(mma_ABt(mma_ABt(zeros(TILE), du_high, x_high), du_high, x_low), du_low, x_high)
             exp_b = decay.exp(decay.load_cols(gB, chunk, head))
             do_t = warpgroup.load_transposed(do_tile, TRANSPOSED)
-            if not decay.in_queries:
+            if not decay.queries_include_decay:
                 do_t = INPUT(fp32(do_t) * (exp_b * scale))
             state_decay = decay.load_state_decay(gB, b_last, chunk, head)
             thread_block.sync()

@@ -53,9 +53,9 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if target.has_wgmma:
-        for of, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or size == (128, 2) or (everything and of is bf16):
-                yield from (Config(*size, of, gated, varlen) for gated in (False, True))
+        for input_dtype, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or size == (128, 2) or (everything and input_dtype is bf16):
+                yield from (Config(*size, input_dtype, gated, varlen) for gated in (False, True))
 
 
 @functools.cache
@@ -91,10 +91,10 @@ def make(config: Config):
         wg = warpgroup.id()
         block, _, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads * group)
         key_head, _ = divmod(value_head, group)
-        whole = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        all_tokens = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         skipped_chunks = int32(tile_max(load(gSkippedChunks, COL_VEC, (sequence, value_head, 0)))) if GATED else int32(0)
-        start = int32(min(whole.end, whole.start + CHUNK * skipped_chunks))
-        seq = TokenRange(start, whole.end, whole.batch)
+        start = int32(min(all_tokens.end, all_tokens.start + CHUNK * skipped_chunks))
+        seq = TokenRange(start, all_tokens.end, all_tokens.batch)
         n = seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(loader_registers)
@@ -107,18 +107,18 @@ def make(config: Config):
                 betas = truncate(gBeta, 1, seq.end)
                 for j in range(warp - 1, n, CUMSUM_WARPS):
                     at = seq.batch, seq.chunk_start(j), value_head
-                    beta_chunk, g = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                    beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
                     store(beta.claim(j), beta_chunk)
                     beta.publish(j)
-                    sums = decay.cumsum(g, NO_FORMULA, seq.remaining(j))
+                    sums = decay.cumsum(gates, NO_FORMULA, seq.remaining(j))
                     decay.store_sums(b, j, sums)
                     decay.store_decays(exp_b, j, sums)
                     decay.store_factors(v_factor, j, sums)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                x = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), ())
-                warpgroup.store(t.claim(j), x)
+                t_transposed = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), ())
+                warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)

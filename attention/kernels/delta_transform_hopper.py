@@ -4,8 +4,8 @@ not get from the state.
     A = stril(beta M * K K^T)        T = (I + A)^-1 beta
 
 with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
-exp(b_last - b), and the factor of what the state returns for a key: exp(b), times the key's inverse length if keys are divided
-by their lengths (l2norm.py).
+exp(b_last - b), and the factor of what the state returns for a key: exp(b), times the key's inverse norm if keys are divided
+by their L2 norms (l2norm.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
 in four; all four warps invert, while TMA brings the keys of the next chunk."""
@@ -40,7 +40,7 @@ VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each w
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
     (cu_seqlens)? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there.
-    l2norm: are keys divided by their lengths?"""
+    l2norm: are keys divided by their L2 norms?"""
 
     key_dim: int
     dtype: dtype
@@ -68,16 +68,16 @@ class Config:
         return st(CHUNK, CHUNK, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"UT transforms, Dk {self.key_dim} {self.dtype}", *kinds)))
+        flags = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"UT transforms, Dk {self.key_dim} {self.dtype}", *flags)))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        for key_dim, of, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+        for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield from (Config(key_dim, of, gated, varlen) for gated in (False, True))
+                yield from (Config(key_dim, input_dtype, gated, varlen) for gated in (False, True))
         yield from (Config(max(KEY_DIMS), bf16, True, formula=formula, beta=BetaFormula(1.0)) for formula in FORMULAS)
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
 
@@ -85,16 +85,16 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    GATED, READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
-    vectors_of, decay, seq_layout = ChunkVectors(GATED), config.decay, SequenceLayout(config.varlen)
+    GATED, SCALES_READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
+    chunk_vectors, decay, seq_layout = ChunkVectors(GATED), config.decay, SequenceLayout(config.varlen)
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
     smem = shared(
         k=ring(config.key, 1, WARPS),
-        vectors=ring(vectors_of.spec, VECTORS, WARPS, writers=1),
+        vectors=ring(chunk_vectors.spec, VECTORS, WARPS, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
         out=config.square,
-        **norm.rings(1, k_lengths=WARPS),
+        **norm.rings(1, k_norms=WARPS),
     )
 
     @inlined
@@ -122,7 +122,7 @@ def make(config: Config):
         a key head."""
         tiles = smem.open()
         k, vectors, high, low, out = tiles[:5]
-        lengths = tiles[5:]
+        norm_rings = tiles[5:]
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
@@ -134,32 +134,31 @@ def make(config: Config):
             k.fill(0, gK, (seq.batch, seq.start, key_head))
         for j in range(n):
             if j % WARPS == 0:
-                mine = int32(j + warp)
-                if mine < n:
-                    sums = decay.cumsum(gates, rate_and_bias, seq.remaining(mine))
-                    publish_vectors(
-                        vectors, gVectors, mine, (int32(first + mine), head), transpose(BETA_FORMULA.compute(beta)), sums
-                    )
-                at = seq.batch, seq.chunk_start(mine + WARPS), head
+                warp_chunk = int32(j + warp)
+                if warp_chunk < n:
+                    sums = decay.cumsum(gates, rate_and_bias, seq.remaining(warp_chunk))
+                    coord, betas_row = (int32(first + warp_chunk), head), transpose(BETA_FORMULA.compute(beta))
+                    publish_vectors(vectors, gVectors, warp_chunk, coord, betas_row, sums)
+                at = seq.batch, seq.chunk_start(warp_chunk + WARPS), head
                 beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
             keys, chunk = k.wait(j), int32(first + j)
             seq_layout.zero_other_rows(keys, seq.remaining(j))
-            inverse_lengths = norm.publish(lengths, 0, j, keys)
+            inverse_norms = norm.publish(norm_rings, 0, j, keys)
             s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
             k.release(j)
             if j + 1 < n:
                 k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
-            of_chunk = vectors.wait(j)
-            beta_rows = vectors_of.rows(of_chunk, BETA)
-            a = vectors_of.decay_scores(s, of_chunk, 1.0) * beta_rows
-            a = norm.scale_columns(norm.scale_rows(a, inverse_lengths), lengths, 0, j)
-            x = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, lengths, 0, j)
-            norm.release(lengths, 0, j)
-            if READS:
-                factor = vectors_of.decay_rows(inverse_lengths if norm.used else 1.0, of_chunk, DECAY)
+            vector_tile = vectors.wait(j)
+            beta_rows = chunk_vectors.rows(vector_tile, BETA)
+            a = chunk_vectors.decay_scores(s, vector_tile, 1.0) * beta_rows
+            a = norm.scale_columns(norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
+            t_transposed = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, norm_rings, 0, j)
+            norm.release(norm_rings, 0, j)
+            if SCALES_READS:
+                factor = chunk_vectors.decay_rows(inverse_norms if norm.enabled else 1.0, vector_tile, DECAY)
                 store(gVectors, factor, (chunk, head, int32(CHUNK * BETA + 16 * warp)))
             vectors.release(j)
-            warpgroup.send(gTransforms, (chunk, head), out, INPUT(x))
+            warpgroup.send(gTransforms, (chunk, head), out, INPUT(t_transposed))
         warpgroup.store_wait()
 
     return invert, smem

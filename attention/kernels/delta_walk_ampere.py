@@ -25,18 +25,26 @@ from ..parts.recurrent.delta_results import ChunkErrors, ChunkOutputs
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
+WIDE = 128  # channels of keys
+
 
 @dataclass(frozen=True)
 class Config(DeltaWalkConfig):
-    """A kernel's configuration. outputs: does the walk yield outputs, or what gradients read?"""
+    """A kernel's configuration. outputs: does the walk store outputs, or what gradients
+    read?"""
 
     outputs: bool = False
 
     @property
     def result(self):
-        """What the walk yields."""
+        """The object that stores what the walk computes: outputs, or what gradients read."""
         kind = ChunkOutputs if self.outputs else ChunkErrors
         return kind(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
+
+    @property
+    def asks_for_column(self):
+        """Is a warp's column computed anew for each chunk? With those it would spill on sm_120a, the others without."""
+        return not self.outputs or (self.key_dim == WIDE and not self.gated and not self.varlen)
 
     @property
     def label(self):
@@ -55,7 +63,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen)
-    decay, parts_of, result = config.decay, TwoParts(INPUT), config.result
+    decay, two_parts, result = config.decay, TwoParts(INPUT), config.result
+    ANEW = config.asks_for_column
     PARAMS, READS_QUERIES, KEY = result.params(), result.reads_queries, st(CHUNK, config.key_dim, INPUT)
     smem = shared(
         q=pipeline(KEY if READS_QUERIES else st(8 * WARPS, 16, INPUT), 1, WARPS),
@@ -70,22 +79,22 @@ def make(config: Config):
         gB: array(3), gChunkBeta: array(3), gForward: array(4, INPUT), gInitialState: array(4), gCuSeqlens: ENDS, length: INT,
         blocks: INT, heads: INT, group: INT, params: PARAMS,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys, gWriteKeys: exp(b) K,
-        exp(b_last - b) K, all without decays if these are of tokens. gForward: of each chunk and head, its inverse and what
-        else the result multiplies."""
+        """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys: exp(b) K, gWriteKeys:
+        exp(b_last - b) K; plain Q and K where a decay is one number a token. gForward: of each chunk and head, its inverse, and
+        P^T below it if outputs are computed."""
         q, k, v, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
         column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         values, n = truncate(gV, 1, seq.end), seq.num_chunks()
-        end_row, tiles, asked = decay.end_row(seq.end), decay.tiles(n), n if READS_QUERIES else 0
+        end_row, tiles, query_chunks = decay.end_row(seq.end), decay.tiles(n), n if READS_QUERIES else 0
         queries = truncate(gDecayedQ, 1, end_row)
         read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         at = decay.coord(seq.batch, seq.start, key_head, first_chunk, head)
         k.fill(0, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
-        q.fill(0, queries, at, 1, 3, asked, VECTOR_BYTES)
+        q.fill(0, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
         v.fill(0, values, (seq.batch, seq.start, head, col), 1, 3, n, VECTOR_BYTES)
         x.fill(0, gForward, (first_chunk, head, 0, 0), end=n)
         tile, i = decay.second_tile(0)
@@ -94,11 +103,13 @@ def make(config: Config):
         s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(first_chunk + j)
+            if ANEW:
+                column = int32(col + WARP_COLUMNS * warp_index())  # anew, to save registers
             result.store_state(params, s_t, (chunk, head, column))
             key_tile = k.wait(decay.first_tile(j), 4)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))
             y_t = fp32(warpgroup.load_transposed(v.wait(j, 2), TRANSPOSED)) - y_t
-            y_high, y_low = parts_of.split(y_t)
+            y_high, y_low = two_parts.split(y_t)
             matrices = x.wait(j, 1)
             x_high, x_low = subtile(matrices, CHUNK, 0), subtile(matrices, CHUNK, 1)
             e_t = mma_AB(mma_AB(mma_AB(zeros(TILE), y_high, x_high), y_high, x_low), y_low, x_high)
@@ -110,7 +121,7 @@ def make(config: Config):
             thread_block.sync()
             at = decay.coord(seq.batch, seq.chunk_start(j + 1), key_head, int32(chunk + 1), head)
             decay.fill_first(k, int32(j + 1), read_keys, at, tiles, VECTOR_BYTES)
-            q.fill(j + 1, queries, at, 1, 3, asked, VECTOR_BYTES)
+            q.fill(j + 1, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
             v.fill(j + 1, values, (seq.batch, seq.chunk_start(j + 1), head, col), 1, 3, n, VECTOR_BYTES)
             x.fill(j + 1, gForward, (int32(chunk + 1), head, 0, 0), end=n)
             s_t = mma_AB(s_t * state_decay, update, decay.wait_second(k, j, key_tile, 4))

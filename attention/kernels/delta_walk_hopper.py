@@ -39,13 +39,13 @@ REGISTERS = 24, 128, 240  # of a thread of loader, scorer and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
 WARPS = warpgroup.WARPGROUP
-READ = BETA  # the vector of what the state returns for a key, where beta was
+READ = BETA  # the factor of what the state returns for a key, stored in beta's place
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? l2norm: are queries and keys divided by their lengths?"""
+    (cu_seqlens)? l2norm: are queries and keys divided by their L2 norms?"""
 
     key_dim: int
     dtype: dtype
@@ -70,24 +70,25 @@ class Config:
         return st(CHUNK, CHUNK, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"walk, Dk {self.key_dim} {self.dtype}", *kinds)))
+        flags = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"walk, Dk {self.key_dim} {self.dtype}", *flags)))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        for key_dim, of, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
+        for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield from (Config(key_dim, of, gated, varlen) for gated in (False, True))
+                yield from (Config(key_dim, input_dtype, gated, varlen) for gated in (False, True))
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
 
 
 @inlined
-def decayed_reads(vectors_of, x, vectors, reads):
-    """What the state returns for a chunk's keys, x, decayed and divided by their lengths. reads: is there anything to do?"""
-    if reads:
-        return x * vectors_of.cols(vectors, READ)
+def scale_reads(chunk_vectors, x, vectors, scales):
+    """x, what the state returns for a chunk's keys, times the factors that delta_transform_hopper.py stored in beta's place:
+    decays and inverse norms. scales: are there any?"""
+    if scales:
+        return x * chunk_vectors.cols(vectors, READ)
     else:
         return x
 
@@ -95,28 +96,28 @@ def decayed_reads(vectors_of, x, vectors, reads):
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, STATE, READS = config.dtype, rt(16, config.key_dim, fp32), config.gated or config.l2norm
-    seq_layout, vectors_of = SequenceLayout(config.varlen), ChunkVectors(config.gated)
+    INPUT, STATE, SCALES_READS = config.dtype, rt(16, config.key_dim, fp32), config.gated or config.l2norm
+    seq_layout, chunk_vectors = SequenceLayout(config.varlen), ChunkVectors(config.gated)
     state, stages = TransposedState(config.key_dim, INPUT, seq_layout), STAGES[config.key_dim]
     norm = L2Norm(config.l2norm, config.key_dim)
     LOADER_REGISTERS, SCORER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     OUTPUTS = rt(16, CHUNK, fp32)
-    BOTH = 2 * WARPS  # warps of consumer and scorer
+    BOTH_WARPS = 2 * WARPS  # warps of consumer and scorer
     smem = shared(
-        q=ring(config.key, stages, BOTH),
-        k=ring(config.key, stages, BOTH),
+        q=ring(config.key, stages, BOTH_WARPS),
+        k=ring(config.key, stages, BOTH_WARPS),
         v=ring(config.value, stages, WARPS),
         t=ring(config.square, stages, WARPS),
-        vectors=ring(vectors_of.spec, stages, BOTH),
+        vectors=ring(chunk_vectors.spec, stages, BOTH_WARPS),
         p=ring(config.square, AHEAD, WARPS, writers=WARPS),
         out=ring(config.value, AHEAD, WARPS, writers=WARPS),
-        **norm.rings(stages, q_lengths=WARPS),
+        **norm.rings(stages, q_norms=WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
-        gTransforms: tiled(config.square, rows=2), gVectors: tiled(vectors_of.spec, 3, None, 2),
+        gTransforms: tiled(config.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -125,7 +126,7 @@ def make(config: Config):
         heads share a key head; each is `blocks` blocks of columns wide."""
         tiles = smem.open()
         q, k, v, t, vectors, p, out = tiles[:7]
-        lengths = tiles[7:]
+        norm_rings = tiles[7:]
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -149,17 +150,17 @@ def make(config: Config):
                     keys = k.wait(j)
                     seq_layout.zero_other_rows(keys, seq.remaining(j), 2)
                     queries = q.wait(j)
-                    inverse_lengths = norm.publish(lengths, 0, j, queries)
+                    inverse_norms = norm.publish(norm_rings, 0, j, queries)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                     k.release(j)
                     q.release(j)
-                    s = norm.scale_rows(vectors_of.decay_scores(s, vectors.wait(j), scale), inverse_lengths)
+                    s = norm.scale_rows(chunk_vectors.decay_scores(s, vectors.wait(j), scale), inverse_norms)
                     vectors.release(j)
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
                     p.publish(j)
                 if j >= AHEAD:
-                    done = int32(j - AHEAD)
-                    state.send_output(gO, out, done, seq, head, block)
+                    stored_chunk = int32(j - AHEAD)
+                    state.send_output(gO, out, stored_chunk, seq, head, block)
             if segment == segments - 1:
                 seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
@@ -177,17 +178,17 @@ def make(config: Config):
                     out.publish(j - 1)
                 values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
                 v.release(j)
-                values, of_chunk = seq_layout.zero_other_columns(values, seq.remaining(j)), vectors.wait(j)
-                u = INPUT(values - decayed_reads(vectors_of, warpgroup.wait(u, newer=1), of_chunk, READS))
+                values, vector_tile = seq_layout.zero_other_columns(values, seq.remaining(j)), vectors.wait(j)
+                u = INPUT(values - scale_reads(chunk_vectors, warpgroup.wait(u, newer=1), vector_tile, SCALES_READS))
                 u = warpgroup.mm_AB(u, t.wait(j))
                 o = warpgroup.wait(o, newer=1)
                 q.release(j)
                 u = warpgroup.wait(u)
                 t.release(j)
-                s_t = vectors_of.decay_state(s_t, of_chunk)
-                s_t = warpgroup.mma_AB(s_t, INPUT(vectors_of.decay_cols(u, of_chunk, DECAY_TO_END)), keys)
-                o = norm.scale_columns(o * vectors_of.decay_cols(scale, of_chunk, DECAY), lengths, 0, j)
-                norm.release(lengths, 0, j)
+                s_t = chunk_vectors.decay_state(s_t, vector_tile)
+                s_t = warpgroup.mma_AB(s_t, INPUT(chunk_vectors.decay_cols(u, vector_tile, DECAY_TO_END)), keys)
+                o = norm.scale_columns(o * chunk_vectors.decay_cols(scale, vector_tile, DECAY), norm_rings, 0, j)
+                norm.release(norm_rings, 0, j)
                 vectors.release(j)
                 o = warpgroup.mma_ABt(o, INPUT(u), p.wait(j))
                 s_t = warpgroup.wait(s_t, newer=1)

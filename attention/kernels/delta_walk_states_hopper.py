@@ -20,7 +20,7 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, ChunkVectors
 from ..parts.recurrent.gates import COL_VEC
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from .delta_walk_hopper import decayed_reads
+from .delta_walk_hopper import scale_reads
 
 REGISTERS = {1: (40, 256), 2: (40, 216)}  # consumers -> registers of a thread of loader and consumer
 STAGES = 4  # chunks in flight
@@ -30,7 +30,7 @@ WARPS = warpgroup.WARPGROUP
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? l2norm: are keys divided by their lengths? consumers: warpgroups that have 64 columns of [N | M] each."""
+    (cu_seqlens)? l2norm: are keys divided by their L2 norms? consumers: warpgroups that have 64 columns of [N | M] each."""
 
     key_dim: int
     dtype: dtype
@@ -60,18 +60,18 @@ class Config:
         return st(CHUNK, CHUNK, self.dtype)
 
     def __str__(self):
-        kinds = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
+        flags = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
         sizes = f"walk of states, Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns"
-        return ", ".join(filter(None, (sizes, *kinds)))
+        return ", ".join(filter(None, (sizes, *flags)))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        sizes = tuple(itertools.product(KEY_DIMS, REGISTERS))
-        for (key_dim, n), of, varlen in itertools.product(sizes, (bf16, fp16) if everything else (bf16,), (False, True)):
+        sizes, dtypes = tuple(itertools.product(KEY_DIMS, REGISTERS)), (bf16, fp16) if everything else (bf16,)
+        for (key_dim, n), input_dtype, varlen in itertools.product(sizes, dtypes, (False, True)):
             if not varlen or (key_dim, n) == sizes[-1] or everything:
-                yield from (Config(key_dim, of, gated, varlen, consumers=n) for gated in (False, True))
+                yield from (Config(key_dim, input_dtype, gated, varlen, consumers=n) for gated in (False, True))
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
 
 
@@ -79,20 +79,20 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    LOADER, VALUES, READS = CONSUMERS, rt(16, CHUNK, INPUT), config.gated or config.l2norm
-    seq_layout, vectors_of, readers = SequenceLayout(config.varlen), ChunkVectors(config.gated), CONSUMERS * WARPS
+    LOADER, VALUES, SCALES_READS = CONSUMERS, rt(16, CHUNK, INPUT), config.gated or config.l2norm
+    seq_layout, chunk_vectors, readers = SequenceLayout(config.varlen), ChunkVectors(config.gated), CONSUMERS * WARPS
     LOADER_REGISTERS, CONSUMER_REGISTERS = REGISTERS[CONSUMERS]
     smem = shared(
         k=ring(config.key, STAGES, readers),
         v=ring(config.values, STAGES, readers),
         t=ring(config.square, STAGES, readers),
-        vectors=ring(vectors_of.spec, STAGES, readers),
+        vectors=ring(chunk_vectors.spec, STAGES, readers),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gTransforms: tiled(config.square, rows=2),
-        gVectors: tiled(vectors_of.spec, 3, None, 2), gFinalState: array(4), gCuSeqlens: ENDS,
+        gVectors: tiled(chunk_vectors.spec, 3, None, 2), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, values: INT,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of N.
@@ -125,12 +125,12 @@ def make(config: Config):
                 u = warpgroup.mm_ABt(INPUT(s_t), keys)
                 y = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
-                y, of_chunk = seq_layout.zero_other_columns(y, seq.remaining(j)), vectors.wait(j)
-                y = y - decayed_reads(vectors_of, warpgroup.wait(u), of_chunk, READS)
+                y, vector_tile = seq_layout.zero_other_columns(y, seq.remaining(j)), vectors.wait(j)
+                y = y - scale_reads(chunk_vectors, warpgroup.wait(u), vector_tile, SCALES_READS)
                 u = warpgroup.wait(warpgroup.mm_AB(INPUT(y), t.wait(j)))
                 t.release(j)
-                s_t = vectors_of.decay_state(s_t, of_chunk)
-                u = INPUT(vectors_of.decay_cols(u, of_chunk, DECAY_TO_END))
+                s_t = chunk_vectors.decay_state(s_t, vector_tile)
+                u = INPUT(chunk_vectors.decay_cols(u, vector_tile, DECAY_TO_END))
                 vectors.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(s_t, u, keys))
                 k.release(j)

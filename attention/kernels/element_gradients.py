@@ -16,7 +16,7 @@ from numpy import int32
 
 from ops import block, col_sum, divmod, load, store, tile_max, tile_min, tile_sum, where, zeros
 from tiles import bf16, fp32, inlined, rt, shared
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -129,5 +129,5 @@ def space(target: Target, everything: bool) -> Iterator[recomputed_scores.Config
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         read, main_rows = recomputed_scores.SlopeRead(None, False), 64
         yield recomputed_scores.Config(
-            padded, padded, bf16, Alibi(True, True), kv, queries, main_rows, None, PIECES[0], None, read
+            padded, padded, bf16, Alibi(True, True), kv, queries, main_rows, None, VECTOR_SIZES[0], None, read
         )

@@ -18,7 +18,7 @@ from numpy import int32
 
 from ops import divmod, load, mma_AB, mma_ABt, store, subtile, truncate, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, shared
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
@@ -122,13 +122,13 @@ def with_kv(config: Config, kv: int, shared_limit: int) -> Config:
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of an architecture: for bf16 and 16-byte copies, and with `everything` for fp16 and smaller copies."""
-    forms = [(bf16, PIECES[0]), *((bf16, vector_bytes) for vector_bytes in PIECES[1:]), (fp16, PIECES[0])]
+    forms = [(bf16, VECTOR_SIZES[0]), *((bf16, vector_bytes) for vector_bytes in VECTOR_SIZES[1:]), (fp16, VECTOR_SIZES[0])]
     shared_limit = target.shared_bytes
     for (input_dtype, vector_bytes), head_dim, variant in itertools.product(
         forms[: len(forms) if everything else 1], SHAPES, (FULL, CAUSAL)
     ):
         yield config_for(head_dim, input_dtype, variant, shared_limit, vector_bytes)
-        if everything and variant is CAUSAL and vector_bytes == PIECES[0]:
+        if everything and variant is CAUSAL and vector_bytes == VECTOR_SIZES[0]:
             yield config_for(head_dim, input_dtype, variant, shared_limit, vector_bytes, **in_pages())
 
 

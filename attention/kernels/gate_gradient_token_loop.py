@@ -63,7 +63,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     PER_CHANNEL, PER_HEAD, HAS_STATE = config.kind == "channel", config.kind == "head", config.has_state
     DELTA = config.delta
-    ADDS_PIECES = DELTA and not PER_CHANNEL  # of so many channels: their sums are numbers
+    ADDS_PARTS = DELTA and not PER_CHANNEL  # of so many channels: their sums are numbers
     CHANNELS_OF_WARP, VECTOR, seq_layout = config.channels, rt(16, config.channels, fp32).row_vec, SequenceLayout(config.varlen)
 
     @inlined
@@ -90,24 +90,24 @@ def make(config: Config):
         for sequence in range(first, sequences if PER_HEAD else first + 1):
             start, end, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
             total = zeros(VECTOR)
-            sum_of_pieces, pieces = float32(0), (gQ.shape[3] + CHANNELS_OF_WARP - 1) // CHANNELS_OF_WARP
+            sum_of_parts, parts = float32(0), (gQ.shape[3] + CHANNELS_OF_WARP - 1) // CHANNELS_OF_WARP
             if HAS_STATE:
                 for column in range(columns):
                     at = sequence, head, int32(column), channel
-                    if ADDS_PIECES:
-                        for piece in range(pieces):
-                            at = sequence, head, int32(column), int32(CHANNELS_OF_WARP * piece)
+                    if ADDS_PARTS:
+                        for part in range(parts):
+                            at = sequence, head, int32(column), int32(CHANNELS_OF_WARP * part)
                             products = load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
-                            sum_of_pieces += tile_sum(products)
+                            sum_of_parts += tile_sum(products)
                     else:
                         total = total + load(gState, VECTOR, at, aligned=False) * load(gDState, VECTOR, at, aligned=False)
             for i in range(start, end):
                 t = int32(start + end - 1 - i)
                 at, at_key = (batch, t, head, channel), (batch, t, key_head, channel)
-                if ADDS_PIECES:
-                    for piece in range(pieces):
-                        c = int32(CHANNELS_OF_WARP * piece)
-                        sum_of_pieces += tile_sum(delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, c))
+                if ADDS_PARTS:
+                    for part in range(parts):
+                        c = int32(CHANNELS_OF_WARP * part)
+                        sum_of_parts += tile_sum(delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, c))
                 elif DELTA:
                     total = total + delta_products(gQ, gK, gDQ, gDK, batch, t, key_head, head, channel)
                 else:
@@ -118,8 +118,8 @@ def make(config: Config):
                     store(gGradient, where(less(gates, FLOOR), 0.0, total), at, aligned=False)
                 else:
                     gate = load_number(gDecay, (batch, t, head, 0))
-                    if ADDS_PIECES:
-                        gradient = float32(0) if gate < FLOOR else sum_of_pieces
+                    if ADDS_PARTS:
+                        gradient = float32(0) if gate < FLOOR else sum_of_parts
                     else:
                         gradient = float32(0) if gate < FLOOR else tile_sum(total)
                     if PER_HEAD:

@@ -50,9 +50,9 @@ def norm_space(make_config: type[Config], everything: bool) -> Iterator[Config]:
         forms += [(GroupedRows, lines) for lines in GROUPS if lines != 4] + [(SpreadRow, lines) for lines in (3, 256)]
     dtypes, alignments = ((bf16, fp16), (True, False)) if everything else ((bf16,), (True,))
     gates = ("silu", "sigmoid", None) if everything else ("silu",)
-    for (form, lines), of, aligned, gate in itertools.product(forms, dtypes, alignments, gates):
+    for (form, lines), input_dtype, aligned, gate in itertools.product(forms, dtypes, alignments, gates):
         for norm_first in (True, False) if gate else (True,):
-            yield make_config(form(lines, of, aligned), gate, norm_first)
+            yield make_config(form(lines, input_dtype, aligned), gate, norm_first)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -69,22 +69,22 @@ def make(config: Config):
     @cuda.jit(launch_bounds=config.bounds(rows.registers[0]), fastmath=True)
     def gated_norm(
         gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gOut: array(4, INPUT),
-        eps: FLOAT, share: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
+        eps: FLOAT, inverse_columns: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
     ):  # fmt: skip
-        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). share: of a column in a mean. tokens: of
-        a strip, of which a sequence has `splits`. panels: of heads."""
+        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). inverse_columns: 1 / columns of a row.
+        tokens: of a strip, of which a sequence has `splits`. panels: of heads."""
         (scratch,) = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
-        weight = rows.load_weight(gWeight, strip.head)
+        weight = rows.load_weights(gWeight, strip.head)
         for t in range(strip.start, strip.end):
             u = rows.load(gX, strip, t)
             if GATED:
-                a = gate.value(rows.load(gGate, strip, t))
+                activation = gate.activate(rows.load(gGate, strip, t))
                 if not NORM_FIRST:
-                    u = u * a
-            y = u * rsqrt(rows.total(u * u, scratch) * share + eps) * weight
+                    u = u * activation
+            y = u * rsqrt(rows.sum_rows(u * u, scratch) * inverse_columns + eps) * weight
             if GATED and NORM_FIRST:
-                y = y * a
+                y = y * activation
             rows.store(gOut, y, strip, t)
 
     return gated_norm, smem

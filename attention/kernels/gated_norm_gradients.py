@@ -39,39 +39,40 @@ def make(config: Config):
     smem = shared(squares=SCRATCH, products=SCRATCH)
 
     @inlined
-    def normalised(x, a):
+    def norm_input(x, activation):
         """u: x, or where the gate comes first x act(z)."""
-        return x * a if GATED and not NORM_FIRST else x
+        return x * activation if GATED and not NORM_FIRST else x
 
     @inlined
-    def after_gate(dy, a):
+    def norm_output_gradient(dy, activation):
         """The gradient of u weight r: dy, or where the gate comes after dy act(z)."""
-        return dy * a if GATED and NORM_FIRST else dy
+        return dy * activation if GATED and NORM_FIRST else dy
 
     @cuda.jit(launch_bounds=config.bounds(registers), fastmath=True)
     def gated_norm_gradients(
         gDOut: array(4, INPUT), gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gDX: array(4, INPUT),
-        gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, share: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
+        gDGate: array(4, INPUT), gSums: array(4), eps: FLOAT, inverse_columns: FLOAT, length: INT, tokens: INT, splits: INT,
+        panels: INT,
     ):  # fmt: skip
         """Arguments are those of gated_norm; gSums (head, strip, line, column): of the gradients of weights."""
         squares, products = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
-        weight, sums = rows.load_weight(gWeight, strip.head), zeros(rows.wide)
+        weight, sums = rows.load_weights(gWeight, strip.head), zeros(rows.fp32_tile)
         for t in range(strip.start, strip.end):
             x, dy = rows.load(gX, strip, t), rows.load(gDOut, strip, t)
             z = rows.load(gGate, strip, t) if GATED else x
-            a = gate.value(z)
-            u = normalised(x, a)
-            r = rsqrt(rows.total(u * u, squares) * share + eps)
-            c = rows.total(after_gate(dy, a) * u * weight, products) * r * r * r * share
-            x, dy = rows.keep(x, gX, strip, t), rows.keep(dy, gDOut, strip, t)
-            a, slope = gate.with_slope(rows.keep(z, gGate, strip, t) if GATED else x)
-            u, dn, scaled = normalised(x, a), after_gate(dy, a), weight * r
+            activation = gate.activate(z)
+            u = norm_input(x, activation)
+            r = rsqrt(rows.sum_rows(u * u, squares) * inverse_columns + eps)
+            c = rows.sum_rows(norm_output_gradient(dy, activation) * u * weight, products) * r * r * r * inverse_columns
+            x, dy = rows.reload(x, gX, strip, t), rows.reload(dy, gDOut, strip, t)
+            activation, derivative = gate.activate_with_derivative(rows.reload(z, gGate, strip, t) if GATED else x)
+            u, dn, scaled = norm_input(x, activation), norm_output_gradient(dy, activation), weight * r
             sums = sums + dn * u * r
             du = dn * scaled - u * c
             if GATED:
-                rows.store(gDGate, dy * x * slope * scaled if NORM_FIRST else du * x * slope, strip, t)
-            rows.store(gDX, du * a if GATED and not NORM_FIRST else du, strip, t)
+                rows.store(gDGate, dy * x * derivative * scaled if NORM_FIRST else du * x * derivative, strip, t)
+            rows.store(gDX, du * activation if GATED and not NORM_FIRST else du, strip, t)
         if strip.batch < gX.shape[0]:
             rows.store_sums(gSums, sums, strip)
 

@@ -59,8 +59,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     yield from channel_config.channel_space(Config, SIZES, target, everything)
     if target.has_wgmma:
-        for of, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
-            yield Config(128, 2, fp32, of, varlen, stores_states=True)
+        for input_dtype, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
+            yield Config(128, 2, fp32, input_dtype, varlen, stores_states=True)
 
 
 class GlaDecay(channel_decay.ChannelDecay):
@@ -83,25 +83,25 @@ def make(config: Config):
         REGISTERS[CONSUMERS],
     )
     STORES_STATES = config.stores_states
-    KEY_DIM, AHEAD, CLAIMS = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
+    KEY_DIM, STAGE_COUNT, SETMAXNREG = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
-    group, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
+    WARPS, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
-    raw, PARAMS = config.channel_gates, config.channel_gates.params()
+    channel_gates, PARAMS = config.channel_gates, config.channel_gates.params()
     smem = shared(
-        q=ring(config.key, AHEAD, readers + 2 * group),
-        k=ring(config.key, AHEAD, readers + 2 * group),
-        v=ring(config.value, AHEAD * CONSUMERS, group),
-        g=ring(config.gate, AHEAD, group),
-        p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=group),
-        q_residual=ring(config.key, 1, group, writers=group),
+        q=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
+        k=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
+        v=ring(config.value, STAGE_COUNT * CONSUMERS, WARPS),
+        g=ring(config.gate, STAGE_COUNT, WARPS),
+        p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=WARPS),
+        q_residual=ring(config.key, 1, WARPS, writers=WARPS),
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=config.gate_sums,
-        state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
-        flag=ring(channel_decay.FLAG, AHEAD, readers + group, writers=group),
+        state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
+        flag=ring(channel_decay.FLAG, STAGE_COUNT, readers + WARPS, writers=WARPS),
         block_decays=decay.block_decays,
-        biases=raw.biases,
-        rates=raw.rates,
+        biases=channel_gates.biases,
+        rates=channel_gates.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
@@ -137,7 +137,7 @@ def make(config: Config):
         gates, remaining = g.wait(j), seq.remaining(j)
         sums = gates if IN_PLACE else gate_sums
         seq_layout.zero_other_rows(gates, remaining)
-        raw.cumsum(sums, gates, constants, warp, remaining)
+        channel_gates.cumsum(sums, gates, constants, warp, remaining)
         return decay.vote(sums, decay.load_last_sums(sums, warp), warp)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -156,13 +156,13 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.claim_registers(preparer_registers)
             else:
                 warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
             constants = biases, rates
-            raw.load_constants(constants, params, head, warp)
+            channel_gates.load_constants(constants, params, head, warp)
             strong, halved = False, False
             for j in range(-1, n):  # sums are a chunk ahead: gates come before keys, whose memory consumers still read
                 if j >= 0:
@@ -194,7 +194,7 @@ def make(config: Config):
             warpgroup.release_registers(scorer_registers)
             key_head, _ = divmod(head, group)
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
-            for j in range(AHEAD):
+            for j in range(STAGE_COUNT):
                 decay.fill(rings, arrays, j, n, seq, head, key_head, block)
             for j in range(n):
                 residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
@@ -214,7 +214,7 @@ def make(config: Config):
                 warpgroup.store(subtile(weights, CHUNK, 0), rounded)
                 warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
                 p.publish(j)
-                decay.fill(rings, arrays, j + AHEAD, n, seq, head, key_head, block)
+                decay.fill(rings, arrays, j + STAGE_COUNT, n, seq, head, key_head, block)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)

@@ -36,44 +36,44 @@ SIZES = gla_hopper.SIZES
 
 @dataclass(frozen=True)
 class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py. of_chunks: are the states before all chunks stored, transposed, in
-    the dtype of keys, from a state that is given? reverse: are these gradients of states, from the last chunk to the first, and
-    keys the queries, decayed from the start of their chunk?"""
+    """A kernel's configuration: that of channel_config.py. stores_states: are the states before all chunks stored, transposed,
+    in the dtype of keys, from a state that is given? reverse: are these gradients of states, from the last chunk to the first,
+    and keys the queries, decayed from the start of their chunk?"""
 
-    of_chunks: bool = field(default=False, kw_only=True)
+    stores_states: bool = field(default=False, kw_only=True)
     reverse: bool = field(default=False, kw_only=True)
 
     def __str__(self):
-        kinds = "states of chunks" if self.of_chunks else "gradients of states" if self.reverse else "states"
-        return f"{kinds}, {super().__str__()}"
+        label = "states of chunks" if self.stores_states else "gradients of states" if self.reverse else "states"
+        return f"{label}, {super().__str__()}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     yield from channel_config.channel_space(Config, SIZES, target, everything)
     if target.has_wgmma:
-        for of, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
-            yield Config(128, 2, fp32, of, varlen, of_chunks=True)
-            yield Config(128, 2, fp32, of, varlen, reverse=True)
+        for input_dtype, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
+            yield Config(128, 2, fp32, input_dtype, varlen, stores_states=True)
+            yield Config(128, 2, fp32, input_dtype, varlen, reverse=True)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, STATE = config.consumers, config.dtype, config.gates is fp32, rt(16, config.key_dim, fp32)
-    PREPARER, (preparer_registers, consumer_registers), RELEASES = CONSUMERS, REGISTERS, CONSUMERS > 1
-    OF_CHUNKS = config.of_chunks
-    AHEAD, group = STAGES[config.key_dim], warpgroup.WARPGROUP
-    readers = CONSUMERS * group
-    raw, PARAMS = config.channel_gates, config.channel_gates.params()
+    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS, CONSUMERS > 1
+    STORES_STATES = config.stores_states
+    STAGE_COUNT, WARPS = STAGES[config.key_dim], warpgroup.WARPGROUP
+    readers = CONSUMERS * WARPS
+    channel_gates, PARAMS = config.channel_gates, config.channel_gates.params()
     smem = shared(
-        k=ring(config.key, AHEAD, readers + group),
-        v=ring(config.value, AHEAD * CONSUMERS, group),
-        g=ring(config.gate, AHEAD, group),
-        state_decay=ring(config.state_decay, AHEAD, readers, writers=group),
+        k=ring(config.key, STAGE_COUNT, readers + WARPS),
+        v=ring(config.value, STAGE_COUNT * CONSUMERS, WARPS),
+        g=ring(config.gate, STAGE_COUNT, WARPS),
+        state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
         gate_sums=config.gate_sums,
-        biases=raw.biases,
-        rates=raw.rates,
+        biases=channel_gates.biases,
+        rates=channel_gates.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     REVERSE, seq_layout = config.reverse, SequenceLayout(config.varlen, config.reverse)
@@ -94,24 +94,24 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if RELEASES:
+            if SETMAXNREG:
                 warpgroup.release_registers(preparer_registers)
             warp, (key_head, _) = warpgroup.rank(), divmod(head, group)
             rings, arrays = (k, v, g), (gK, gV, gGates)
-            for j in range(AHEAD - 1):
+            for j in range(STAGE_COUNT - 1):
                 decay.fill_keys(rings, arrays, j, n, seq, head, key_head, block)
             total_b = zeros(decay.warp_tile.row_vec)
             constants = biases, rates
-            raw.load_constants(constants, params, head, warp)
+            channel_gates.load_constants(constants, params, head, warp)
             for j in range(n):
-                decay.fill_keys(rings, arrays, j + AHEAD - 1, n, seq, head, key_head, block)
+                decay.fill_keys(rings, arrays, j + STAGE_COUNT - 1, n, seq, head, key_head, block)
                 keys, gates = k.wait(j), g.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 seq_layout.zero_other_rows(gates, seq.remaining(j))
                 norm.normalize(keys, warp)
                 norm.sync()
                 sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
+                channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E
@@ -126,20 +126,20 @@ def make(config: Config):
                 g.release(j)
                 k.release(j)
                 total_b = total_b + b_last
-            if block == 0 and not OF_CHUNKS:
+            if block == 0 and not STORES_STATES:
                 store(gTotalDecays, total_b, (sequence, head, segment, decay.warp_tile.cols * warp))
         else:
-            if RELEASES:
+            if SETMAXNREG:
                 warpgroup.claim_registers(consumer_registers)
             column = int32(COLUMNS * (CONSUMERS * block + wg))
             first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
-            if OF_CHUNKS:
+            if STORES_STATES:
                 at = int32(sequence * segments + segment), head, column, 0
                 s_t = warpgroup.load(gInitialState, STATE, at, aligned=False)
             else:
                 s_t = zeros(STATE)
             for j in range(n):
-                if OF_CHUNKS:
+                if STORES_STATES:
                     warpgroup.store(gStates, s_t, (int32(first_chunk + j), head, column, 0), aligned=True)
                 exp_b_last, keys, values = state_decay.wait(j), k.wait(j), v.wait(CONSUMERS * j + wg)
                 seq_layout.zero_other_rows(values, seq.remaining(j))
@@ -147,7 +147,7 @@ def make(config: Config):
                 state_decay.release(j)
                 k.release(j)
                 v.release(CONSUMERS * j + wg)
-            if not OF_CHUNKS:
+            if not STORES_STATES:
                 warpgroup.store(gLocalStates, s_t * scale, (sequence, head, segment, column, 0), aligned=False)
 
     return scan, smem

@@ -85,7 +85,7 @@ class HedgehogFeatures(HedgehogConfig):
             (m,) = smem.open()
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
-            m.fill(0, gMap, (head, 0, 0), piece=VECTOR_BYTES)
+            m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             at = batch, int32(CHUNK * tile + ROWS * warp_index()), head, 0
             x = load(truncate(gX, 1, last_token(gCuSeqlens, length, VARLEN)), X, at, 1, 3)
             up, down = softmaxes(mma_AB(zeros(Y), x, m.wait(0)))
@@ -114,11 +114,11 @@ class HedgehogFeatureGradients(HedgehogConfig):
         )
 
         @inlined
-        def sum_group(gX, kind, batch, row, head, col, group):
+        def sum_group(gX, tile_type, batch, row, head, col, group):
             """The sum of a tile over the value heads of a key head."""
-            total = zeros(kind)
+            total = zeros(tile_type)
             for i in range(group):
-                total = total + load(gX, kind, (batch, row, int32(head * group + i), col), 1, 3, True)
+                total = total + load(gX, tile_type, (batch, row, int32(head * group + i), col), 1, 3, True)
             return total
 
         @inlined
@@ -129,28 +129,32 @@ class HedgehogFeatureGradients(HedgehogConfig):
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
-            gX: array(4, INPUT), gMap: array(3, INPUT), gNear: array(4), gDFeatures: array(4), gDX: array(4, INPUT),
+            gX: array(4, INPUT), gMap: array(3, INPUT), gWindowDX: array(4), gDFeatures: array(4), gDX: array(4, INPUT),
             gDMap: array(4), gCuSeqlens: ENDS, length: INT, batches: INT, tiles: INT, splits: INT, group: INT,
         ):  # fmt: skip
-            """A block has every `splits`-th of the chunks of a key head, `tiles` of each batch. gNear: dx of the window, of
-            each value head, as gDFeatures. gDMap (1, row, head and split, column): the sum of a block's dM."""
+            """A block has every `splits`-th of the chunks of a key head, `tiles` of each batch. gWindowDX: dx of the
+            window, of each value head, as gDFeatures. gDMap (1, row, head and split, column): the sum of a block's dM."""
             m, x, dy = smem.open()
             head, split = divmod(cuda.blockIdx.x, splits)
             end, warp = last_token(gCuSeqlens, length, VARLEN), warp_index()
-            rows, near, dfeatures = truncate(gX, 1, end), truncate(gNear, 1, end), truncate(gDFeatures, 1, end)
-            m.fill(0, gMap, (head, 0, 0), piece=VECTOR_BYTES)
+            rows, window_dx, dfeatures = (
+                truncate(gX, 1, end),
+                truncate(gWindowDX, 1, end),
+                truncate(gDFeatures, 1, end),
+            )
+            m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             total = zeros(DMAP)
             for n in range(split, batches * tiles, splits):
                 batch, tile = divmod(int32(n), tiles)
                 row = int32(CHUNK * tile + ROWS * warp)
-                x.fill(0, rows, (batch, int32(CHUNK * tile), head, 0), 1, 3, piece=VECTOR_BYTES)
+                x.fill(0, rows, (batch, int32(CHUNK * tile), head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
                 x_tile, map_tile = x.wait(0), m.wait(0)
                 up, down = softmaxes(mma_AB(zeros(Y), subtile(x_tile, ROWS, warp), map_tile))
                 gradient = through_softmax(up, sum_group(dfeatures, Y, batch, row, head, 0, group))
                 gradient = gradient - through_softmax(down, sum_group(dfeatures, Y, batch, row, head, HALF, group))
                 rounded = INPUT(gradient)
                 store(subtile(dy, ROWS, warp), rounded)
-                dx = mma_ABt(sum_group(near, DX, batch, row, head, 0, group), rounded, map_tile)
+                dx = mma_ABt(sum_group(window_dx, DX, batch, row, head, 0, group), rounded, map_tile)
                 store(gDX, INPUT(dx), (batch, row, head, 0), 1, 3)
                 thread_block.sync(True)
                 total = mma_AtB(total, subtile(x_tile, CHUNK, 0, MAP_ROWS, warp), dy)
@@ -162,8 +166,8 @@ class HedgehogFeatureGradients(HedgehogConfig):
 
 def space(target: Target, everything: bool) -> Iterator[HedgehogFeatures | HedgehogFeatureGradients]:
     """The configurations of bf16 and 16 bytes, with other dtypes and bytes if `everything`."""
-    for kind, form in itertools.product((HedgehogFeatures, HedgehogFeatureGradients), hedgehog_forms(everything)):
-        yield kind(*form)
+    for tile_type, form in itertools.product((HedgehogFeatures, HedgehogFeatureGradients), hedgehog_forms(everything)):
+        yield tile_type(*form)
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from ..parts.recurrent.hedgehog_chunks import FEATURES, FLOOR, HALF, NARROW, ROW
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 SCORES = rt(ROWS, CHUNK, fp32)
-OF_FEATURES, OF_HALF = rt(ROWS, FEATURES, fp32), rt(ROWS, HALF, fp32)
+FEATURE_TILE, HALF_TILE = rt(ROWS, FEATURES, fp32), rt(ROWS, HALF, fp32)
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,28 @@ class HedgehogQueryGradients(HedgehogConfig):
         )
 
         @inlined
-        def product(gX, at, tile):
-            """The product of a warp's rows with those of a tile. Rows are loaded each time: held, they would be too many."""
+        def multiply_rows(gX, at, tile):
+            """The product of a warp's rows with those of a tile. Rows are loaded each time: registers do not hold them."""
             return mma_ABt(zeros(SCORES), load(gX, ROW, at, 1, 3), tile)
 
         @inlined
-        def scores(queries, at, k, side, j):
-            """Those of the keys of the chunk before (side 0), if there is one, or of the own one."""
+        def compute_scores(queries, at, k, side, j):
+            """The scores of a warp's queries with the keys of the chunk before theirs (side 0; -inf if there is none) or of
+            their own chunk (side 1), of which later keys are masked."""
             before = CHUNK if j > 0 else -CHUNK
-            return warpgroup.causal(product(queries, at, k.wait(side)), before if side == 0 else 0, -math.inf)
+            return warpgroup.causal(multiply_rows(queries, at, k.wait(side)), before if side == 0 else 0, -math.inf)
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
             gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gFeatures: array(4, INPUT),
             gStates: array(4, INPUT), gZ: array(3), gAlphas: array(1), gBetas: array(1), gWeights: array(4, INPUT),
-            gDScores: array(4, INPUT), gDNumerators: array(4, INPUT), gDNormalizers: array(3), gNear: array(4),
+            gDScores: array(4, INPUT), gDNumerators: array(4, INPUT), gDNormalizers: array(3), gWindowDX: array(4),
             gDFeatures: array(4), gDAlphas: array(2), gDBetas: array(2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT,
             group: INT, scale: FLOAT,
         ):  # fmt: skip
             """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gFeatures: f(q). gWeights,
-            gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the own one. gNear: what dq has of
-            the window. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
+            gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the queries'. gWindowDX: what
+            dq has of the window. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
             k, v, s = smem.open()
             index, part = divmod(cuda.blockIdx.x, parts)
             sequence, head = divmod(index, heads)
@@ -96,25 +97,25 @@ class HedgehogQueryGradients(HedgehogConfig):
                 token, old = seq.chunk_start(j), seq.chunk_start(max(j - 1, 0))
                 row = int32(token + ROWS * warpgroup.rank())
                 chunk = seq_layout.chunk_index(token, sequence, length)
-                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, piece=VECTOR_BYTES)
-                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, piece=VECTOR_BYTES)
-                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, piece=VECTOR_BYTES)
-                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, piece=VECTOR_BYTES)
+                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
                 s.fill(0, gStates, (chunk, head, 0, 0))
                 queries, at_query = truncate(gQ, 1, seq.end), (seq.batch, row, key_head, 0)
-                top = neg_infty(SCORES.col_vec)
+                row_maxima = neg_infty(SCORES.col_vec)
                 for side in range(2):
-                    top = row_max(scores(queries, at_query, k, side, j), top)
+                    row_maxima = row_max(compute_scores(queries, at_query, k, side, j), row_maxima)
 
                 state = s.wait(0)
                 numerator, normalizer = zeros(SUMS), zeros(SCORES.col_vec)
                 for half in range(2):
                     f = load(features, HALF_ROWS, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
-                    normalizer = normalizer + row_sum(fp32(f) * load(gZ, OF_HALF.row_vec, (chunk, head, int32(HALF * half))))
+                    normalizer = normalizer + row_sum(fp32(f) * load(gZ, HALF_TILE.row_vec, (chunk, head, int32(HALF * half))))
                     numerator = mma_AB(numerator, f, subtile(state, HALF, half))
                 numerator, normalizer = numerator * alpha, normalizer * alpha + FLOOR
                 for side in range(2):
-                    p = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E)) * beta
+                    p = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E)) * beta
                     store(truncate(gWeights, 1, seq.end), INPUT(p), (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
                     numerator, normalizer = mma_AB(numerator, INPUT(p), v.wait(side)), normalizer + row_sum(p)
                 inverse, at = 1.0 / normalizer, (seq.batch, row, head, 0)
@@ -126,16 +127,16 @@ class HedgehogQueryGradients(HedgehogConfig):
 
                 total, ties = zeros(SCORES.col_vec), zeros(SCORES.col_vec)
                 for side in range(2):
-                    dp = (product(douts, at, v.wait(side)) - dot) * inverse
-                    e = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E))
+                    dp = (multiply_rows(douts, at, v.wait(side)) - dot) * inverse
+                    e = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E))
                     total = total + row_sum(e * dp)
                     ties = ties + row_sum(equal(e, 1.0))
                 dbeta += tile_sum(total)
-                share = total / ties
+                tie_gradient = total / ties
                 for side in range(2):
-                    dp = (product(douts, at, v.wait(side)) - dot) * inverse
-                    e = exp2((scores(queries, at_query, k, side, j) - top) * (scale * LOG2_E))
-                    ds = INPUT(e * (dp - equal(e, 1.0) * share) * (beta * scale))
+                    dp = (multiply_rows(douts, at, v.wait(side)) - dot) * inverse
+                    e = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E))
+                    ds = INPUT(e * (dp - equal(e, 1.0) * tie_gradient) * (beta * scale))
                     store(truncate(gDScores, 1, seq.end), ds, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
                 thread_block.sync(True)  # what a warp has stored it loads again, so that no dq is held meanwhile
                 dq = zeros(SUMS)
@@ -144,15 +145,15 @@ class HedgehogQueryGradients(HedgehogConfig):
                         truncate(gDScores, 1, seq.end), HALF_ROWS, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True
                     )
                     dq = mma_AB(dq, ds, k.wait(side))
-                store(truncate(gNear, 1, seq.end), dq, at, 1, 3, True)
+                store(truncate(gWindowDX, 1, seq.end), dq, at, 1, 3, True)
 
                 dout = load(douts, ROW, at, 1, 3)
                 for half in range(2):
                     at = seq.batch, row, head, int32(HALF * half)
-                    z = load(gZ, OF_HALF.row_vec, (chunk, head, int32(HALF * half)))
-                    df = mma_ABt(zeros(OF_HALF), dout, subtile(state, HALF, half)) - (zeros(OF_HALF) + z) * dot
+                    z = load(gZ, HALF_TILE.row_vec, (chunk, head, int32(HALF * half)))
+                    df = mma_ABt(zeros(HALF_TILE), dout, subtile(state, HALF, half)) - (zeros(HALF_TILE) + z) * dot
                     df = df * inverse
-                    f = load(features, OF_HALF, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
+                    f = load(features, HALF_TILE, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
                     dalpha += tile_sum(f * df)
                     store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
                 thread_block.sync(True)
@@ -181,29 +182,29 @@ class HedgehogKeyGradients(HedgehogConfig):
         )
 
         @inlined
-        def fill(w, x, gW, gX, seq, j, head, head_of_x, piece):
+        def fill(w, x, gW, gX, seq, j, head, x_head, vector_bytes):
             """Start to copy what queries of a chunk and of the next one have for the keys of the first, and these queries'
             rows of gX. Of a chunk after the last one, zeros come."""
             weights, rows = truncate(gW, 1, seq.end), truncate(gX, 1, seq.end)
-            token, later = seq.chunk_start(j), seq.chunk_start(j + 1)
+            token, far_weights = seq.chunk_start(j), seq.chunk_start(j + 1)
             w.fill(0, weights, (seq.batch, token, head, CHUNK), 1, 3)
-            w.fill(1, weights, (seq.batch, later, head, 0), 1, 3)
-            x.fill(0, rows, (seq.batch, token, head_of_x, 0), 1, 3, piece=piece)
-            x.fill(1, rows, (seq.batch, later, head_of_x, 0), 1, 3, piece=piece)
+            w.fill(1, weights, (seq.batch, far_weights, head, 0), 1, 3)
+            x.fill(0, rows, (seq.batch, token, x_head, 0), 1, 3, vector_bytes=vector_bytes)
+            x.fill(1, rows, (seq.batch, far_weights, x_head, 0), 1, 3, vector_bytes=vector_bytes)
 
         @inlined
         def multiply(acc, w, x):
             """acc + W^T X for this warp's keys, over both chunks of queries."""
-            rank, own, later, own_rows, later_rows = warpgroup.rank(), w.wait(0), w.wait(1), x.wait(0), x.wait(1)
-            acc = mma_AtB(acc, subtile(own, CHUNK, 0, ROWS, rank), own_rows)
-            return mma_AtB(acc, subtile(later, CHUNK, 0, ROWS, rank), later_rows)
+            rank, near_weights, far_weights, near_rows, far_rows = warpgroup.rank(), w.wait(0), w.wait(1), x.wait(0), x.wait(1)
+            acc = mma_AtB(acc, subtile(near_weights, CHUNK, 0, ROWS, rank), near_rows)
+            return mma_AtB(acc, subtile(far_weights, CHUNK, 0, ROWS, rank), far_rows)
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
             gQ: array(4, INPUT), gV: array(4, INPUT), gFeatures: array(4, INPUT), gStates: array(4, INPUT), gZ: array(3),
             gAlphas: array(1), gWeights: array(4, INPUT), gDScores: array(4, INPUT), gDNumerators: array(4, INPUT),
-            gNear: array(4), gDFeatures: array(4), gDV: array(4, INPUT), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT,
-            group: INT,
+            gWindowDX: array(4), gDFeatures: array(4), gDV: array(4, INPUT), gCuSeqlens: ENDS, length: INT, parts: INT,
+            heads: INT, group: INT,
         ):  # fmt: skip
             """As for queries, with f(k) in gFeatures, and dS and dz in gStates and gZ."""
             w, x, s = smem.open()
@@ -224,9 +225,9 @@ class HedgehogKeyGradients(HedgehogConfig):
                 thread_block.sync(True)
                 fill(w, x, gDScores, gQ, seq, j, head, key_head, VECTOR_BYTES)
                 values = load(truncate(gV, 1, seq.end), ROW, at, 1, 3)
-                df = mma_ABt(zeros(OF_FEATURES), values, state) + load(gZ, OF_FEATURES.row_vec, (chunk, head, 0))
+                df = mma_ABt(zeros(FEATURE_TILE), values, state) + load(gZ, FEATURE_TILE.row_vec, (chunk, head, 0))
                 store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
-                store(truncate(gNear, 1, seq.end), multiply(zeros(SUMS), w, x), at, 1, 3, True)
+                store(truncate(gWindowDX, 1, seq.end), multiply(zeros(SUMS), w, x), at, 1, 3, True)
                 thread_block.sync(True)
             if VARLEN:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)

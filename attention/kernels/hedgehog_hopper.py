@@ -88,7 +88,7 @@ def make(config: Config):
     )
 
     @inlined
-    def features(x, weight):
+    def weighted_features(x, weight):
         """The two halves of weight * f(x). x: the product of queries or keys with the map."""
         x = x * LOG2_E
         up, down = exp2(x - row_max(x)), exp2(row_min(x) - x)
@@ -138,8 +138,8 @@ def make(config: Config):
                 far = right_fill(warpgroup.wait(far), CHUNK * min(j, 1), -math.inf)
                 if j > 0:
                     k.release(j - 1)
-                top = row_max(near, row_max(far)) * scale
-                near, far = exp2(near * scale - top) * beta, exp2(far * scale - top) * beta
+                row_maxima = row_max(near, row_max(far)) * scale
+                near, far = exp2(near * scale - row_maxima) * beta, exp2(far * scale - row_maxima) * beta
                 write_slot(window, 2 * j, INPUT(far))
                 write_slot(window, 2 * j + 1, INPUT(near))
                 write_slot(near_sum, j, row_sum(near, row_sum(far)))
@@ -152,12 +152,12 @@ def make(config: Config):
             for j in range(n):
                 queries = warpgroup.load(q.wait(j), QUERY)
                 q.release(j)
-                up, down = features(warpgroup.wait(warpgroup.mm_AB(queries, q_map)), alpha)
+                up, down = weighted_features(warpgroup.wait(warpgroup.mm_AB(queries, q_map)), alpha)
                 write_slot(q_features, j, INPUT(hstack(up, down)))
                 warpgroup.sync()
                 write_slot(far_sum, j, row_sum(up * load(z_up, Z) + down * load(z_down, Z)))
                 if j > 0:
-                    up, down = features(warpgroup.wait(warpgroup.mm_AB(k.wait(j - 1), k_map)), 1.0)
+                    up, down = weighted_features(warpgroup.wait(warpgroup.mm_AB(k.wait(j - 1), k_map)), 1.0)
                     k.release(j - 1)
                     f = k_features.claim(j - 1)
                     warpgroup.store(f, INPUT(hstack(up, down)))

@@ -26,7 +26,7 @@ WARPS = FEATURES // ROWS
 
 @dataclass(frozen=True)
 class Config(HedgehogConfig):
-    """A kernel's configuration. reverse: are they gradients, from the last chunk to the first? head_dim is not asked for."""
+    """A kernel's configuration. reverse: are they gradients, from the last chunk to the first? head_dim is not used."""
 
     reverse: bool = False
     threads = LANES * WARPS
@@ -65,11 +65,11 @@ def make(config: Config):
         key_head, col, feature = int32(head // group), int32(COLUMNS * block), int32(ROWS * warp_index())
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, int32(0), int32(1))
         features, values, n = truncate(gFeatures, 1, seq.end), truncate(gValues, 1, seq.end), seq.num_chunks()
-        used = int32(n - 1)  # the last chunk is in no sum that is stored
+        summed_chunks = int32(n - 1)  # the last chunk is in no sum that is stored
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         state, z = zeros(STATE), zeros(TOKENS.row_vec)
-        f.fill(0, features, (seq.batch, seq.chunk_start(0), key_head, 0), 1, 3, used)
-        v.fill(0, values, (seq.batch, seq.chunk_start(0), head, col), 1, 3, used, VECTOR_BYTES)
+        f.fill(0, features, (seq.batch, seq.chunk_start(0), key_head, 0), 1, 3, summed_chunks)
+        v.fill(0, values, (seq.batch, seq.chunk_start(0), head, col), 1, 3, summed_chunks, VECTOR_BYTES)
         for j in range(n):
             chunk = int32(first_chunk + seq.chunk_number(j))
             store(gStates, INPUT(state), (chunk, head, feature, col), aligned=True)
@@ -77,11 +77,11 @@ def make(config: Config):
                 store(gZ, z, (chunk, head, feature))
             if j > 0:  # a chunk counts from the next one but one on
                 f_tile, v_tile = f.wait(j - 1), v.wait(j - 1)
-                f.fill(j, features, (seq.batch, seq.chunk_start(j), key_head, 0), 1, 3, used)
-                v.fill(j, values, (seq.batch, seq.chunk_start(j), head, col), 1, 3, used, VECTOR_BYTES)
-                own = subtile(f_tile, CHUNK, 0, ROWS, warp_index())
-                state = mma_AtB(state, own, v_tile)
-                tokens = fp32(load(own, rt(CHUNK, ROWS, INPUT), fenced=False))
+                f.fill(j, features, (seq.batch, seq.chunk_start(j), key_head, 0), 1, 3, summed_chunks)
+                v.fill(j, values, (seq.batch, seq.chunk_start(j), head, col), 1, 3, summed_chunks, VECTOR_BYTES)
+                warp_features = subtile(f_tile, CHUNK, 0, ROWS, warp_index())
+                state = mma_AtB(state, warp_features, v_tile)
+                tokens = fp32(load(warp_features, rt(CHUNK, ROWS, INPUT), fenced=False))
                 if REVERSE:
                     at = seq.batch, seq.chunk_start(j - 1), head
                     tokens = tokens * load(truncate(gWeights, 1, seq.end), TOKENS.col_vec, at, cols=1)

@@ -69,29 +69,29 @@ class KdaBlockScores(BlockScores):
         return vstack(load(part[0], self.operand, fenced=False), load(part[1], self.operand, fenced=False))
 
     @inlined
-    def store_rows(self, tile, x, warp, i):
+    def store_rows(self, tile, inverse, warp, i):
         queries, decayed_keys = tile
-        store(self.group_part(queries, warp, i), rows(x, TOKEN_GROUP, 0))
-        store(self.group_part(decayed_keys, warp, i), rows(x, TOKEN_GROUP, 1))
+        store(self.group_part(queries, warp, i), rows(inverse, TOKEN_GROUP, 0))
+        store(self.group_part(decayed_keys, warp, i), rows(inverse, TOKEN_GROUP, 1))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
-    PREPARER, (preparer_registers, consumer_registers), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
-    COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
+    COL_VEC, WARPS, VALUE_STAGES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
     readers = CONSUMERS * WARPS
     square = st(CHUNK, CHUNK, INPUT)
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS)
-    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
+    channel_gates, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
-        v=ring(config.value, VALUES * CONSUMERS, WARPS),
+        v=ring(config.value, VALUE_STAGES * CONSUMERS, WARPS),
         t=ring(square, STAGES, readers, writers=WARPS),
         p=ring(square, 1, readers, writers=WARPS),
         state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
@@ -100,8 +100,8 @@ def make(config: Config):
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
         block_decays=decay.block_decays,
-        biases=raw.biases,
-        rates=raw.rates,
+        biases=channel_gates.biases,
+        rates=channel_gates.rates,
         normalized=ring(FLAG, 1, WARPS, writers=WARPS),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
@@ -115,13 +115,13 @@ def make(config: Config):
         if j < seq.num_chunks():
             gates, sums, remaining = g.wait(j), gate_sums.claim(j), seq.remaining(j)
             seq_layout.zero_other_rows(gates, remaining)
-            raw.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
+            channel_gates.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
             gate_sums.publish(j)
             if not IN_PLACE:
                 g.release(j)
 
     @inlined
-    def hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block):
+    def publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block):
         """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
         k_decayed, state_decay, flag, gate_sums = published
         k_decayed.publish(j)
@@ -135,8 +135,8 @@ def make(config: Config):
 
     @inlined
     def normalize(q, k, normalized, j, n, warp):
-        """Divide the queries and keys of the j-th chunk by their lengths, if there is one: a consumer does so, likewise."""
-        if norm.used and j < n:
+        """Divide the queries and keys of the j-th chunk by their L2 norms, if there is one: a consumer does so, likewise."""
+        if norm.enabled and j < n:
             normalized.claim(j)
             norm.normalize(q.wait(j), warp)
             norm.normalize(k.wait(j), warp)
@@ -161,7 +161,7 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.release_registers(preparer_registers)
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = warpgroup.rank()
@@ -173,9 +173,9 @@ def make(config: Config):
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             for j in range(n):
-                queries, keys, slot = q.wait(j), k.wait(j), gate_sums.wait(j)
-                sums = g.wait(j) if IN_PLACE else slot
-                if norm.used:
+                queries, keys, sum_tile = q.wait(j), k.wait(j), gate_sums.wait(j)
+                sums = g.wait(j) if IN_PLACE else sum_tile
+                if norm.enabled:
                     normalized.wait(j)
                     normalized.release(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
@@ -190,34 +190,34 @@ def make(config: Config):
                 decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
                 if halved:
-                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
                 elif strong:
                     warpgroup.sync()
                     scores = block_scores.compute((queries, decayed_keys), blocks, warp)
-                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
                     warpgroup.store(p.claim(j), warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
                     a = rows(scores, TOKEN_GROUP, 1)
                 else:
-                    hand_over(published, g, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                    warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))  # with one stage, claimed late
+                    query_scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    warpgroup.store(p.claim(j), warpgroup.causal(query_scores, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)
                 q.release(j)
                 k.release(j)
-                x = inverse_transposed(a * beta, high, low)
-                warpgroup.store(t.claim(j), x * beta)
+                inverse = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), inverse * beta)
                 t.publish(j)  # a load under way would be waited for at each fence
                 beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
             warp, constants = warpgroup.rank(), (biases, rates)
             if wg == 0:
-                raw.load_constants(constants, params, head, warp)
+                channel_gates.load_constants(constants, params, head, warp)
                 sum_gates(g, gate_sums, constants, seq, 0, warp)
             if wg == CONSUMERS - 1:
                 normalize(q, k, normalized, 0, n, warp)

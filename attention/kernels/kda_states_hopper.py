@@ -65,12 +65,12 @@ class KdaStatesDecay(kda_hopper.KdaDecay):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, KEY_DIM = config.consumers, config.dtype, config.gates is fp32, config.key_dim
-    PREPARER, (preparer_registers, consumer_registers), CLAIMS = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     decay, BLOCK_KEYS = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), replace(TRIANGLES, dtype=INPUT)
-    raw, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
+    channel_gates, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
@@ -82,15 +82,15 @@ def make(config: Config):
         triangles=TRIANGLES,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
-        biases=raw.biases,
-        rates=raw.rates,
+        biases=channel_gates.biases,
+        rates=channel_gates.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
     halved_scores, block_scores = KeyScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
 
     @inlined
-    def hand_over(published, rings, arrays, j, n, seq, head, key_head, block):
+    def publish_decays(published, rings, arrays, j, n, seq, head, key_head, block):
         """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
         k_decayed, state_decay, flag, g = published
         k_decayed.publish(j)
@@ -115,7 +115,7 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.release_registers(preparer_registers)
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = warpgroup.rank()
@@ -126,7 +126,7 @@ def make(config: Config):
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
             store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
             constants = biases, rates
-            raw.load_constants(constants, params, head, warp)
+            channel_gates.load_constants(constants, params, head, warp)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             for j in range(n):
                 keys, gates = k.wait(j), g.wait(j)
@@ -136,7 +136,7 @@ def make(config: Config):
                 norm.sync()
                 beta = BETA.compute(beta)
                 sums = gates if IN_PLACE else gate_sums
-                raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
+                channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
                 b_last = decay.load_last_sums(sums, warp)
                 strong, halved = decay.vote(sums, b_last, warp)
                 decayed_keys = k_decayed.claim(j)
@@ -146,23 +146,23 @@ def make(config: Config):
                 decay.factor_decays(keys, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
                 if halved:
-                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
                 elif strong:
                     warpgroup.sync()
                     a = block_scores.compute(decayed_keys, blocks, warp)
-                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, rings, arrays, j, n, seq, head, key_head, block)
                 else:
-                    hand_over(published, rings, arrays, j, n, seq, head, key_head, block)
+                    publish_decays(published, rings, arrays, j, n, seq, head, key_head, block)
                     a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                 k_decayed.release(j)
                 k.release(j)
-                x = inverse_transposed(a * beta, high, low)
-                warpgroup.store(t.claim(j), x * beta)
+                inverse = inverse_transposed(a * beta, high, low)
+                warpgroup.store(t.claim(j), inverse * beta)
                 t.publish(j)  # a load under way would be waited for at each fence
                 beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
-            if CLAIMS:
+            if SETMAXNREG:
                 warpgroup.claim_registers(consumer_registers)
             column = int32(COLUMNS * (CONSUMERS * block + wg))
             identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))

@@ -63,8 +63,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
     COL_VEC, seq_layout = SCORES.col_vec, SequenceLayout(config.varlen)
-    decay, raw, BETA = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates, config.beta
-    PARAMS = raw.params()
+    decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates, config.beta
+    PARAMS = channel_gates.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(config.key, unit=1), tiled(config.key, rows=2)
@@ -80,8 +80,8 @@ def make(config: Config):
         flag=FLAG,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
-        biases=raw.biases,
-        rates=raw.rates,
+        biases=channel_gates.biases,
+        rates=channel_gates.rates,
     )
 
     @inlined
@@ -124,7 +124,7 @@ def make(config: Config):
         high, low, constants = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1), (biases, rates)
         blocks = viewed(triangles, BLOCK_KEYS), block_decays
         store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
-        raw.load_constants(constants, params, head, warp)
+        channel_gates.load_constants(constants, params, head, warp)
         betas = truncate(gBeta, 1, seq.end)
         beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
         for j in range(n):
@@ -141,7 +141,7 @@ def make(config: Config):
             norm.sync()
             beta = BETA.compute(beta)
             sums = gates if IN_PLACE else gate_sums
-            raw.cumsum(sums, gates, constants, warp, seq.remaining(j))
+            channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
             b_last = decay.load_last_sums(sums, warp)
             strong, halved = decay.vote(sums, b_last, warp)
             if halved:
@@ -169,9 +169,9 @@ def make(config: Config):
             k.release(j)
             g.release(j)
             fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
-            x = inverse_transposed(a * beta, high, low) * beta
+            t_transposed = inverse_transposed(a * beta, high, low) * beta
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
-            warpgroup.send(gTransforms, at, square, INPUT(x))
+            warpgroup.send(gTransforms, at, square, INPUT(t_transposed))
         warpgroup.store_wait()
 
     return transform, smem

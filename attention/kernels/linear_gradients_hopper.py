@@ -39,7 +39,7 @@ REGISTERS = 40, 232  # of a thread of the producer, of a consumer
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
 PANEL = 64  # channels of a panel of a shared tile
 STAGES = 2  # chunks in flight
-OF_QUERIES = 0  # the consumer that computes dQ
+DQ_CONSUMER = 0  # the consumer that computes dQ
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,10 @@ def make(config: Config):
     seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     PANEL_ROWS = rt(16, PANEL, INPUT)
-    FENCED = (
-        VARLEN or config.unrounded or config.unrounded_values
-    )  # must loads fence themselves, as no TMA store follows them that does so?
-    OF_KEYS = array(4) if config.unrounded else seq_layout.output_argument(KEY)
-    OF_VALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
+    # Must loads fence themselves? A TMA store that follows them would.
+    FENCED = VARLEN or config.unrounded or config.unrounded_values
+    DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
+    DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
     vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
@@ -143,7 +142,7 @@ def make(config: Config):
     @inlined
     def store_inputs(wg, gDQ, gDK, tile, x, seq, token, head):
         """Store a consumer's dQ or dK."""
-        if wg == OF_QUERIES:
+        if wg == DQ_CONSUMER:
             store_gradient(gDQ, tile, x, seq, token, head, int32(0))
         else:
             store_gradient(gDK, tile, x, seq, token, head, int32(0))
@@ -152,7 +151,7 @@ def make(config: Config):
     def store_dots(wg, gQueryDots, gKeyDots, dots, seq, token, head):
         """Store the row sums of q dq or of k dk."""
         at = seq.batch, token, head
-        if wg == OF_QUERIES:
+        if wg == DQ_CONSUMER:
             warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, at, cols=1)
         else:
             warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, at, cols=1)
@@ -160,7 +159,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: array(gate.rank), gDQ: OF_KEYS, gDK: OF_KEYS, gDV: OF_VALUES,
+        gStates: tiled(STATES, 4, 2, 3), gGates: array(gate.rank), gDQ: DQK, gDK: DQK, gDV: DVALUES,
         gLastState: array(4), gFirstState: array(4), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
         gStateDots: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -187,7 +186,7 @@ def make(config: Config):
                     gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
         else:
             warpgroup.claim_registers(consumer_registers)
-            own_ds, out, dv_out = (
+            ds_columns, out, dv_out = (
                 subtile(ds, COLUMNS, wg),
                 subtile(out_tiles, CHUNK, wg),
                 subtile(out_tiles, CHUNK, wg, COLUMNS, 0),
@@ -195,39 +194,42 @@ def make(config: Config):
             warp, side, sign = int32(warpgroup.WARPGROUP * wg + warpgroup.rank()), float32(wg), float32(1 - 2 * wg)
             state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
             ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
-            g, ended = gate.load_head_gate(gGates, head), int32(sequence if segment == segments - 1 else -1)
+            g = gate.load_head_gate(gGates, head)
+            ended_sequence = int32(
+                sequence if segment == segments - 1 else -1
+            )  # -1: the walk's last segment is another block's
             for j in range(n):
                 remaining, chunk, token = seq.remaining(j), int32(first_chunk + seq.chunk_number(j)), seq.chunk_start(j)
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
                 clear_tails((q_tile, k_tile), remaining)
                 clear_tails((v_tile, do_tile), remaining)
                 warpgroup.sync_several(CONSUMERS)  # both have read dS of the chunk before
-                warpgroup.store(own_ds, ds_t)
+                warpgroup.store(ds_columns, ds_t)
                 b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, remaining)
                 warpgroup.sync_several(CONSUMERS)
-                s_tile, own_do = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
-                if wg == OF_QUERIES:  # dx is dQ
+                s_tile, do_columns = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
+                if wg == DQ_CONSUMER:  # dx is dQ
                     left, right, states, operand, partner = do_tile, v_tile, s_tile, q_tile, k_tile
                 else:  # dx is dK, dp its transpose, with all signs of b the other way round
                     left, right, states, operand, partner = v_tile, do_tile, ds, k_tile, q_tile
                 p_t = warpgroup.mm_ABt(k_tile, q_tile)
-                dv = warpgroup.mm_ABt(k_tile, own_ds)
+                dv = warpgroup.mm_ABt(k_tile, ds_columns)
                 dp = warpgroup.mm_ABt(left, right)
                 p_t = gate.decay_all_scores(warpgroup.wait(p_t, newer=2), b_rows * -1.0, b_cols * -1.0) * scale
                 p_t = INPUT(warpgroup.triu(p_t, 0, 0.0))
                 dv = gate.decay(warpgroup.wait(dv, newer=1), minimum(b_last - b_rows, 0.0))
-                dv = warpgroup.mma_AB(dv, p_t, own_do)
+                dv = warpgroup.mma_AB(dv, p_t, do_columns)
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 if WITH_GATES:
                     gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
                 store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
                 dx = warpgroup.mm_AB(left, states)
-                do_t = fp32(warpgroup.load_transposed(own_do, TRANSPOSED, fenced=FENCED)) * scale
+                do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=FENCED)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
                 dx = gate.decay(warpgroup.wait(dx), minimum(b_last * side + b_rows * sign, 0.0))
                 s.release(j)
-                if wg == OF_QUERIES:
+                if wg == DQ_CONSUMER:
                     dx = dx * scale
                 elif WITH_GATES:
                     gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, operand))
@@ -243,13 +245,13 @@ def make(config: Config):
                 v.release(j)
                 do.release(j)
             warpgroup.store_wait()
-            if VARLEN and ended >= 0:
-                padding = seq_layout.padding_tokens(gCuSeqlens, ended, length)
+            if VARLEN and ended_sequence >= 0:
+                padding = seq_layout.padding_tokens(gCuSeqlens, ended_sequence, length)
                 for j in range(padding.num_chunks()):
                     token = padding.chunk_start(j)
                     store_inputs(wg, gDQ, gDK, out, zeros(STATE), padding, token, head)
                     store_values(gDV, dv_out, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
-            if ended >= 0:
-                warpgroup.store(gFirstState, ds_t, (ended, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
+            if ended_sequence >= 0:
+                warpgroup.store(gFirstState, ds_t, (ended_sequence, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
 
     return differentiate_linear, smem

@@ -27,7 +27,7 @@ from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS = 4  # of a block
 WARP_COLUMNS = 16  # columns of the state that a warp has
-BLOCKS_PER_SM = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
+CTAS_PER_SM = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
 MAX_WARP_KEY_DIM = 128  # up to which a warp holds all rows
 # These fill the registers of their number of blocks: if they do not spill, none do.
 LARGEST_KEY_DIMS = 64, 80, MAX_WARP_KEY_DIM, 256
@@ -42,7 +42,7 @@ class Config:
     single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
     Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
     values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: what computes gates and beta of what is
-    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their lengths?"""
+    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their L2 norms?"""
 
     key_dim: int
     decay: str = ""
@@ -88,7 +88,7 @@ class Config:
         warps, or all vectors of a token of KDA, take as many as 16 rows."""
         sums = 16 * (self.splits_rows or (self.delta and self.decay == "channel"))
         rows = self.rows * (self.width_factor + self.normalize) + sums
-        return next(blocks for limit, blocks in BLOCKS_PER_SM.items() if rows <= limit) // self.width_factor
+        return next(blocks for limit, blocks in CTAS_PER_SM.items() if rows <= limit) // self.width_factor
 
     @property
     def threads(self):
@@ -96,9 +96,9 @@ class Config:
         return 32 * self.warps
 
     def __str__(self):
-        kinds = [f"decay by {self.decay}"] * bool(self.decay)
-        kinds += [str(x) for x in (self.formula, self.beta) if x is not None and str(x)]
-        return ", ".join([f"Dk {self.key_dim}", *kinds, *(x for x in FLAGS if getattr(self, x))])
+        labels = [f"decay by {self.decay}"] * bool(self.decay)
+        labels += [str(x) for x in (self.formula, self.beta) if x is not None and str(x)]
+        return ", ".join([f"Dk {self.key_dim}", *labels, *(x for x in FLAGS if getattr(self, x))])
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -169,7 +169,7 @@ def make(config: Config):
 
     @inlined
     def normalize_rows(x, scratch):
-        """A query or key divided by its length, if they are."""
+        """A query or key divided by its L2 norm, if the configuration says so."""
         if L2NORM:
             return x * rsqrt(sum_over_warps(tile_sum(x * x), scratch) + L2NORM_EPSILON)
         else:

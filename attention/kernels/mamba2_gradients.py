@@ -108,8 +108,8 @@ class Mamba2GradientOutputs:
             gSkipSums: array(2), gColumnSums: array(3), gCuSeqlens: ENDS, length: INT, tiles: INT, panels: INT, heads: INT,
         ):  # fmt: skip
             """Gradients for one of the `tiles` of a head's tokens, and its parts of sums: those of dA, ddt_bias and of a dD of
-            heads (block, head); of a dD of columns (head, block, column). gDOut, gY and gZ are read for gDZ only. Tokens after
-            the last sequence are not read, and have gradients of 0."""
+            heads (block, head); of a dD of columns (head, block, column). gDOut, gY and gZ are read for gDZ only. Arguments
+            are not read after the last sequence, where gDGates, gDValues and gY are 0, and gradients are."""
             sums, columns = smem.open()
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
@@ -118,13 +118,13 @@ class Mamba2GradientOutputs:
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
             rate, at_token = load_head_number(gA, head), (batch, token, head)
             step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + load_head_number(gDtBias, head)
-            dt, dg = gate.step_size(step), load(truncate(gDGates, 1, end), TOKEN_VEC, at_token, cols=1)
+            dt, dg = gate.step_size(step), load(gDGates, TOKEN_VEC, at_token, cols=1)
             ddt, skip_sum = dg * rate, zeros(TOKEN_VEC)
             for panel in range(panels):
                 col = int32(PART.cols * panel)
                 at = batch, token, head, col
                 x = load(truncate(gX, 1, end), PART, at, 1, 3)
-                dv = load(truncate(gDValues, 1, end), PART, at, 1, 3, True)
+                dv = load(gDValues, PART, at, 1, 3, True)
                 dy = load(truncate(gDY, 1, end), PART, at, 1, 3)
                 ddt = row_sum(dv * x, ddt)
                 d = load(gD, PART.row_vec, (head, col), 0, 1)
@@ -137,7 +137,7 @@ class Mamba2GradientOutputs:
                         store(gColumnSums, column_sums, (head, block_index, col))
                 if HAS_DZ:
                     z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
-                    y, s = load(truncate(gY, 1, end), PART, at, 1, 3, True), sigmoid(z)
+                    y, s = load(gY, PART, at, 1, 3, True), sigmoid(z)
                     store(gDZ, INPUT(dout * y * s * (z * (1.0 - s) + 1.0)), at, 1, 3)
             ddt = gate.differentiate_step(step, ddt)
             store(gDDt, ddt, at_token, cols=1)

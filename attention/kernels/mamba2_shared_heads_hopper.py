@@ -72,8 +72,8 @@ class Config:
         return 2 if self.result.silu else 3
 
     def __str__(self):
-        kinds = str(self.gate), str(self.result), "varlen" * self.varlen
-        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", *kinds)))
+        flags = str(self.gate), str(self.result), "varlen" * self.varlen
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", *flags)))
 
 
 def supports(config, column_blocks: int) -> bool:

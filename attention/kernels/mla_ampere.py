@@ -16,7 +16,7 @@ from numpy import int32
 
 from ops import block, divmod, finish_sum, grid, log2, mma_AB, mma_ABt, row_index, row_max, store, subtile, zeros
 from tiles import bf16, dtype, fp16, fp32, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
@@ -102,7 +102,7 @@ def config_arguments(target: Target, everything: bool, sizes: Sequence[int]) -> 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture is served with."""
-    yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, PIECES))
+    yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, VECTOR_SIZES))
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from ops import (
     zeros,
 )
 from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
-from tiles.cp_async import PIECES as ALL_PIECES
+from tiles.cp_async import VECTOR_SIZES as ALL_VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.targets import LARGE, SMALL, Target
@@ -44,7 +44,7 @@ from ..parts.online_softmax import LOWEST, Softmax, over_sum
 from ..parts.variant import TokenHeadContext
 from .mla_ampere import config_arguments
 
-PIECES = ALL_PIECES[:-1]  # bytes that cp.async copies at a time
+VECTOR_SIZES = ALL_VECTOR_SIZES[:-1]  # bytes that cp.async copies at a time
 KEYS, COMMITS = 16, 3  # keys of a warp's scores; commit groups of a tile: descales, rotated columns, latents
 
 
@@ -107,7 +107,7 @@ def config_for(
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations that an architecture with instructions for fp8 is served with."""
     if target.has_fp8:
-        yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, PIECES))
+        yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, VECTOR_SIZES))
 
 
 @functools.cache
@@ -192,9 +192,9 @@ def make(config: Config):
             cache.fill(latent, i + AHEAD, gLatent, lookup, sequence, prefetched_key, 0, end, n, params)
             lookup = cache.look_up(latent, gLatent, sequence, int32(prefetched_key + KV), end, params)
             descale_lookup = cache.look_up(descale, gDescale, sequence, int32(prefetched_key + KV), end, params)
-            descales = load(descale.own(i, COMMITS * AHEAD), S.row_vec)
+            descales = load(descale.wait_warp(i, COMMITS * AHEAD), S.row_vec)
             s = mma_ABt_unzipped(zeros(S), q, subtile(tile, KEYS, warp))
-            s = mma_ABt(s * descales, q_rotary, rotary.own(i, COMMITS * AHEAD))
+            s = mma_ABt(s * descales, q_rotary, rotary.wait_warp(i, COMMITS * AHEAD))
             s = window.mask(s, ctx, key, end)
             state = state.update_max_to(block.reduce_max(row_max(s), scratch), scale, slack)
             p = state.weights(s, None, scale)

@@ -103,12 +103,12 @@ class RotateConfig(RotaryConfig):
         @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm))
         def rotate(
             gQ: array(4, INPUT), gK: array(4, INPUT), gCos: array(3), gSin: array(3), gQNorm: array(2), gKNorm: array(2),
-            gOut: array(4, INPUT), tiles: INT, cuts: INT, heads: INT, kv_heads: INT, eps: FLOAT,
+            gOut: array(4, INPUT), tiles: INT, head_blocks: INT, heads: INT, kv_heads: INT, eps: FLOAT,
         ):  # fmt: skip
             """Y = rotary(norm(Q)), rotary(norm(K)): (batch, row, head, column), with the heads of queries first."""
-            rest, cut = divmod(cuda.blockIdx.x, cuts)
+            rest, head_block = divmod(cuda.blockIdx.x, head_blocks)
             batch, tile = divmod(rest, tiles)
-            row, head = int32(ROWS * tile), int32(WARPS * cut + warp_index())
+            row, head = int32(ROWS * tile), int32(WARPS * head_block + warp_index())
             if head < heads + kv_heads:
                 gX, gNorm, x_head = gQ, gQNorm, head
                 if head >= heads:
@@ -171,19 +171,19 @@ class RotateBackwardConfig(RotaryConfig):
         def rotate_backward(
             gQ: array(4, INPUT), gK: array(4, INPUT), gCos: array(3), gSin: array(3), gQNorm: array(2), gKNorm: array(2),
             gDX: array(4, INPUT), gQParts: array(3), gKParts: array(3),
-            tiles: INT, shares: INT, cuts: INT, heads: INT, kv_heads: INT, eps: FLOAT,
+            tiles: INT, row_parts: INT, head_blocks: INT, heads: INT, kv_heads: INT, eps: FLOAT,
         ):  # fmt: skip
-            """dX (batch, row, head, column) in place of dY. The rows of a batch are split into `shares` parts; the sums of
+            """dX (batch, row, head, column) in place of dY. The rows of a batch are split into `row_parts` parts; the sums of
             dweights of each part and head go to gQParts (0, part, column) and gKParts."""
-            rest, cut = divmod(cuda.blockIdx.x, cuts)
-            batch, share = divmod(rest, shares)
-            head = int32(WARPS * cut + warp_index())
+            rest, head_block = divmod(cuda.blockIdx.x, head_blocks)
+            batch, row_part = divmod(rest, row_parts)
+            head = int32(WARPS * head_block + warp_index())
             if head < heads + kv_heads:
                 gX, gNorm, x_head = gQ, gQNorm, head
                 if head >= heads:
                     gX, gNorm, x_head = gK, gKNorm, int32(head - heads)
                 one, two, three, four = zeros(PART.row_vec), zeros(PART.row_vec), zeros(PART.row_vec), zeros(PART.row_vec)
-                for tile in range(COUNT * share, min(COUNT * (share + 1), tiles)):
+                for tile in range(COUNT * row_part, min(COUNT * (row_part + 1), tiles)):
                     row = int32(ROWS * tile)
                     if NORMED:
                         squares, along = zeros(PART.col_vec), zeros(PART.col_vec)

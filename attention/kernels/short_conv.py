@@ -18,10 +18,10 @@ from ..parts.short_conv import STEP, ConvConfig, ShortWindow, TokenBlocks, conv_
 class Config(ConvConfig):
     """A configuration of the kernel of the convolution."""
 
-    most_tokens = 64
+    max_tokens = 64
 
     @property
-    def blocks_per_sm(self) -> int:
+    def ctas_per_sm(self) -> int:
         """As many as leave a thread 72 registers, 80, or 102."""
         return 7 - self.varlen - self.bias if self.aligned else 5
 
@@ -37,14 +37,14 @@ def make(config: Config):
     window, token_blocks = ShortWindow(WIDTH, SILU, config.bias, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
-    def store_result(outputs, x, before, taps, batch, token, col):
+    def store_result(outputs, x, previous, taps, batch, token, col):
         """Store y of a token; returns the tokens before the next one."""
         x = fp32(x)
-        z = window.convolve(x, before, taps)
+        z = window.convolve(x, previous, taps)
         window.store(outputs, silu(z) if SILU else z, batch, token, col)
-        return before.then(x)
+        return previous.push(x)
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def short_conv(
         gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT), gOut: array(3, INPUT),
         gFinalState: array(3, INPUT), gCuSeqlens: ENDS, length: INT, tokens: INT, blocks: INT, count: INT, panels: INT,
@@ -57,20 +57,20 @@ def make(config: Config):
             return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
         taps = window.load_taps(gWeight, gBias, col)
-        before = window.load_before(gX, gInitialState, block, col)
+        previous = window.load_previous(gX, gInitialState, block, col)
         inputs, outputs = truncate(gX, 1, block.end), truncate(gOut, 1, block.end)
         a = window.load(inputs, block.batch, block.start, col)
         b = window.load(inputs, block.batch, block.start + 1, col)
         c = window.load(inputs, block.batch, block.start + 2, col)
         d = window.load(inputs, block.batch, block.start + 3, col)
         for t in range(block.start, block.end, STEP):  # each line is loaded anew once it is computed with
-            before = store_result(outputs, a, before, taps, block.batch, t, col)
+            previous = store_result(outputs, a, previous, taps, block.batch, t, col)
             a = window.load(inputs, block.batch, t + STEP, col)
-            before = store_result(outputs, b, before, taps, block.batch, t + 1, col)
+            previous = store_result(outputs, b, previous, taps, block.batch, t + 1, col)
             b = window.load(inputs, block.batch, t + STEP + 1, col)
-            before = store_result(outputs, c, before, taps, block.batch, t + 2, col)
+            previous = store_result(outputs, c, previous, taps, block.batch, t + 2, col)
             c = window.load(inputs, block.batch, t + STEP + 2, col)
-            before = store_result(outputs, d, before, taps, block.batch, t + 3, col)
+            previous = store_result(outputs, d, previous, taps, block.batch, t + 3, col)
             d = window.load(inputs, block.batch, t + STEP + 3, col)
         if gFinalState.shape[0] > 0 and block.ends_sequence():
             for t in range(1 - WIDTH, 0):

@@ -24,12 +24,12 @@ from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.short_conv import (
-    BEFORE,
     LINE,
+    MAX_LAG,
     STEP,
     WIDTHS,
-    Before,
     ConvConfig,
+    PreviousTokens,
     ShortWindow,
     TokenBlocks,
     conv_space,
@@ -43,10 +43,10 @@ SUM_WARPS = 8
 class Config(ConvConfig):
     """A configuration of the kernel that computes dx and the partial sums of dweight and dbias."""
 
-    most_tokens = 256  # a block computes dz of three tokens that another one computes, too, and stores its sums
+    max_tokens = 256  # a block computes dz of three tokens that another one computes, too, and stores its sums
 
     @property
-    def blocks_per_sm(self) -> int:
+    def ctas_per_sm(self) -> int:
         """As many as leave a thread 128 registers, 168, or 255."""
         return 2 if not self.aligned else 3 if not self.silu or (self.bias and self.varlen) else 4
 
@@ -55,8 +55,8 @@ class Config(ConvConfig):
         return make_gradients(self)
 
 
-class Sums(NamedTuple):
-    """Of dz times the tokens with a lag of 0, 1, 2 and 3 tokens, and of dz."""
+class LagSums(NamedTuple):
+    """Sums over the tokens t: of dz_t x_(t - lag), and of dz_t (bias)."""
 
     lag0: Any
     lag1: Any
@@ -65,15 +65,15 @@ class Sums(NamedTuple):
     bias: Any
 
 
-class Token(NamedTuple):
-    """Lines of a token and of dy."""
+class TokenLines(NamedTuple):
+    """The lines of a token, of x and of dy."""
 
     x: Any
     dy: Any
 
 
-class Walk(NamedTuple):
-    """What a warp knows where it is: the tokens before, and their dz."""
+class WalkState(NamedTuple):
+    """The three tokens before the one that a warp computes next, and their dz."""
 
     x: Any
     dz: Any
@@ -112,37 +112,37 @@ def make_gradients(config: Config):
     window, token_blocks = ShortWindow(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
-    def add(sums, x, before, dz):
-        """The sums with those of a token."""
-        lag2 = sums.lag2 + dz * before.x2 if WIDTH > 2 else sums.lag2
-        lag3 = sums.lag3 + dz * before.x3 if WIDTH > 3 else sums.lag3
+    def add(sums, x, previous, dz):
+        """The LagSums with a token added. x, dz: of the token; previous: the tokens before it."""
+        lag2 = sums.lag2 + dz * previous.x2 if WIDTH > 2 else sums.lag2
+        lag3 = sums.lag3 + dz * previous.x3 if WIDTH > 3 else sums.lag3
         bias = sums.bias + dz if BIAS else sums.bias
-        return Sums(sums.lag0 + dz * x, sums.lag1 + dz * before.x1, lag2, lag3, bias)
+        return LagSums(sums.lag0 + dz * x, sums.lag1 + dz * previous.x1, lag2, lag3, bias)
 
     @inlined
-    def load_token(inputs, gradients, block, token, col):
-        """The Token so many behind the block's first."""
+    def load_token(x_rows, dy_rows, block, token, col):
+        """Load the TokenLines of a token. token: its number, counted from the block's first."""
         token = int32(block.start + token)
-        return Token(window.load(inputs, block.batch, token, col), window.load(gradients, block.batch, token, col))
+        return TokenLines(window.load(x_rows, block.batch, token, col), window.load(dy_rows, block.batch, token, col))
 
     @inlined
-    def advance(walk, sums, token, taps):
-        """(the Walk behind a Token, the sums with it, the part of dx of the one three before it)."""
+    def advance(state, sums, token, taps):
+        """(the WalkState after a token, the LagSums with it, dx of the token three before it)."""
         x = fp32(token.x)
-        dz = window.activation_gradient(window.convolve(x, walk.x, taps), fp32(token.dy))
-        dx = window.convolve_gradient(walk.dz, dz, taps)
-        return Walk(walk.x.then(x), walk.dz.then(dz)), add(sums, x, walk.x, dz), dx
+        dz = window.activation_gradient(window.convolve(x, state.x, taps), fp32(token.dy))
+        dx = window.convolve_gradient(state.dz, dz, taps)
+        return WalkState(state.x.push(x), state.dz.push(dz)), add(sums, x, state.x, dz), dx
 
     @inlined
-    def store_dx(results, dx, gDState, block, of_state, token, col):
-        """Store dx of a token. To those from `of_state` on comes a part from the sequence's final window."""
-        if token >= of_state:
+    def store_dx(dx_rows, dx, gDState, block, window_start, token, col):
+        """Store dx of a token. To dx of the tokens from `window_start` on, the gradient of the final window is added."""
+        if token >= window_start:
             dx = dx + window.load_window(gDState, block, token - block.last, col)
-        window.store(results, dx, block.batch, token, col)
+        window.store(dx_rows, dx, block.batch, token, col)
 
     @inlined
-    def store_of_window(gDInitialState, dx, gDState, block, token, col):
-        """Store dx of a token of the window before the sequence, counted back from the sequence."""
+    def store_window_gradient(gDInitialState, dx, gDState, block, token, col):
+        """Store dx of a token of the window before the sequence. token: -1 for the last one of the window."""
         dx = dx + window.load_window(gDState, block, block.first + token - block.last, col)
         window.store_window(gDInitialState, dx, block, token, col)
 
@@ -150,7 +150,7 @@ def make_gradients(config: Config):
     def store_sum(gSums, total, index, tap, col):
         store(gSums, total, (index, tap, col), 1, 2, False)
 
-    @cuda.jit(launch_bounds=(config.threads, config.blocks_per_sm), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def short_conv_backward(
         gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT),
         gDState: array(3), gDX: array(3, INPUT), gDInitialState: array(3), gSums: array(3), gCuSeqlens: ENDS,
@@ -162,42 +162,42 @@ def make_gradients(config: Config):
         if index >= count:
             return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
-        taps, nothing = window.load_taps(gWeight, gBias, col), zeros(LINE)
-        sums = none = Sums(nothing, nothing, nothing, nothing, nothing)
-        read_end = int32(min(block.last, block.end + BEFORE))
-        inputs, gradients, results = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
-        walk = Walk(window.load_before(gX, gInitialState, block, col), Before(nothing, nothing, nothing))
-        a = load_token(inputs, gradients, block, 0, col)
-        b = load_token(inputs, gradients, block, 1, col)
-        c = load_token(inputs, gradients, block, 2, col)
-        d = load_token(inputs, gradients, block, 3, col)
-        walk, sums, dx3 = advance(walk, sums, a, taps)
-        a = load_token(inputs, gradients, block, 4, col)
-        walk, sums, dx2 = advance(walk, sums, b, taps)
-        b = load_token(inputs, gradients, block, 5, col)
-        walk, sums, dx1 = advance(walk, sums, c, taps)
-        c = load_token(inputs, gradients, block, 6, col)
+        taps, zero_line = window.load_taps(gWeight, gBias, col), zeros(LINE)
+        sums = zero_sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
+        read_end = int32(min(block.last, block.end + MAX_LAG))
+        x_rows, dy_rows, dx_rows = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
+        state = WalkState(window.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line))
+        a = load_token(x_rows, dy_rows, block, 0, col)
+        b = load_token(x_rows, dy_rows, block, 1, col)
+        c = load_token(x_rows, dy_rows, block, 2, col)
+        d = load_token(x_rows, dy_rows, block, 3, col)
+        state, sums, dx3 = advance(state, sums, a, taps)
+        a = load_token(x_rows, dy_rows, block, 4, col)
+        state, sums, dx2 = advance(state, sums, b, taps)
+        b = load_token(x_rows, dy_rows, block, 5, col)
+        state, sums, dx1 = advance(state, sums, c, taps)
+        c = load_token(x_rows, dy_rows, block, 6, col)
         if block.start > block.first:
-            sums = none
+            sums = zero_sums
         elif gDInitialState.shape[0] > 0:
-            store_of_window(gDInitialState, dx3, gDState, block, -3, col)
-            store_of_window(gDInitialState, dx2, gDState, block, -2, col)
-            store_of_window(gDInitialState, dx1, gDState, block, -1, col)
-        of_state = int32(block.last - WIDTH + 1) if gDState.shape[0] > 0 else block.limit
+            store_window_gradient(gDInitialState, dx3, gDState, block, -3, col)
+            store_window_gradient(gDInitialState, dx2, gDState, block, -2, col)
+            store_window_gradient(gDInitialState, dx1, gDState, block, -1, col)
+        window_start = int32(block.last - WIDTH + 1) if gDState.shape[0] > 0 else block.limit
         for t in range(block.start, block.end, STEP):
-            ahead = int32(t + BEFORE + STEP - block.start)
-            walk, sums, dx = advance(walk, sums, d, taps)
-            d = load_token(inputs, gradients, block, ahead, col)
-            store_dx(results, dx, gDState, block, of_state, t, col)
-            walk, sums, dx = advance(walk, sums, a, taps)
-            a = load_token(inputs, gradients, block, ahead + 1, col)
-            store_dx(results, dx, gDState, block, of_state, t + 1, col)
-            walk, sums, dx = advance(walk, sums, b, taps)
-            b = load_token(inputs, gradients, block, ahead + 2, col)
-            store_dx(results, dx, gDState, block, of_state, t + 2, col)
-            walk, sums, dx = advance(walk, sums, c, taps)
-            c = load_token(inputs, gradients, block, ahead + 3, col)
-            store_dx(results, dx, gDState, block, of_state, t + 3, col)
+            ahead = int32(t + MAX_LAG + STEP - block.start)
+            state, sums, dx = advance(state, sums, d, taps)
+            d = load_token(x_rows, dy_rows, block, ahead, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, t, col)
+            state, sums, dx = advance(state, sums, a, taps)
+            a = load_token(x_rows, dy_rows, block, ahead + 1, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, t + 1, col)
+            state, sums, dx = advance(state, sums, b, taps)
+            b = load_token(x_rows, dy_rows, block, ahead + 2, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, t + 2, col)
+            state, sums, dx = advance(state, sums, c, taps)
+            c = load_token(x_rows, dy_rows, block, ahead + 3, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, t + 3, col)
         store_sum(gSums, sums.lag0, index, WIDTH - 1, col)
         store_sum(gSums, sums.lag1, index, WIDTH - 2, col)
         if WIDTH > 2:

@@ -14,7 +14,7 @@ from numpy import int32
 
 from ops import divmod, load, store, zeros
 from tiles import bf16, dtype, fp16, fp32, rt
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -44,7 +44,9 @@ ACCUMULATE = Config(fp32, accumulate=True)
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations; others than those of bf16 and 16 bytes, and that which accumulates, with `everything` only."""
     yield ACCUMULATE
-    yield from itertools.starmap(Config, itertools.product((bf16, fp16), PIECES) if everything else ((bf16, PIECES[0]),))
+    yield from itertools.starmap(
+        Config, itertools.product((bf16, fp16), VECTOR_SIZES) if everything else ((bf16, VECTOR_SIZES[0]),)
+    )
 
 
 @functools.cache

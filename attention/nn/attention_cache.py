@@ -20,13 +20,18 @@ class AttentionCache(NamedTuple):
     all tokens. To forget the last n tokens, such as drafts that were rejected: cache.lengths.sub_(n).
 
     pages: None, or (N, most pages), int32, the page table of pools k and v (pages, page size, kv_heads, head_dim), such as
-    those of a layer of attention.cache.PagedCache."""
+    those of a layer of attention.cache.PagedCache.
+
+    k_descale, v_descale: None, or for caches of torch.float8_e4m3fn or torch.int8 what their numbers are multiplied by,
+    float32, (N, max_length, kv_heads) or (pages, page size, kv_heads): one for each token and head, which calls write, too."""
 
     k: torch.Tensor
     v: torch.Tensor
     lengths: torch.Tensor
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None
     pages: torch.Tensor | None = None
+    k_descale: torch.Tensor | None = None
+    v_descale: torch.Tensor | None = None
 
     def __repr__(self) -> str:  # the numbers of a whole cache help nobody
         shape, count = tuple(self.k.shape), self.lengths.shape[0]
@@ -37,6 +42,15 @@ class AttentionCache(NamedTuple):
     def max_length(self) -> int:
         """How many tokens there is room for in a sequence."""
         return self.k.shape[1] if self.pages is None else self.pages.shape[1] * self.k.shape[1]
+
+    @property
+    def descales(self) -> dict[str, torch.Tensor]:
+        """The arguments of attention.decode for k_descale and v_descale, none if there are none."""
+        return (
+            {}
+            if self.k_descale is None or self.v_descale is None
+            else {"k_descale": self.k_descale, "v_descale": self.v_descale}
+        )
 
     def reset(self) -> None:
         """Forget all tokens: the next call begins a new sequence."""
@@ -60,7 +74,7 @@ class AttentionCache(NamedTuple):
             )
         if positions is not None:
             raise ValueError("positions: must be None with a cache, whose lengths say where the tokens are")
-        for name in SET_BY_CACHE:
+        for name in (*SET_BY_CACHE, *self.descales):
             if name in options:
                 raise TypeError(f"{name}: must not be passed with a cache, which sets it")
         ends = options.get("cu_seqlens")

@@ -104,20 +104,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         """The gated norm of the rows of x, in x's dtype; without a gate the norm alone. gate: shaped as x is."""
-        if x.dtype in (torch.bfloat16, torch.float16) and serves(x.shape[-1] // self.groups):
-            options: dict[str, Any] = {"activation": self.activation, "norm_before_gate": self.norm_before_gate}
-            rows, of_gate = self.rows(x), None if gate is None else self.rows(gate.to(x.dtype))
-            weight = self.weight if self.groups == 1 else self.weight.unflatten(0, (self.groups, -1))
-            return attention.gated_rms_norm(rows, weight, of_gate, eps=self.eps, **options).view(x.shape)
-        return self.by_torch(x, gate)
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """x as (batch, tokens, heads or groups, columns), the heads of a token one behind the other."""
-        if x.ndim != 4 or self.groups > 1:
-            lead = x.shape[:-1] if x.ndim == 3 else (1, -1)
-            x = x.reshape(*lead, self.groups, x.shape[-1] // self.groups)
-        adjacent = x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
-        return x if adjacent else x.contiguous()
+        options: dict[str, Any] = {"activation": self.activation, "norm_before_gate": self.norm_before_gate}
+        out = normalize_by_kernel(x, self.weight, gate, self.groups, eps=self.eps, **options)
+        return self.by_torch(x, gate) if out is None else out
 
     def by_torch(self, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
         """The gated norm by torch's operations."""
@@ -137,6 +126,27 @@ class GatedRMSNorm(nn.Module):
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
         return f"{len(self.weight)}, eps={self.eps}, activation={self.activation!r}, norm_before_gate={self.norm_before_gate}"
+
+
+def normalize_by_kernel(
+    x: torch.Tensor, weight: torch.Tensor, gate: torch.Tensor | None, groups: int, **options: Any
+) -> torch.Tensor | None:
+    """attention.gated_rms_norm of the last axis of x, (.., D), each of `groups` equal parts by itself; None where it does not
+    support such an x. weight: (D). gate: shaped as x is. options: its eps, activation and norm_before_gate."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not serves(x.shape[-1] // groups):
+        return None
+    rows, of_gate = _rows(x, groups), None if gate is None else _rows(gate.to(x.dtype), groups)
+    weight = weight if groups == 1 else weight.unflatten(0, (groups, -1))
+    return attention.gated_rms_norm(rows, weight, of_gate, **options).view(x.shape)
+
+
+def _rows(x: torch.Tensor, groups: int) -> torch.Tensor:
+    """x as (batch, tokens, heads or groups, columns), the heads of a token one behind the other."""
+    if x.ndim != 4 or groups > 1:
+        lead = x.shape[:-1] if x.ndim == 3 else (1, -1)
+        x = x.reshape(*lead, groups, x.shape[-1] // groups)
+    adjacent = x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
+    return x if adjacent else x.contiguous()
 
 
 def check_no_gradient(layer: nn.Module, *tensors: torch.Tensor) -> None:

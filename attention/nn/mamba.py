@@ -1,4 +1,4 @@
-"""The layer of Mamba-2."""
+"""The sequence mixer of a Mamba-2 block as a torch module: projections, short convolution, state space scan, gated norm."""
 
 from __future__ import annotations
 

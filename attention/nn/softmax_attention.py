@@ -217,7 +217,7 @@ class Attention(nn.Module):
         if norms is not None and norms[0] is not None:
             options |= dict(zip(("q_norm", "k_new_norm", "norm_eps"), norms))
         sink = None if self.sink is None else self.sink.float()
-        place = {"lengths": cache.lengths, "pages": cache.pages, "rotary": cache.rotary}
+        place = {"lengths": cache.lengths, "pages": cache.pages, "rotary": cache.rotary, **cache.descales}
         options |= place | {"k_new": k, "v_new": v, "sink": sink} | self.options
         out = attention.decode(q, cache.k, cache.v, **options)
         cache.add_lengths(q.shape[1], options.get("cu_seqlens"))
@@ -225,18 +225,21 @@ class Attention(nn.Module):
 
     def new_cache(self, batch_size: int, max_length: int, dtype: torch.dtype | None = None) -> AttentionCache:
         """The cache of so many sequences without tokens, with room for max_length tokens each. dtype: of keys and values, by
-        default that of the parameters or, where these are float32, for autocast, bfloat16."""
+        default that of the parameters or, where these are float32, for autocast, bfloat16. torch.float8_e4m3fn and torch.int8:
+        with a descale for each token and head, which calls write (attention.append)."""
         for name, value in {"batch_size": batch_size, "max_length": max_length}.items():
             if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
                 raise ValueError(f"{name}: must be a positive integer: {name}={value!r}")
         weight = self.project.weight
         dtype = dtype or (torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype)
-        k, v = torch.zeros(2, batch_size, max_length, self.kv_heads, self.head_dim, dtype=dtype, device=weight.device)
+        shape = batch_size, max_length, self.kv_heads
+        k, v = torch.zeros(2, *shape, self.head_dim, dtype=dtype, device=weight.device)
+        descales = torch.zeros(2, *shape, device=weight.device) if dtype.itemsize == 1 else (None, None)
         lengths, rotary = torch.zeros(batch_size, dtype=torch.int32, device=weight.device), None
         if self.rotary is not None:
             cos, sin = angles(torch.arange(max_length, device=weight.device), self.head_dim, self.rotary)
             rotary = cos.squeeze(-2), sin.squeeze(-2)
-        return AttentionCache(k, v, lengths, rotary)
+        return AttentionCache(k, v, lengths, rotary, None, *descales)
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""

@@ -61,7 +61,7 @@ def plan_copies(
     bytes_per_key, copies_by_rows = ITEM_BYTES * len(call.kv_heads) * sum(call.head_dims), []
     for other in [one for one in range(len(keys)) if one != rank]:
         for at, span in spans_with_offsets(keys[other]):
-            visible = span.within(subcall.keys)
+            visible = span.intersect(subcall.keys)
             for part in _split_span(visible, min(MAX_COPIES, len(visible) * bytes_per_key // MIN_COPY_BYTES)):
                 first, target = at + part.start - span.start, part.start - count_keys_before(own_keys, part.start)
                 copies_by_rows.append((part, RowCopy(other, Span(first, first + len(part)), Span(target, target + len(part)))))

@@ -86,7 +86,7 @@ def build_key_placement(subcall: SubCall, local_keys: Spans, call: ForwardCall) 
 
 def count_keys_before(spans: Spans, key: int) -> int:
     """How many keys of the spans come before this key."""
-    return sum([len(span.within(Span(0, key))) for span in spans])
+    return sum([len(span.intersect(Span(0, key))) for span in spans])
 
 
 def fits_tma(*arrays: Any) -> bool:

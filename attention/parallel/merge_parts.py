@@ -21,8 +21,10 @@ def merge_parts(parts: Sequence[RingPart]) -> list[RingPart]:
     for one in parts:
         rows, keys, subcall = one
         last = merged[-1] if merged else one
-        follows = last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(subcall.keys) >= len(subcall.rows))
-        if follows and _sees_all(last) and _have_same_options(last, one):
+        continues = (
+            last[0] == rows and last[1].stop == keys.start and (_sees_all(one) or len(subcall.keys) >= len(subcall.rows))
+        )
+        if continues and _sees_all(last) and _have_same_options(last, one):
             keys = slice(merged.pop()[1].start, keys.stop)
         merged.append((rows, keys, subcall))
     parts, merged = merged, []

@@ -23,7 +23,7 @@ class Span(NamedTuple):
     def __len__(self) -> int:
         return max(0, self.stop - self.start)
 
-    def within(self, other: Span) -> Span:
+    def intersect(self, other: Span) -> Span:
         """The intersection of two spans."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
@@ -72,8 +72,8 @@ class Zigzag:
         first, last = 0, -(-length // block)
         spans_of_ranks = []
         for part in _blocks_per_rank(last, world):
-            early = (part + 1) // 2
-            ends = first + early, last - (part - early)
+            first_half = (part + 1) // 2
+            ends = first + first_half, last - (part - first_half)
             spans_of_ranks.append(
                 _drop_empty_spans([_span(first, ends[0], block, length), _span(ends[1], last, block, length)])
             )
@@ -107,7 +107,7 @@ def merge_spans(spans: Spans) -> Spans:
 
 def subtract_spans(span: Span, others: Spans) -> Spans:
     """The parts of a span outside of `others`, which are sorted and do not touch."""
-    ends = [span.start, *[end for one in others if len(one.within(span)) for end in one.within(span)], span.stop]
+    ends = [span.start, *[end for one in others if len(one.intersect(span)) for end in one.intersect(span)], span.stop]
     return tuple([Span(*pair) for pair in zip(ends[::2], ends[1::2]) if pair[0] < pair[1]])
 
 

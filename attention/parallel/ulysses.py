@@ -101,10 +101,10 @@ class UlyssesAttention:
         heads, key_heads = self._head_shares(call)[self.peers.rank]
         if bias is None or not self._has_rows(bias):
             return call.select_heads(heads, key_heads)
-        bias_heads = [share if bias.shape[1] > 1 else Span(0, 1) for share, _ in self._head_shares(call)]
+        bias_heads = [head_span if bias.shape[1] > 1 else Span(0, 1) for head_span, _ in self._head_shares(call)]
         sources = tuple([ShardRegion(spans, all_heads(bias.shape[1])) for spans in self.queries])
         rows = merge_rank_spans(self.queries)
-        plan = plan_redistribution(self.peers.rank, sources, tuple([ShardRegion(rows, share) for share in bias_heads]))
+        plan = plan_redistribution(self.peers.rank, sources, tuple([ShardRegion(rows, head_span) for head_span in bias_heads]))
         received = redistribute(self.peers, (bias.transpose(1, 2), plan)).wait()[0].transpose(1, 2)
         options = {name: x for name, x in call.options.items() if name != "bias"}
         selected = call._replace(options=options).select_heads(heads, key_heads)
@@ -127,7 +127,7 @@ class UlyssesAttention:
     def _head_regions(self, call: ForwardCall, name: str) -> tuple[ShardRegion, ...]:
         """Each rank's region of an array during attention."""
         rows = merge_rank_spans(self.keys if name in "kv" else self.queries)
-        return tuple([ShardRegion(rows, share[name in "kv"]) for share in self._head_shares(call)])
+        return tuple([ShardRegion(rows, head_span[name in "kv"]) for head_span in self._head_shares(call)])
 
     def _exchange_for_heads(self, call: ForwardCall, **arrays: Any) -> PendingArrays:
         """Start to exchange this rank's tokens of all heads for all tokens of its heads."""

@@ -1,6 +1,6 @@
-"""The numbers by which new rows of K and V are divided before they go to an fp8 cache (their descales). The classes have the
-same methods: no descales; descales that the caller gives; or one for each token and head, which makes the row's largest
-absolute value 448, the largest of e4m3, and is written beside the row."""
+"""The numbers by which new rows of K and V are divided before they go to a cache of fp8 or int8 (their descales). The classes
+have the same methods: no descales; descales that the caller gives; or one for each token and head, which makes the row's
+largest absolute value the greatest number of the cache's dtype, 448 or 127, and is written beside the row."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,8 @@ from .part import KernelPart
 
 HEADS, COLUMNS = 16, 32  # rows and columns of a tile: a row is a head
 X = rt(HEADS, COLUMNS, fp32)
-E4M3_MAX, MIN_DESCALE = 448.0, 2.0**-120  # MIN_DESCALE: a tile's rows beyond the last head are 0, and must not divide by 0
+QUANTIZED = "float8_e4m3fn", "int8"  # dtypes of such caches
+MIN_DESCALE = 2.0**-120  # a tile's rows beyond the last head are 0, and must not divide by 0
 
 
 @inlined
@@ -63,6 +64,11 @@ class NoDescales(KernelPart):
         return array(2)
 
     @property
+    def greatest(self) -> float:
+        """The greatest number of the cache's dtype."""
+        return self.to.ends[1]
+
+    @property
     def needs_whole_row(self) -> bool:
         """Does the descale of a row depend on all of its columns? Then one warp reads all of them."""
         return False
@@ -95,7 +101,7 @@ class GivenDescales(NoDescales):
 
 
 class ComputedDescales(GivenDescales):
-    """Rows are divided by their largest absolute value / 448, which is stored at gDescale[page, slot, head]."""
+    """Rows are divided by their largest absolute value / `greatest`, which is stored at gDescale[page, slot, head]."""
 
     def __str__(self):
         return ", descales computed"
@@ -124,6 +130,6 @@ class ComputedDescales(GivenDescales):
         else:
             for col in range(0, token.v.shape[3], X.cols):
                 top = row_max(abs(load(token.v, X, (src[0], src[1], head, col))), top)
-        descale = maximum(top / E4M3_MAX, MIN_DESCALE)
+        descale = maximum(top / self.greatest, MIN_DESCALE)
         store(gDescale, descale, (dst[0], dst[1], head))
         return descale

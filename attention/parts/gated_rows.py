@@ -28,7 +28,7 @@ from tiles import dtype, fp32, inlined, rt, static
 from tiles.layout import LANES
 
 LINES, COLUMNS = 16, 32  # of a warp's tile
-WARPS, MOST_WARPS = 4, 16  # of a block, where each has rows of its own; at most
+WARPS, MAX_WARPS = 4, 16  # of a block, where each has rows of its own; at most
 GROUPS = (1, 2, 4, 8)  # lines of rows of which a tile has several
 
 
@@ -55,7 +55,7 @@ class GroupedRows:
 
     @property
     def registers(self):
-        """Of a thread, for results and for gradients."""
+        """Registers of a thread of the kernel of results, and of that of gradients."""
         return (64, 128) if self.aligned else (80, 168)
 
     @property
@@ -69,7 +69,7 @@ class GroupedRows:
         return rt(LINES, COLUMNS, self.dtype)
 
     @property
-    def wide(self):
+    def fp32_tile(self):
         """The type of a warp's tile in fp32."""
         return rt(LINES, COLUMNS, fp32)
 
@@ -93,13 +93,13 @@ class GroupedRows:
 
     @inlined
     def load(self, gX, strip, token):
-        """This warp's lines of a token, in fp32, from an array (batch, token, line, column)."""
+        """Load this warp's lines of a token, in fp32, from an array (batch, token, line, column)."""
         at = strip.batch, int32(token), int32(self.lines * strip.head), 0
         return fp32(load_unordered(gX, self.tile, at, 2, 3, self.aligned))
 
     @inlined
-    def keep(self, x, gX, strip, token):
-        """What `load` gave as x, from registers, or loaded again where these are too few."""
+    def reload(self, x, gX, strip, token):
+        """x, which `load` returned: from registers, or loaded again where registers are too few."""
         return x
 
     @inlined
@@ -109,16 +109,16 @@ class GroupedRows:
         store_unordered(gX, self.dtype(value), at, 2, 3, self.aligned)
 
     @inlined
-    def load_weight(self, gWeight, head):
+    def load_weights(self, gWeight, head):
         """The weights (head, line, column) for this warp's lines. What is loaded for a row is 0 in all others."""
-        weight = zeros(self.wide)
+        weight = zeros(self.fp32_tile)
         for n in range(self.rows):
             at = int32(min(head + n, gWeight.shape[0] - 1)), int32(-self.lines * n), 0
-            weight = weight + load_unordered(gWeight, self.wide, at, 1, 2, False)
+            weight = weight + load_unordered(gWeight, self.fp32_tile, at, 1, 2, False)
         return weight
 
     @inlined
-    def total(self, x, scratch):
+    def sum_rows(self, x, scratch):
         """The sum of the elements of each row, for all of its lines."""
         return group_sum(row_sum(x), self.lines)
 
@@ -153,27 +153,27 @@ class SpreadRow(GroupedRows):
     @inlined
     def load(self, gX, strip, token):
         first = int32(self.lines * strip.head)
-        of_row = truncate(gX, 2, int32(first + self.lines))
+        row_lines = truncate(gX, 2, int32(first + self.lines))
         at = strip.batch, int32(token), int32(first + LINES * warp_index()), 0
-        return fp32(load_unordered(of_row, self.tile, at, 2, 3, self.aligned))
+        return fp32(load_unordered(row_lines, self.tile, at, 2, 3, self.aligned))
 
     @inlined
-    def keep(self, x, gX, strip, token):
+    def reload(self, x, gX, strip, token):
         return self.load(gX, strip, token)
 
     @inlined
     def store(self, gX, value, strip, token):
         first = int32(self.lines * strip.head)
-        of_row = truncate(gX, 2, int32(first + self.lines))
+        row_lines = truncate(gX, 2, int32(first + self.lines))
         at = strip.batch, int32(token), int32(first + LINES * warp_index()), 0
-        store_unordered(of_row, self.dtype(value), at, 2, 3, self.aligned)
+        store_unordered(row_lines, self.dtype(value), at, 2, 3, self.aligned)
 
     @inlined
-    def load_weight(self, gWeight, head):
-        return load_unordered(gWeight, self.wide, (head, int32(LINES * warp_index()), 0), 1, 2, False)
+    def load_weights(self, gWeight, head):
+        return load_unordered(gWeight, self.fp32_tile, (head, int32(LINES * warp_index()), 0), 1, 2, False)
 
     @inlined
-    def total(self, x, scratch):
+    def sum_rows(self, x, scratch):
         return block.reduce_sum(tile_sum(x), scratch)
 
     @inlined
@@ -184,15 +184,15 @@ class SpreadRow(GroupedRows):
 
 @static
 class SiluGate:
-    """silu(z) = z sigmoid(z)."""
+    """act(z) = silu(z) = z sigmoid(z)."""
 
     @inlined
-    def value(self, z):
+    def activate(self, z):
         """act(z), by which the gate multiplies a row."""
         return z * sigmoid(z)
 
     @inlined
-    def with_slope(self, z):
+    def activate_with_derivative(self, z):
         """(silu(z), silu'(z)), and silu'(z) = s + z s (1 - s), where s = sigmoid(z)."""
         s = sigmoid(z)
         return z * s, s + z * s * (1.0 - s)
@@ -200,14 +200,14 @@ class SiluGate:
 
 @static
 class SigmoidGate(SiluGate):
-    """sigmoid(z)."""
+    """act(z) = sigmoid(z)."""
 
     @inlined
-    def value(self, z):
+    def activate(self, z):
         return sigmoid(z)
 
     @inlined
-    def with_slope(self, z):
+    def activate_with_derivative(self, z):
         """(sigmoid(z), sigmoid'(z)), and sigmoid'(z) = s (1 - s)."""
         s = sigmoid(z)
         return s, s * (1.0 - s)

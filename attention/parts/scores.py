@@ -337,9 +337,9 @@ class ScoreModWithGrad(ScoreMod):
     def score_and_grad(self, s, ctx, key):
         i, j = ctx.rows(s), ctx.columns(s, key)
         tile = rt(s.rows, s.cols, fp32, s.layout)
-        s, slope = self.with_grad(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
-        slope = maximum(minimum(full(tile, -0.0) + slope, MAX_SCORE_GRAD), -MAX_SCORE_GRAD)
-        return where(i < ctx.seqlen_q, s, -math.inf), slope
+        s, score_grad = self.with_grad(s * ctx.params.score_unit, ctx.batch, ctx.head, i, j, *ctx.aux)
+        score_grad = maximum(minimum(full(tile, -0.0) + score_grad, MAX_SCORE_GRAD), -MAX_SCORE_GRAD)
+        return where(i < ctx.seqlen_q, s, -math.inf), score_grad
 
 
 class Sink(Variant):

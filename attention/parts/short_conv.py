@@ -21,15 +21,15 @@ from .sequences import sequence_of_block
 CHANNELS, WARPS, STEP = 128, 4, 4  # of a warp; of a block; tokens that are loaded together
 THREADS = LANES * WARPS
 WIDTHS = (2, 3, 4)
-BEFORE = WIDTHS[-1] - 1  # tokens before one that a convolution reads at most
+MAX_LAG = WIDTHS[-1] - 1  # tokens before one that a convolution reads at most
 LINE = rt(1, CHANNELS, fp32, "line")
 
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? bias: is there one? dtype: of the tokens.
-    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)? most_tokens: of a
-    block of tokens."""
+    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? bias: is one added? dtype: of the tokens.
+    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)? max_tokens: of
+    a block of tokens."""
 
     width: int
     silu: bool
@@ -37,24 +37,24 @@ class ConvConfig:
     dtype: dtype
     aligned: bool = True
     varlen: bool = False
-    threads, most_tokens = THREADS, 64
+    threads, max_tokens = THREADS, 64
 
     @property
-    def blocks_per_sm(self) -> int:
+    def ctas_per_sm(self) -> int:
         """How many thread blocks an SM runs at a time, which bounds the registers of a thread."""
         raise NotImplementedError
 
     def __str__(self):
-        kinds = {"silu": self.silu, "bias": self.bias, "unaligned": not self.aligned, "varlen": self.varlen}
-        return ", ".join([f"width {self.width} {self.dtype}", *[name for name, holds in kinds.items() if holds]])
+        flags = {"silu": self.silu, "bias": self.bias, "unaligned": not self.aligned, "varlen": self.varlen}
+        return ", ".join([f"width {self.width} {self.dtype}", *[name for name, enabled in flags.items() if enabled]])
 
 
 def conv_space(make_config: type[ConvConfig], everything: bool) -> Iterator[ConvConfig]:
     """The configurations of the widest convolution of bf16; with `everything` all others, too."""
     widths, dtypes = (WIDTHS, (bf16, fp16)) if everything else (WIDTHS[-1:], (bf16,))
     flags = (True, False), (False, True), (True, False) if everything else (True,), (False, True)
-    for width, of, (silu, bias, aligned, varlen) in itertools.product(widths, dtypes, itertools.product(*flags)):
-        yield make_config(width, silu, bias, of, aligned, varlen)
+    for width, input_dtype, (silu, bias, aligned, varlen) in itertools.product(widths, dtypes, itertools.product(*flags)):
+        yield make_config(width, silu, bias, input_dtype, aligned, varlen)
 
 
 class TokenBlock(NamedTuple):
@@ -120,17 +120,17 @@ class Taps(NamedTuple):
     bias: Any
 
 
-class Before(NamedTuple):
-    """Lines of the tokens before one, in fp32: x1 of the one just before it."""
+class PreviousTokens(NamedTuple):
+    """Lines of the three tokens before a token, in fp32. x1: of the one just before it."""
 
     x1: Any
     x2: Any
     x3: Any
 
     @inlined
-    def then(self, x):
-        """The tokens before the next one, where x comes between."""
-        return Before(x, self.x1, self.x2)
+    def push(self, x):
+        """The PreviousTokens of the next token, where x is the line of this one."""
+        return PreviousTokens(x, self.x1, self.x2)
 
 
 @static
@@ -163,55 +163,55 @@ class ShortWindow:
 
     @inlined
     def load(self, gX, batch, token, col):
-        """A token's channels."""
+        """Load the warp's channels of a token, in the dtype of the tokens."""
         return load(gX, self.line, (batch, int32(token), col), 1, 2, self.aligned)
 
     @inlined
     def store(self, gX, value, batch, token, col):
-        """Store a token's channels."""
+        """Store the warp's channels of a token, rounded to the dtype of the tokens."""
         store(gX, self.dtype(value), (batch, int32(token), col), 1, 2, self.aligned)
 
     @inlined
     def load_window(self, gState, block, token, col):
-        """What an array like the initial window (sequence, channel, W - 1) holds of a token, given from the place behind the
-        window; 0 outside it."""
+        """Load a token's channels from a window (sequence, channel, W - 1). token: -1 for the last one of the window, -2 for
+        the one before it; 0 is loaded for a token outside of the window."""
         return load(gState, LINE, (block.sequence, col, int32(self.width - 1 + token)), 2, 1, False)
 
     @inlined
     def store_window(self, gState, value, block, token, col):
-        """Store a token's channels to such an array; outside it nothing."""
+        """Store a token's channels to a window, where load_window reads them; nothing for a token outside of the window."""
         store(gState, value, (block.sequence, col, int32(self.width - 1 + token)), 2, 1, False)
 
     @inlined
     def load_token(self, gX, gInitialState, block, token, col):
         """A token of the sequence, in fp32, or of the window before it."""
-        of_window = self.load_window(gInitialState, block, token - block.first, col)
-        return fp32(self.load(gX, block.batch, token, col)) if token >= block.first else of_window
+        window_value = self.load_window(gInitialState, block, token - block.first, col)
+        return fp32(self.load(gX, block.batch, token, col)) if token >= block.first else window_value
 
     @inlined
-    def load_before(self, gX, gInitialState, block, col):
-        """The tokens Before the block's first."""
+    def load_previous(self, gX, gInitialState, block, col):
+        """The PreviousTokens of the block's first token."""
         x1 = self.load_token(gX, gInitialState, block, block.start - 1, col)
         x2 = self.load_token(gX, gInitialState, block, block.start - 2, col)
-        return Before(x1, x2, self.load_token(gX, gInitialState, block, block.start - 3, col))
+        return PreviousTokens(x1, x2, self.load_token(gX, gInitialState, block, block.start - 3, col))
 
     @inlined
-    def convolve(self, x, before, taps):
+    def convolve(self, x, previous, taps):
         """z = bias + sum_i taps[i] x_(t-i)."""
         z = fma(x, taps.lag0, taps.bias) if self.bias else x * taps.lag0
-        z = fma(before.x1, taps.lag1, z)
+        z = fma(previous.x1, taps.lag1, z)
         if self.width > 2:
-            z = fma(before.x2, taps.lag2, z)
+            z = fma(previous.x2, taps.lag2, z)
         if self.width > 3:
-            z = fma(before.x3, taps.lag3, z)
+            z = fma(previous.x3, taps.lag3, z)
         return z
 
     @inlined
-    def convolve_gradient(self, before, dz, taps):
-        """dx = sum_i taps[i] dz_(t+i), three tokens before that of dz; before: of that of dz."""
-        dx = fma(before.x2, taps.lag1, before.x3 * taps.lag0)
+    def convolve_gradient(self, previous, dz, taps):
+        """dx = sum_i taps[i] dz_(t+i) of the token t three tokens before that of dz. previous: the lines of dz before dz."""
+        dx = fma(previous.x2, taps.lag1, previous.x3 * taps.lag0)
         if self.width > 2:
-            dx = fma(before.x1, taps.lag2, dx)
+            dx = fma(previous.x1, taps.lag2, dx)
         if self.width > 3:
             dx = fma(dz, taps.lag3, dx)
         return dx

@@ -8,7 +8,7 @@ from numpy import int32
 
 from ops import exp2, rasterize, right_fill, warpgroup
 from tiles import inlined, static
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from .part import KernelPart
 from .variant import Variant
@@ -17,7 +17,7 @@ from .variant import Variant
 SMS_PER_HEAD = 6
 
 
-@follows  # a function of lengths calls it again (tiles/launching/lengths.py)
+@watched_function  # a function of lengths calls it again (tiles/launching/lengths.py)
 def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
     """The size of a raster group: how many (batch, head) pairs a grid of so many CTAs goes through at once, query block by
     query block. uneven: do some query blocks of a pair take longer than others, as in causal attention, or because the last one
@@ -36,7 +36,7 @@ def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, u
     return next((n for n in _halves(grid) if n * nbytes <= cache // 2), 1)
 
 
-@follows
+@watched_function
 def balance_raster_groups(raster_group: int, batch_heads: int, always: bool) -> int:
     """The raster group size for as many groups of equal size: `always`, or where the last group would have less than a quarter
     of the pairs of the others, so that its few long tiles would leave most of the GPU idle (bench/notes/parallel.md)."""

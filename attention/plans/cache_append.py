@@ -13,7 +13,7 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..kernels import cache_write
-from ..parts.cache_scales import COLUMNS, HEADS, ComputedDescales, GivenDescales, NoDescales
+from ..parts.cache_scales import COLUMNS, HEADS, QUANTIZED, ComputedDescales, GivenDescales, NoDescales
 from ..parts.row_norms import NO_ROW_NORM, NoRowNorm, RowLayerNorm, RowRmsNorm
 from .forward_launches import DTYPES
 
@@ -46,7 +46,9 @@ def plan_append(
         raise ValueError(f"{name}: must be passed together with {other}: {name}=None")
     has_descale_per_key(problem)
     if descales[0] is not None and problem["k"].form.itemsize > 1:
-        raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={problem['k'].form.dtype!r}")
+        raise ValueError(
+            f"k_descale: must be None unless the cache is float8_e4m3fn or int8: k.dtype={problem['k'].form.dtype!r}"
+        )
     if queries and "cos" not in problem:
         raise ValueError("q: is passed to be rotated, and needs rotary=(cos, sin): rotary=None")
     batch, tokens, heads = problem("batch", "seqlen_new", "heads_k")
@@ -137,14 +139,14 @@ def _check_cache(problem: Problem) -> None:
     batch, caches, page_size = problem("sequences", "batch_cache", "seqlen_k")
     k, v = problem["k"].form, problem["v"].form
     for name, form in ("k", k), ("v", v):
-        if form.dtype not in (problem.dtype, "float8_e4m3fn") or form.dtype != k.dtype:
+        if form.dtype not in (problem.dtype, *QUANTIZED) or form.dtype != k.dtype:
             must_match, values = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
             values = f"{name}.dtype={form.dtype!r}, {values}k_new.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be k_new's or float8_e4m3fn{must_match}: {values}")
+            raise TypeError(f"{name}: dtype must be k_new's, float8_e4m3fn or int8{must_match}: {values}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     gpu = machine(problem.device)
-    if k.itemsize == 1 and not gpu.target.has_fp8:
+    if k.dtype == "float8_e4m3fn" and not gpu.target.has_fp8:
         raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
     if page_size == 0:
         raise problem.error("k", "must have at least one row for keys", "k")

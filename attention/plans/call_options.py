@@ -48,7 +48,7 @@ def needs_gradient(*arrays: Array) -> bool:
 # package once it is there: an import statement would cost every call two microseconds, and ten between other work. While
 # another thread imports one, the package does not have it yet, and the import statement waits for that thread.
 def autograd() -> Any:
-    """The module attention.autograd, imported."""
+    """The module attention.autograd; the first call imports it, and torch with it."""
     module = getattr(attention, "autograd", None)
     if module is None:
         from .. import autograd as module
@@ -56,7 +56,7 @@ def autograd() -> Any:
 
 
 def recurrent_autograd() -> Any:
-    """The module attention.recurrent_autograd, imported."""
+    """The module attention.recurrent_autograd; the first call imports it."""
     module = getattr(attention, "recurrent_autograd", None)
     if module is None:
         from .. import recurrent_autograd as module

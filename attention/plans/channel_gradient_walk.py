@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
@@ -37,7 +37,7 @@ def serves_channel_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> 
     gates = arrays["decay"]
     if vector_bytes or not batch * length or not has_channel_decay(problem):
         return False
-    if gates is None or gates.form.dtype != "float32" or problem.bytes_at_once("decay", "ddecay") < PIECES[0]:
+    if gates is None or gates.form.dtype != "float32" or problem.bytes_at_once("decay", "ddecay") < VECTOR_SIZES[0]:
         return False  # TMA loads and stores them
     return HALF < key_dim <= KEYS and value_dim <= VALUES
 
@@ -101,7 +101,7 @@ class StatePass(NamedTuple):
         heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
         assert gates is not None
         sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
-        options = {"of_chunks": "gStates" in arrays, "reverse": self.reverse}
+        options = {"stores_states": "gStates" in arrays, "reverse": self.reverse}
         names = "gLocalStates", "gTotalDecays", "gInitialState", "gStates"
         return kernel_for(gla_states_hopper, intern_value(gla_states_hopper.Config, *sizes, **options), problem.device).bind(
             sequences * heads * scanned,

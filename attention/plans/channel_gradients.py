@@ -42,12 +42,12 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     decayed_q, decayed_k = (scratch(chunks, heads, CHUNK, padded, dtype=problem.dtype) for _ in names)
     states = scratch(chunks, heads, 2 * width * COLUMNS, padded, dtype=problem.dtype)
     assert arrays["dv"] is not None
-    known: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"]}
-    known |= {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"], "gStates": states}
-    known |= {"gDecayedQ": decayed_q, "gDecayedK": decayed_k, "gDecays": scratch(chunks, heads, padded)}
-    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDGates": arrays["ddecay"]}
+    buffers: Arrays = {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"]}
+    buffers |= {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"], "gStates": states}
+    buffers |= {"gDecayedQ": decayed_q, "gDecayedK": decayed_k, "gDecays": scratch(chunks, heads, padded)}
+    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDGates": arrays["ddecay"]}
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    known |= {"gInitialState": ends["initial_state"], "gDState": ends["dstate"], "gDInitialState": ends["dinitial_state"]}
+    buffers |= {"gInitialState": ends["initial_state"], "gDState": ends["dstate"], "gDInitialState": ends["dinitial_state"]}
     parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
 
     def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
@@ -56,17 +56,17 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
             length=length,
             heads=heads,
             **numbers,
-            **{name: known[name] for name in (*names.split(), "gCuSeqlens")},
+            **{name: buffers[name] for name in (*names.split(), "gCuSeqlens")},
         )
 
-    def of_chunks(module: Any, names: str, *fields: Any, **numbers: float) -> Step:
+    def launch_chunks(module: Any, names: str, *fields: Any, **numbers: float) -> Step:
         config, group = intern_value(module.Config, *form, *fields), heads // key_heads
         return launch(module, config, parts, names, parts=parts, group=group, scale=scale, **numbers)
 
     unrounded = sums_heads or wants_value_heads(arrays)
     fields = arrays["ddecay"] is not None, unrounded, arrays["dv"].form.dtype == "float32"
     gradients = "gQ gK gV gDOut gGates gStates gDQ gDK gDV gDGates"
-    steps = [of_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays")]
+    steps = [launch_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays")]
     inputs = "gDecayedQ gDecayedK gV gDOut gDecays"
 
     def scan(local: bool, scanned: int, names: str) -> Step:
@@ -78,21 +78,21 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, at_once, SCAN_COSTS)
     if segments > 1:
         state = value_dim, problem.extents["key_dim"]
-        first = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
-        for local, decays in first.values():
-            known[local] = scratch(sequences, heads, segments - 1, *state)
-            known[decays] = scratch(sequences, heads, segments - 1, state[1])
-        steps.append(scan(True, segments - 1, " ".join([name for names in first.values() for name in names])))
-        for name, (local, decays) in first.items():
+        segment_arrays = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
+        for local, decays in segment_arrays.values():
+            buffers[local] = scratch(sequences, heads, segments - 1, *state)
+            buffers[decays] = scratch(sequences, heads, segments - 1, state[1])
+        steps.append(scan(True, segments - 1, " ".join([name for names in segment_arrays.values() for name in names])))
+        for name, (local, decays) in segment_arrays.items():
             before = scratch(sequences * segments, heads, *state)
-            composed = {"gLocalStates": known[local], "gTotalDecays": known[decays]}
-            composed |= {"gInitialState": known[name], "gSegmentStates": before}
+            composed = {"gLocalStates": buffers[local], "gTotalDecays": buffers[decays]}
+            composed |= {"gInitialState": buffers[name], "gSegmentStates": before}
             steps.append(compose_segments(problem, segments, state, True, **composed))
-            known[name] = before
+            buffers[name] = before
     steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
     stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
     sizes = pad_key_dim(value_dim, VALUE_DIMS), *fields, stages
-    steps.append(of_chunks(channel_gradients_ampere, gradients, *sizes, panels=width * COLUMNS // PANEL))
+    steps.append(launch_chunks(channel_gradients_ampere, gradients, *sizes, panels=width * COLUMNS // PANEL))
     if sums_heads:
         steps += [step for name in names for step in sum_heads(problem, outputs[name], arrays[name])]
     return steps

@@ -12,10 +12,11 @@ from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import decode_ampere, decode_combine, decode_hopper
+from ..parts.cache_scales import QUANTIZED
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, TokenHeadScoreMod, WholeCacheWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PackedPartialOutput, PartialOutput
-from ..parts.decode.products import Fp8KeyScaledProducts, Fp8Products, SameDtypeProducts
+from ..parts.decode.products import KeyScaledProducts, QuantizedProducts, SameDtypeProducts
 from ..parts.decode.splits import FixedSplits, StreamKSplits, choose_share_count, choose_split_count, underfills_gpu
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
@@ -32,7 +33,7 @@ from .variant_spec import build_variant
 
 TILES = "q", "k", "v", "out"
 FEW_KEYS, MANY_BLOCKS = 1024, 8  # of a sequence; per multiprocessor: these hide each other's prologues and epilogues
-FP8, MIN_VECTOR_BYTES = "float8_e4m3fn", 4  # cp.async copies so many bytes at least
+MIN_VECTOR_BYTES = 4  # cp.async copies so many bytes at least
 
 
 class DecodeOptions(NamedTuple):
@@ -289,10 +290,10 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     cache_dtype, dtype, gpu = problem["k"].form.dtype, DTYPES[problem.dtype], machine(problem.device)
     for name in ("k", "v"):
         form = problem[name].form
-        if form.dtype not in (problem.dtype, FP8) or form.dtype != cache_dtype:
+        if form.dtype not in (problem.dtype, *QUANTIZED) or form.dtype != cache_dtype:
             must_match, values = (", as k's", f"k.dtype={cache_dtype!r}, ") if name == "v" else ("", "")
             values = f"{name}.dtype={form.dtype!r}, {values}q.dtype={problem.dtype!r}"
-            raise TypeError(f"{name}: dtype must be q's or float8_e4m3fn{must_match}: {values}")
+            raise TypeError(f"{name}: dtype must be q's, float8_e4m3fn or int8{must_match}: {values}")
         if form.strides[-1] != form.itemsize and form.shape[-1] > 1:
             raise problem.error(name, f"last axis must be contiguous: {name}.strides={form.strides} bytes", name)
     names = "k_descale", "v_descale"
@@ -302,21 +303,21 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
     if len(missing) == 1:
         (other,) = set(names) - set(missing)
         raise ValueError(f"{missing[0]}: must be passed together with {other}: {missing[0]}=None")
-    if cache_dtype != FP8:
+    if cache_dtype not in QUANTIZED:
         if not missing:
-            raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn: k.dtype={cache_dtype!r}")
+            raise ValueError(f"k_descale: must be None unless the cache is float8_e4m3fn or int8: k.dtype={cache_dtype!r}")
         return SameDtypeProducts(dtype), {}
-    if not gpu.target.has_fp8:
+    if cache_dtype == "float8_e4m3fn" and not gpu.target.has_fp8:
         raise ValueError(f"k: a cache of float8_e4m3fn needs a GPU of compute capability 8.9 or later, and is on {gpu}")
     if problem.bytes_at_once("k", "v") < MIN_VECTOR_BYTES:
-        raise ValueError(f"k: addresses and strides of float8_e4m3fn must be multiples of {MIN_VECTOR_BYTES} bytes")
+        raise ValueError(f"k: addresses and strides of {cache_dtype} must be multiples of {MIN_VECTOR_BYTES} bytes")
     if per_key:
         pages, rows, max_pages = *problem("batch_cache", "seqlen_k"), problem.extents.get("pages_per_seq", 1)
         if max(pages, rows * max_pages) >= INDICES:
             limit = "of each key and head needs a pool of fewer than 2**24 pages, and fewer than 2**24 keys of a sequence"
             raise problem.error("k_descale", limit, "k_descale")
-        return Fp8KeyScaledProducts(dtype, True), args
-    return Fp8Products(dtype, not missing), {} if missing else args
+        return KeyScaledProducts(dtype, DTYPES[cache_dtype], True), args
+    return QuantizedProducts(dtype, DTYPES[cache_dtype], not missing), {} if missing else args
 
 
 def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:

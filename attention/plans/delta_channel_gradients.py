@@ -9,7 +9,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import delta_channel_chains_hopper, delta_channel_gradients_hopper, delta_channel_inverse_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
@@ -24,7 +24,7 @@ PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), (
 PART_CHUNKS = 8  # of a packed sequence of average length, at least, for a thread block
 
 
-@follows
+@watched_function
 def count_packed_parts(sequences: int, heads: int, chunks: int, resident: int) -> int:
     """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
     many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
@@ -34,71 +34,76 @@ def count_packed_parts(sequences: int, heads: int, chunks: int, resident: int) -
 def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: as in delta_gradients.plan_delta_gradients."""
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
-    gates, device, of, varlen = arrays["decay"], machine(problem.device), DTYPES[problem.dtype], is_varlen(problem)
+    gates, device, input_dtype, varlen = arrays["decay"], machine(problem.device), DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
-    of_gates, chunks, each = DTYPES[gates.form.dtype], count_chunk_indices(problem), -(-length // CHUNK)
+    gates_dtype, chunks, chunks_per_sequence = DTYPES[gates.form.dtype], count_chunk_indices(problem), -(-length // CHUNK)
     padded_keys, blocks = pad_key_dim(key_dim, KEY_DIMS), -(-problem.extents["value_dim"] // COLUMNS)
     columns = COLUMNS * blocks
 
-    def of_chunks(*extents: int) -> Operand:
+    def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
 
-    known: Arrays = {name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()}
-    known |= {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
-    known |= {name: of_chunks(CHUNK, padded_keys) for name in ("gDecayedQ", "gReadKeys", "gWriteKeys")}
-    known |= {"gB": scratch(chunks, heads, padded_keys), "gChunkBeta": scratch(chunks, heads, CHUNK)}
-    known |= {"gScores": of_chunks(CHUNK, CHUNK), "gSolutions": of_chunks(2 * CHUNK, CHUNK)}
-    known |= {"gErrors": of_chunks(2 * CHUNK, columns), "gStates": of_chunks(2 * columns, padded_keys)}
+    buffers: Arrays = {
+        name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()
+    }
+    buffers |= {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
+    buffers |= {name: chunk_scratch(CHUNK, padded_keys) for name in ("gDecayedQ", "gReadKeys", "gWriteKeys")}
+    buffers |= {"gB": scratch(chunks, heads, padded_keys), "gChunkBeta": scratch(chunks, heads, CHUNK)}
+    buffers |= {"gScores": chunk_scratch(CHUNK, CHUNK), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
+    buffers |= {"gErrors": chunk_scratch(2 * CHUNK, columns), "gStates": chunk_scratch(2 * columns, padded_keys)}
     ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
-    known |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
     outputs: Arrays = {name: arrays[name] for name in ("dq", "dk")}
     if heads > key_heads:
-        of_heads = problem("batch", "seqlen", "heads", "key_dim")
-        outputs = {name: scratch(*of_heads, dtype=problem.dtype) for name in outputs}
-    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
-    known |= {"gDGates": arrays["ddecay"], "gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates}
-    first, finish = plan_tails(problem, known, scratch, PACKED) if varlen else ([], [])
+        head_extents = problem("batch", "seqlen", "heads", "key_dim")
+        outputs = {name: scratch(*head_extents, dtype=problem.dtype) for name in outputs}
+    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
+    buffers |= {"gDGates": arrays["ddecay"], "gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates}
+    first, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
     if heads > key_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
     def launch(module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
         config = intern_value(module.Config, padded_keys, *fields)
-        named = {name: known.get(name) for name in f"{names} gCuSeqlens".split()}
+        named = {name: buffers.get(name) for name in f"{names} gCuSeqlens".split()}
         return kernel_for(module, config, problem.device).bind(grid, length=length, **numbers, **named)
 
-    of_inverse = "gQ gK gBeta gGates gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions gTailQ gTailK gTailGates"
-    of_chains = (
+    inverse_names = (
+        "gQ gK gBeta gGates gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions gTailQ gTailK gTailGates"
+    )
+    chain_names = (
         "gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gV gDOut gScores gSolutions gInitialState gErrors gStates gDV gLastState "
         "gFirstState gTailV gTailDOut gTailDV"
     )
-    of_gradients = (
+    gradient_names = (
         "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
         "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
     )
     group, walks, items = heads // key_heads, sequences * heads, chunks * heads
-    resident = delta_channel_inverse_hopper.Config.blocks_per_sm * device.processors
+    resident = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors
     if varlen:
-        parts = count_packed_parts(sequences, heads, each, resident)
-        each = count_packed_parts(sequences, heads, each, device.processors)
-        grid = walks * each
+        parts = count_packed_parts(sequences, heads, chunks_per_sequence, resident)
+        chunks_or_parts = count_packed_parts(sequences, heads, chunks_per_sequence, device.processors)
+        grid = walks * chunks_or_parts
     else:
-        parts, grid = count_parts(walks, each, resident), persistent(device, items)
+        parts, grid = count_parts(walks, chunks_per_sequence, resident), persistent(device, items)
+        chunks_or_parts = chunks_per_sequence
     return [
         *first,
         launch(
             delta_channel_inverse_hopper,
-            (0, of_gates, of, varlen),
+            (0, gates_dtype, input_dtype, varlen),
             walks * parts,
-            of_inverse,
+            inverse_names,
             parts=parts,
             heads=key_heads,
             group=group,
         ),
         launch(
             delta_channel_chains_hopper,
-            (of, varlen),
+            (input_dtype, varlen),
             delta_channel_chains_hopper.DIRECTIONS * walks * blocks,
-            of_chains,
+            chain_names,
             blocks=blocks,
             sequences=sequences,
             heads=heads,
@@ -106,10 +111,10 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         ),
         launch(
             delta_channel_gradients_hopper,
-            (columns, of_gates, of, arrays["ddecay"] is not None, varlen),
+            (columns, gates_dtype, input_dtype, arrays["ddecay"] is not None, varlen),
             grid,
-            of_gradients,
-            chunks=each,
+            gradient_names,
+            chunks=chunks_or_parts,
             items=items,
             heads=heads,
             group=group,

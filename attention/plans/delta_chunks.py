@@ -18,7 +18,7 @@ from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 DECAYED = "gDecayedQ", "gReadKeys", "gWriteKeys"  # queries and keys as they meet states
-OF_WALK = "gReadKeys gWriteKeys gB gV gForward gInitialState"
+WALK_ARRAYS = "gReadKeys gWriteKeys gB gV gForward gInitialState"
 
 
 def serves_delta_chunks(problem: Problem) -> bool:
@@ -28,7 +28,7 @@ def serves_delta_chunks(problem: Problem) -> bool:
 
 
 class DeltaChunks:
-    """The launches of a call, and their arrays. known: arrays by the names of kernels' parameters, to which a plan adds its
+    """The launches of a call, and their arrays. buffers: arrays by the names of kernels' parameters, to which a plan adds its
     own. width: blocks of columns of a head. parts: of a head of a sequence, thread blocks with a chunk each if all have as
     many."""
 
@@ -40,15 +40,15 @@ class DeltaChunks:
         self.problem, self.scratch, self.chunks, self.by_channel = problem, scratch, chunks, by_channel
         self.form = padded, DTYPES[problem.dtype], gates is not None, is_varlen(problem), problem.bytes_at_once()
         self.width, self.parts = -(-columns // COLUMNS), -(-chunks // sequences)
-        known = arrays | {"gGates": gates and spread_to_tokens(problem, gates), "gCuSeqlens": problem["cu_seqlens"]}
-        known |= {"gDecayedQ": arrays["gQ"], "gReadKeys": arrays["gK"], "gWriteKeys": arrays["gK"]}
+        buffers = arrays | {"gGates": gates and spread_to_tokens(problem, gates), "gCuSeqlens": problem["cu_seqlens"]}
+        buffers |= {"gDecayedQ": arrays["gQ"], "gReadKeys": arrays["gK"], "gWriteKeys": arrays["gK"]}
         if by_channel:  # by chunk, token, head and channel, so that the tokens of a head lie side by side
-            known |= {name: self.of_chunks(CHUNK, padded).permuted((0, 2, 1, 3)) for name in DECAYED}
-        known |= {"gB": scratch(chunks, heads, padded if by_channel else CHUNK) if gates else None}
-        known |= {"gChunkBeta": scratch(chunks, heads, CHUNK), "gInitialState": swap_axes(arrays["gInitialState"])}
-        self.known: Arrays = known
+            buffers |= {name: self.chunk_scratch(CHUNK, padded).permuted((0, 2, 1, 3)) for name in DECAYED}
+        buffers |= {"gB": scratch(chunks, heads, padded if by_channel else CHUNK) if gates else None}
+        buffers |= {"gChunkBeta": scratch(chunks, heads, CHUNK), "gInitialState": swap_axes(arrays["gInitialState"])}
+        self.buffers: Arrays = buffers
 
-    def of_chunks(self, rows: int, cols: int) -> Operand:
+    def chunk_scratch(self, rows: int, cols: int) -> Operand:
         """Scratch memory for a matrix of each chunk and head."""
         return self.scratch(self.chunks, self.problem.extents["heads"], rows, cols, dtype=self.problem.dtype)
 
@@ -64,7 +64,7 @@ class DeltaChunks:
             heads=heads,
             group=heads // key_heads,
             **more,
-            **{name: self.known.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
+            **{name: self.buffers.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
         )
 
     def invert(self, both: bool, scale: float, raw: RawOptions = NOT_RAW) -> Step:
@@ -89,13 +89,13 @@ def plan_delta_chunks(
     only the state is wanted. raw: what is computed of raw inputs. columns: of a state, if it has more of them than v."""
     steps, copies = prepare_rows(problem, scratch, raw.l2norm, needs_tma=False)
     chunks = DeltaChunks(problem, arrays | copies, scratch, columns or problem.extents["value_dim"])
-    matrices = chunks.of_chunks(3 * CHUNK, CHUNK)
-    chunks.known |= {"gForward": matrices, "gReverse": matrices, "gFinalState": swap_axes(arrays["gFinalState"])}
+    matrices = chunks.chunk_scratch(3 * CHUNK, CHUNK)
+    chunks.buffers |= {"gForward": matrices, "gReverse": matrices, "gFinalState": swap_axes(arrays["gFinalState"])}
     walk = chunks.launch(
         delta_walk_ampere,
         (chunks.by_channel, True),
         chunks.width,
-        f"{OF_WALK} gDecayedQ gO gFinalState",
+        f"{WALK_ARRAYS} gDecayedQ gO gFinalState",
         blocks=chunks.width,
         scale=scale,
     )

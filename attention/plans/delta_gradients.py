@@ -20,7 +20,7 @@ from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
-from .delta_chunks import OF_WALK, DeltaChunks, serves_delta_chunks, swap_axes
+from .delta_chunks import WALK_ARRAYS, DeltaChunks, serves_delta_chunks, swap_axes
 from .delta_gradient_walk import plan_delta_gradient_walk
 from .recurrent_checks import has_channel_decay, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
@@ -72,30 +72,33 @@ def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, s
     chunks = DeltaChunks(problem, {name: arrays[x] for name, x in inputs.items()}, scratch, problem.extents["value_dim"])
     by_channel, width, columns = chunks.by_channel, chunks.width, chunks.width * COLUMNS
     outputs = {name: partial_gradients(problem, scratch) if unrounded else arrays[name] for name in ("dq", "dk")}
-    known = {"gDOut": arrays["dout"], "gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"]}
-    known |= {"gDBeta": arrays["dbeta"], "gDGates": arrays["ddecay"]}
-    known |= {"gForward": chunks.of_chunks(2 * CHUNK, CHUNK), "gReverse": chunks.of_chunks(3 * CHUNK, CHUNK)}
-    known |= {"gErrors": chunks.of_chunks(2 * CHUNK, columns), "gStates": chunks.of_chunks(2 * columns, chunks.form[0])}
-    known |= {"gLastState": swap_axes(arrays["dstate"]), "gFirstState": swap_axes(arrays["dinitial_state"])}
+    buffers = {"gDOut": arrays["dout"], "gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"]}
+    buffers |= {"gDBeta": arrays["dbeta"], "gDGates": arrays["ddecay"]}
+    buffers |= {"gForward": chunks.chunk_scratch(2 * CHUNK, CHUNK), "gReverse": chunks.chunk_scratch(3 * CHUNK, CHUNK)}
+    buffers |= {
+        "gErrors": chunks.chunk_scratch(2 * CHUNK, columns),
+        "gStates": chunks.chunk_scratch(2 * columns, chunks.form[0]),
+    }
+    buffers |= {"gLastState": swap_axes(arrays["dstate"]), "gFirstState": swap_axes(arrays["dinitial_state"])}
     finish: list[Step] = []
     if wants_gates and not by_channel:
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
         dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
-        known |= dots
+        buffers |= dots
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    chunks.known |= known
+    chunks.buffers |= buffers
     stages = 2 if machine(problem.device).shared_bytes >= (LARGE if by_channel else MEDIUM) else 1
-    gradients, of_gradients = GRADIENTS[by_channel]
-    of_state_gradients = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
+    gradients, gradient_names = GRADIENTS[by_channel]
+    state_gradient_names = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
     return [
         chunks.invert(True, scale),
-        chunks.launch(delta_walk_ampere, (by_channel,), width, f"{OF_WALK} gErrors gStates", blocks=width),
+        chunks.launch(delta_walk_ampere, (by_channel,), width, f"{WALK_ARRAYS} gErrors gStates", blocks=width),
         chunks.launch(
             delta_state_gradients_ampere,
             (by_channel,),
             width,
-            f"{of_state_gradients} gDQ gDK gDBeta",
+            f"{state_gradient_names} gDQ gDK gDBeta",
             blocks=width,
             scale=scale,
         ),
@@ -103,7 +106,7 @@ def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, s
             gradients,
             (unrounded, wants_gates, stages),
             chunks.parts,
-            f"{of_gradients} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
+            f"{gradient_names} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
             parts=chunks.parts,
             panels=columns // PANEL,
             scale=scale,

@@ -12,7 +12,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_compose_states_hopper,
@@ -31,8 +31,8 @@ from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchA
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # of a sequence: for fewer, a second launch does not pay
-LEAST_SHARE = 0.45  # of the multiprocessors that a walk with decays of channels has to fill: it is not cut into segments
-MOST_BYTES = 4 * 2**30  # of what is computed before a walk with decays of channels
+MIN_OCCUPANCY = 0.45  # of the multiprocessors, which a walk with decays of channels must fill: it is not cut into segments
+MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 # Microseconds of a chunk of the walk; of one of states by one consumer of a block, by two; of a step from the state before one
 # segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
@@ -46,10 +46,10 @@ def serves_walk(problem: Problem) -> bool:
 
 
 def serves_channel_walk(problem: Problem) -> bool:
-    """Likewise, with decays of channels: are there enough blocks, and has what is computed before the walk room?"""
+    """Likewise, with decays of channels: are there enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
     (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + 2 * CHUNK) * 2
-    return serves_walk(problem) and blocks >= LEAST_SHARE * machine(problem.device).processors and nbytes <= MOST_BYTES
+    return serves_walk(problem) and blocks >= MIN_OCCUPANCY * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
 
 
 def _count_blocks(problem: Problem) -> tuple[int, int]:
@@ -58,24 +58,24 @@ def _count_blocks(problem: Problem) -> tuple[int, int]:
     return sequences * heads * -(-columns // COLUMNS), length * batch // sequences // CHUNK
 
 
-@follows
+@watched_function
 @functools.lru_cache(1024)
 def choose_segments(items: int, width: int, first_width: int, chunks: int, processors: int) -> int:
     """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
     the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each sequence."""
 
     def time(segments: int) -> float:
-        each, blocks = -(-chunks // segments) + BLOCK_CHUNKS, items * (segments - 1) * first_width
-        walk = math.ceil(items * segments * width / processors) * each * WALK
+        segment_chunks, blocks = -(-chunks // segments) + BLOCK_CHUNKS, items * (segments - 1) * first_width
+        walk = math.ceil(items * segments * width / processors) * segment_chunks * WALK
         if segments == 1:
             return walk
         waves = math.ceil(blocks / 2 / processors) * TWO_STATES if blocks > processors else STATES
-        return walk + waves * each + LAUNCHES + segments * COMPOSE
+        return walk + waves * segment_chunks + LAUNCHES + segments * COMPOSE
 
     return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1), key=time)
 
 
-@follows
+@watched_function
 def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
     """The number of blocks for the chunks of each of `items` heads."""
     return max(1, min(resident_ctas // items, chunks))
@@ -96,10 +96,10 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     before = arrays["gInitialState"]
     if segments > 1:
         states, before = _plan_states(problem, arrays | solved, form, raw, scratch, segments, numbers)
-    of_walk = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | solved
+    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | solved
     config = intern_value(delta_walk_hopper.Config, *form, l2norm=raw.l2norm)
     walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
-        items * segments * width, blocks=width, segments=segments, scale=scale, gInitialState=before, **numbers, **of_walk
+        items * segments * width, blocks=width, segments=segments, scale=scale, gInitialState=before, **numbers, **walk_arrays
     )
     return [inverse, *states, walk]
 
@@ -177,29 +177,29 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
     length, heads, key_heads, columns, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     items, width, chunks = sequences * heads, -(-columns // COLUMNS), count_chunk_indices(problem)
-    gates, of, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
+    gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
     key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
 
-    def of_chunks(extent: int) -> Operand:
+    def chunk_scratch(extent: int) -> Operand:
         return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
 
-    known: Arrays = {name: of_chunks(key_dim) for name in ("gQueries", "gDecayedKeys", "gKeys")}
-    known |= {"gStateDecays": scratch(chunks, heads, key_dim), "gFlags": scratch(chunks, heads, FLAG.length)}
-    known |= {"gScores": of_chunks(CHUNK), "gTransforms": of_chunks(CHUNK)}
+    buffers: Arrays = {name: chunk_scratch(key_dim) for name in ("gQueries", "gDecayedKeys", "gKeys")}
+    buffers |= {"gStateDecays": scratch(chunks, heads, key_dim), "gFlags": scratch(chunks, heads, FLAG.length)}
+    buffers |= {"gScores": chunk_scratch(CHUNK), "gTransforms": chunk_scratch(CHUNK)}
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], of, varlen, **options)
+    config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
     resident = config.ctas_per_sm * machine(problem.device).processors
     parts = count_parts(items, _count_blocks(problem)[1], resident)
     others = "gV", "gO", "gInitialState", "gFinalState"
-    inputs = {name: x for name, x in arrays.items() if name not in others} | known
-    of_walk = {name: arrays[name] for name in (*others, "gCuSeqlens")} | known
-    walk = intern_value(kda_walk_hopper.Config, key_dim, of, varlen)
+    inputs = {name: x for name, x in arrays.items() if name not in others} | buffers
+    walk_arrays = {name: arrays[name] for name in (*others, "gCuSeqlens")} | buffers
+    walk = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen)
     return [
         kernel_for(kda_transform_hopper, config, problem.device).bind(
             items * parts, length=length, parts=parts, heads=key_heads, group=heads // key_heads, **inputs
         ),
         kernel_for(kda_walk_hopper, walk, problem.device).bind(
-            items * width, length=length, blocks=width, heads=heads, scale=scale, **of_walk
+            items * width, length=length, blocks=width, heads=heads, scale=scale, **walk_arrays
         ),
     ]

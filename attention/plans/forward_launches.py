@@ -5,7 +5,7 @@ from typing import Any
 
 from tiles.calls.plan import Fill, Plan, Step, return_none
 from tiles.calls.schema import Problem
-from tiles.dtypes import bf16, fp8e4m3, fp16
+from tiles.dtypes import bf16, fp8e4m3, fp16, int8
 from tiles.launching.arrays import ALIGNMENT, Number, Operand
 from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
@@ -33,7 +33,7 @@ from .fp8_checks import block_descale_names
 from .prepared_lists import BlockListPlan, check_call, return_block_lists
 from .variant_spec import VariantSpec
 
-DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3}
+DTYPES = {"bfloat16": bf16, "float16": fp16, "float8_e4m3fn": fp8e4m3, "int8": int8}
 MAY_BE_1 = "", "alibi_batch", "bias_batch", "bias_heads", "bias_seqlen"  # axes that broadcast; "": one that is missing
 BIAS_ITEM = 2  # bytes of an element of a bias that TMA loads
 Shape = forward_hopper.Config | forward_ampere.Config | forward_fp8_hopper.Config

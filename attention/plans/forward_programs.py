@@ -38,7 +38,7 @@ FORWARD = Schema(
     k    (batch, seqlen_k, heads_k, head_dim)    tile
     v    (batch, seqlen_k, heads_k, head_dim_v)  tile
     out  (batch, seqlen_q, heads, head_dim_v)    tile     in_place
-    lse  (batch, heads, seqlen_q)                float32  made  return_lse
+    lse  (batch, heads, seqlen_q)                float32  output  return_lse
     """,
 )
 INPUTS = f"""
@@ -63,11 +63,11 @@ INPUTS = f"""
 """
 OUTPUTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
-    lse  (batch, heads, seqlen_q)              float32  made  return_lse
+    lse  (batch, heads, seqlen_q)              float32  output  return_lse
 """
 FLOAT32_OUTPUTS = """
-    out  (batch, seqlen_q, heads, head_dim_v)  float32  made
-    lse  (batch, heads, seqlen_q)              float32  made  return_lse
+    out  (batch, seqlen_q, heads, head_dim_v)  float32  output
+    lse  (batch, heads, seqlen_q)              float32  output  return_lse
 """
 ACCUMULATED_OUTPUTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  float32  updated

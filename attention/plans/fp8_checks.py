@@ -31,7 +31,7 @@ FP8_SCHEMA = Schema(
     marks         *                                                              any          optional
 {AUX_ROWS}
     out           (batch, seqlen_q, heads, head_dim_v)                           half         in_place
-    lse           (batch, heads, seqlen_q)                                       float32      made      return_lse
+    lse           (batch, heads, seqlen_q)                                       float32      output    return_lse
 """,
 )
 
@@ -74,9 +74,9 @@ def block_descale_names(problem: Problem) -> list[str]:
     number of blocks, or the call does not support such descales."""
     names = [name for name in DESCALES if name in problem and len(problem.axes(name)) == 3]
     for name in names:
-        of, rows, blocks = ("q", "seqlen_q", "blocks_q") if name == "q_descale" else ("k", "seqlen_k", "blocks_k")
+        input_name, rows, blocks = ("q", "seqlen_q", "blocks_q") if name == "q_descale" else ("k", "seqlen_k", "blocks_k")
         if problem.extents[blocks] != -(-problem.extents[rows] // BLOCK):
-            raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {of}", name, of)
+            raise problem.error(name, f"must have a number for each block of {BLOCK} rows of {input_name}", name, input_name)
     if names and ("cu_seqlens" in problem or "parts" in problem.extents):
         raise NotImplementedError(f"{names[0]}: of blocks is not supported with sequences that share a batch")
     columns = problem("head_dim", "head_dim_v")

@@ -7,36 +7,36 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import ALIGNMENT, Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import gated_norm, gated_norm_gradients
-from ..parts.gated_rows import COLUMNS, GROUPS, LINES, MOST_WARPS, GroupedRows, SpreadRow
+from ..parts.gated_rows import COLUMNS, GROUPS, LINES, MAX_WARPS, GroupedRows, SpreadRow
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES
 
-MOST_COLUMNS = COLUMNS * LINES * MOST_WARPS
-MOST_TOKENS, WARPS_PER_PROCESSOR = 64, 64  # tokens of a strip at most, so that each SM has strips for so many warps
+MAX_COLUMNS = COLUMNS * LINES * MAX_WARPS
+MAX_TOKENS, WARPS_PER_PROCESSOR = 64, 64  # tokens of a strip at most, so that each SM has strips for so many warps
 
 
 def serves(columns: int) -> bool:
     """Are there kernels for rows of so many columns?"""
-    return columns % COLUMNS == 0 and COLUMNS <= columns <= MOST_COLUMNS
+    return columns % COLUMNS == 0 and COLUMNS <= columns <= MAX_COLUMNS
 
 
-@follows
+@watched_function
 def tokens_of_strip(tokens: int, warps: int, processors: int) -> int:
-    """How many tokens a strip has. warps: that one token keeps busy."""
-    return max(1, min(MOST_TOKENS, tokens * warps // (WARPS_PER_PROCESSOR * processors)))
+    """How many tokens a strip has. warps: how many work on one token."""
+    return max(1, min(MAX_TOKENS, tokens * warps // (WARPS_PER_PROCESSOR * processors)))
 
 
 class RowGrid:
-    """How the rows of a problem are divided. rows: where they lie. splits: of a sequence; blocks: of the launch; numbers: what
-    kernels need to know."""
+    """How the rows of a problem are divided. rows: where they lie. splits: of a sequence; blocks: of the launch;
+    kernel_sizes: the numbers that both kernels take."""
 
     def __init__(self, problem: Problem, *names: str):
         batch, length, heads, columns = problem("batch", "seqlen", "heads", "head_dim")
         if not serves(columns):
-            limits = f"must be a multiple of {COLUMNS} up to {MOST_COLUMNS}"
+            limits = f"must be a multiple of {COLUMNS} up to {MAX_COLUMNS}"
             raise problem.error("x", f"head_dim {limits}: {columns}", "x")
         self.lines = columns // COLUMNS
         aligned = bool(batch and length and heads) and problem.bytes_at_once(*names) == ALIGNMENT
@@ -48,8 +48,8 @@ class RowGrid:
         self.splits = -(-length // self.tokens) if length else 0
         strips = batch * self.splits * self.panels
         self.blocks = strips if form is SpreadRow else -(-strips // (self.rows.threads // 32))
-        self.numbers = {
-            "share": 1.0 / columns,
+        self.kernel_sizes = {
+            "inverse_columns": 1.0 / columns,
             "length": length,
             "tokens": self.tokens,
             "splits": self.splits,
@@ -89,7 +89,7 @@ def plan_gated_norm(problem: Problem, eps: float, activation: str, norm_before_g
         gWeight=grid.weights(problem),
         gOut=grid.in_lines(problem, "out"),
         eps=eps,
-        **grid.numbers,
+        **grid.kernel_sizes,
     )
     return Plan([launch])
 
@@ -112,7 +112,7 @@ def plan_gated_norm_gradients(problem: Problem, eps: float, activation: str, nor
             gDGate=grid.in_lines(problem, "dgate") if wants_dgate else None,
             gSums=sums.reshape(heads, batch * grid.splits, grid.lines, COLUMNS),
             eps=eps,
-            **grid.numbers,
+            **grid.kernel_sizes,
         )
         steps.append(launch)
     groups = len(problem.axes("weight")) == 2

@@ -109,18 +109,18 @@ def program_gradient(names: Sequence[str], options: dict[str, Any], layout: str)
 def _gradients(
     inputs: dict[str, Any],
     results: dict[str, Any],
-    of_results: dict[str, Any],
+    doutputs: dict[str, Any],
     options: dict[str, Any],
     layout: str,
     requested: Sequence[str],
 ) -> dict[str, Any]:
-    """{name: gradient} of a program's arrays. of_results: {result: its gradient}. requested: the names that are needed."""
-    if not of_results:
+    """{name: gradient} of a program's arrays. doutputs: {result: its gradient}. requested: the names that are needed."""
+    if not doutputs:
         return {}
     arguments, arrays = _forward_arguments(inputs, options), {name: x for name, x in inputs.items() if name not in BLOCKS}
     if refused := unsupported_arguments([*arguments, *group_arrays(arrays)]):
         raise NotImplementedError(f"{refused[0]}: there is no backward pass with it yet; {STOP_GRADIENT_HINT} q, k and v")
-    dout, dlse = (of_results.get(name) for name in ("out", "lse"))
+    dout, dlse = (doutputs.get(name) for name in ("out", "lse"))
     if dout is None:  # the loss depends on lse alone
         dout = sys.modules["jax"].numpy.zeros_like(results["out"])
     return compute_gradients(dout, dlse, arrays, results["out"], results["lse"], arguments | {"layout": layout}, requested)

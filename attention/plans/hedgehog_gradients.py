@@ -37,12 +37,12 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
     splits, group = min(SPLITS, batch * tiles), heads // key_heads
     features = {x: scratch(batch, length, key_heads, FEATURES, dtype=dtype) for x in SIDES}
     dfeatures = {x: scratch(batch, length, heads, FEATURES) for x in SIDES}
-    near = {x: scratch(batch, length, heads, key_dim) for x in SIDES}
+    window_dx = {x: scratch(batch, length, heads, key_dim) for x in SIDES}
     states = {x: scratch(chunks, heads, FEATURES, value_dim, dtype=dtype) for x in SIDES}  # dS of q, S of k
     sums = {x: scratch(chunks, heads, FEATURES) for x in SIDES}
     window: Arrays = {name: scratch(batch, length, heads, 2 * CHUNK, dtype=dtype) for name in ("gWeights", "gDScores")}
     window["gDNumerators"] = scratch(batch, length, heads, value_dim, dtype=dtype)
-    of_warps = {x: scratch(sequences * parts * WARPS, heads) for x in ("gDAlphas", "gDBetas")}
+    warp_partials = {x: scratch(sequences * parts * WARPS, heads) for x in ("gDAlphas", "gDBetas")}
     dnormalizers = scratch(batch, length, heads)
 
     def launch(config: Any, grid: int, **arguments: Operand | float | None) -> Step:
@@ -55,16 +55,21 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         arrays |= {"gStates": states[x], "gZ": sums[x]}
         return launch(config, sequences * heads * width, blocks=width, heads=heads, group=group, **arrays)
 
-    def of_chunks(kind: Any, x: str, sums_of: str, names: str, **more: Operand | float | None) -> Step:
+    def launch_chunks(kind: Any, x: str, state_side: str, names: str, **arguments: Operand | float | None) -> Step:
         arrays: Arrays = {"g" + name: problem[name.lower()] for name in names.split()}
-        arrays |= {"gFeatures": features[x], "gStates": states[sums_of], "gZ": sums[sums_of]}
-        arrays |= {"gNear": near[x], "gDFeatures": dfeatures[x]}
+        arrays |= {"gFeatures": features[x], "gStates": states[state_side], "gZ": sums[state_side]}
+        arrays |= {"gWindowDX": window_dx[x], "gDFeatures": dfeatures[x]}
         sizes = {"parts": parts, "heads": heads, "group": group}
-        return launch(intern_value(kind, *form), sequences * heads * parts, **window, **arrays, **sizes, **more)
+        return launch(intern_value(kind, *form), sequences * heads * parts, **window, **arrays, **sizes, **arguments)
 
-    def go_back(x: str) -> list[Step]:
+    def plan_feature_gradients(x: str) -> list[Step]:
         dmap = scratch(1, key_dim, key_heads * splits, HALF)
-        arrays: Arrays = {"gX": problem[x], "gMap": problem[f"{x}_map"], "gNear": near[x], "gDFeatures": dfeatures[x]}
+        arrays: Arrays = {
+            "gX": problem[x],
+            "gMap": problem[f"{x}_map"],
+            "gWindowDX": window_dx[x],
+            "gDFeatures": dfeatures[x],
+        }
         arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
         sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
         config = intern_value(HedgehogFeatureGradients, *form)
@@ -76,13 +81,13 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         config = intern_value(HedgehogFeatures, *form)
         steps.append(launch(config, batch * key_heads * tiles, **arrays, tiles=tiles, heads=key_heads))
     steps.append(scan("k", problem["v"], None, reverse=False))
-    of_queries: Arrays = {"gDNormalizers": dnormalizers, **of_warps}
-    steps.append(of_chunks(HedgehogQueryGradients, "q", "k", "Q K V DOut Alphas Betas", scale=scale, **of_queries))
+    query_partials: Arrays = {"gDNormalizers": dnormalizers, **warp_partials}
+    steps.append(launch_chunks(HedgehogQueryGradients, "q", "k", "Q K V DOut Alphas Betas", scale=scale, **query_partials))
     steps.append(scan("q", window["gDNumerators"], dnormalizers, reverse=True))
-    steps.append(of_chunks(HedgehogKeyGradients, "k", "q", "Q V Alphas DV"))
+    steps.append(launch_chunks(HedgehogKeyGradients, "k", "q", "Q V Alphas DV"))
     for x in SIDES:
-        steps += go_back(x)
-    for name, partial in of_warps.items():
+        steps += plan_feature_gradients(x)
+    for name, partial in warp_partials.items():
         total = problem[name[1:].lower()]
         assert total is not None
         steps.append(sum_partials(problem, partial, total))

@@ -84,8 +84,8 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     steps_of_reverse, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
     steps += steps_of_reverse
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
-    known: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
-    known |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
+    buffers: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
+    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -96,7 +96,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         heads=heads,
         group=heads // key_heads,
         scale=scale,
-        **known,
+        **buffers,
         **dots,
     )
     return [*steps, walk, *finish]

@@ -33,7 +33,7 @@ def _normalise_program(x: str, axes: tuple[str, ...]) -> Program:
         {x}            {shape}    tile
         {x}_norm       {weights}  real
         {x}_norm_bias  {weights}  real  optional
-        normed         {shape}    tile  made
+        normed         {shape}    tile  output
         """,
     )
 
@@ -58,7 +58,7 @@ def _normalise_program(x: str, axes: tuple[str, ...]) -> Program:
 def _gradient_program(x: str, axes: tuple[str, ...], accumulate: bool = False) -> Program:
     """The program of the gradients of x and of the norm's weights and bias, which have one row for all heads or one for each.
     accumulate: does it add to what the arrays hold?"""
-    grad_dtype, role, layer_role = ("float32", "updated", "updated?") if accumulate else ("tile", "made", "made  layer")
+    grad_dtype, role, layer_role = ("float32", "updated", "updated?") if accumulate else ("tile", "output", "output  layer")
     shape, weights = _in_table(axes), f"{_in_table(axes[3:])}|{_in_table(axes[2:])}"
     schema = Schema(
         f"norm_{x}_gradient" + "_into" * accumulate,
@@ -120,7 +120,7 @@ def _zeros_program(x: str, axes: tuple[str, ...]) -> Program:
     """The program that creates a float32 array of zeros, in which the gradients of x's normalised rows accumulate."""
 
     @program(
-        Schema(f"zeros_{x}", f"{x} {_in_table(axes)} tile\n zeros {_in_table(axes)} float32 made"),
+        Schema(f"zeros_{x}", f"{x} {_in_table(axes)} tile\n zeros {_in_table(axes)} float32 output"),
         no_gradient=NO_SECOND_DERIVATIVES,
     )
     def zeros_like(problem: Problem) -> Plan:

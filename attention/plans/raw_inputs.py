@@ -1,5 +1,5 @@
 """Inputs of the recurrent family as layers project them: gates before their formula, beta before its sigmoid, queries and keys
-before they are divided by their lengths (attention.gates)."""
+before they are divided by their L2 norms (attention.gates)."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ NO_RAW_GRADIENT = "raw gates, raw beta, qk_l2norm: evaluate them first, with att
 class RawOptions(NamedTuple):
     """What kernels compute of a call's raw inputs. formula: the name of the gates' formula, "" if they are gates; number: its
     number. beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys
-    divided by their lengths?"""
+    divided by their L2 norms?"""
 
     formula: str = ""
     number: float = 0.0
@@ -117,10 +117,10 @@ def _check_gate(gate: RawGate, rank: int) -> None:
     """ValueError: x of the gate, or its dt_bias, has axes that no gate has. rank: how many v has."""
     if len(gate.shape) not in (rank - 1, rank):
         raise ValueError(f"decay: a raw gate must have the axes of v, or all but the last: gate.shape={gate.shape}")
-    of_bias = tuple(getattr(gate.dt_bias, "shape", ()))
-    if len(of_bias) > 1 and len(gate.shape) < rank:
+    bias_shape = tuple(getattr(gate.dt_bias, "shape", ()))
+    if len(bias_shape) > 1 and len(gate.shape) < rank:
         must = "must have no axis of channels if the gate has none"
-        raise ValueError(f"dt_bias: {must}: dt_bias.shape={of_bias}, gate.shape={gate.shape}")
+        raise ValueError(f"dt_bias: {must}: dt_bias.shape={bias_shape}, gate.shape={gate.shape}")
 
 
 def _in_float32(x: Any) -> Any:
@@ -156,7 +156,7 @@ def prepare_rows(
     problem: Problem, scratch: ScratchAllocator, l2norm: bool, needs_tma: bool = True, channel_gates: bool = False
 ) -> tuple[list[Step], Arrays]:
     """(the launches that copy rows which kernels do not take as they are, the copies by the names of chunk kernels'
-    parameters): queries and keys that are to be divided by their lengths, and with `needs_tma` what TMA cannot address, gates
+    parameters): queries and keys that are to be divided by their L2 norms, and with `needs_tma` what TMA cannot address, gates
     too if they are `channel_gates`."""
     steps: list[Step] = []
     copies: Arrays = {}

@@ -129,7 +129,7 @@ class SplitStates(NamedTuple):
 
 def split_states(normalize: bool, initial_state: Any, dstate: Any, dinitial_state: Any) -> SplitStates:
     """The SplitStates of these arguments; one of a pair dstate may be None. TypeError: as of split_state."""
-    of_start = split_state("initial_state", initial_state, normalize)
+    initial_parts = split_state("initial_state", initial_state, normalize)
     is_pair = normalize and isinstance(dstate, tuple) and len(dstate) == 2
-    of_end = dstate if is_pair else split_state("dstate", dstate, normalize)
-    return SplitStates((*of_start, *of_end), split_state("dinitial_state", dinitial_state, normalize))
+    dstate_parts = dstate if is_pair else split_state("dstate", dstate, normalize)
+    return SplitStates((*initial_parts, *dstate_parts), split_state("dinitial_state", dinitial_state, normalize))

@@ -14,7 +14,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     chunk_ampere,
@@ -63,7 +63,7 @@ class Costs(NamedTuple):
     composed_in_scan: int = 1
 
 
-@follows
+@watched_function
 @functools.lru_cache(1024)
 def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
     """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
@@ -174,10 +174,10 @@ def plan_token_decay(
     if normalizer is not None:
         normalizers = scratch(batch, length, heads)
         z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
-        of_z = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
-        of_z["gFinalState"] = z_last and z_last.spread(2, 1)
+        normalizer_arrays = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
+        normalizer_arrays["gFinalState"] = z_last and z_last.spread(2, 1)
         z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
-        steps.append(launch(z_config, 1, 1, 1, arrays | of_z))
+        steps.append(launch(z_config, 1, 1, 1, arrays | normalizer_arrays))
         arrays["gNormalizer"] = normalizers
     arrays |= {"gInitialState": initial} | ({"states": chunk_states} if chunk_states else {})
     steps.append(launch(config, width, segments, segments, arrays, states_per_sequence))

@@ -18,8 +18,8 @@ def no_second_derivatives(name: str) -> str:
 
 
 class GradientCall(NamedTuple):
-    """A call of a program of gradients. arrays: the places of its arrays among those that are given, -1 where one is left out.
-    results: {input: the place of its gradient among the results}, of all that are computed."""
+    """A call of a program of gradients. arrays: the places of its arrays among those that the caller has, -1 where there is
+    none. results: {input: the place of its gradient among the results}, of all that are computed."""
 
     arrays: tuple[int, ...]
     options: tuple
@@ -28,8 +28,8 @@ class GradientCall(NamedTuple):
 
 class RecurrentDerivative(NamedTuple):
     """How a member is differentiated. name: of its function, as errors say it. program: that of its gradients. The arrays of
-    its schema are the member's inputs, and under their names with a d before them the gradients of results, which are given,
-    and of inputs, which are made; its options are the member's, and `grads`. values: the input that outputs are like.
+    its schema are the member's inputs, and under their names with a d before them the gradients of results, which are inputs,
+    and those of inputs, which are outputs; its options are the member's, and `grads`. values: the input that outputs are like.
     tiles: the inputs that torch.autocast casts. stored: the member's last result, which its program returns in training for the
     program of gradients, if the options say so; the schemas of both have a row for it."""
 
@@ -68,13 +68,13 @@ class RecurrentDerivative(NamedTuple):
         call = self.call([*forms], requested, options)
         self.program.prepare(forms, call.options, layout)
 
-    def of_program(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
+    def make_vjp(self, names: Sequence[str], options: dict[str, Any], layout: str) -> Callable[..., dict[str, Any]]:
         """The gradient of the member's program for JAX, as `tiles.calls.program` takes it."""
 
-        def compute_gradients(inputs, results, of_results):
-            if not of_results:
+        def compute_gradients(inputs, results, doutputs):
+            if not doutputs:
                 return {}
-            arrays_by_name = inputs | {"d" + name: x for name, x in of_results.items()}
+            arrays_by_name = inputs | {"d" + name: x for name, x in doutputs.items()}
             arrays_by_name |= {name: x for name, x in results.items() if name == self.stored}
             if "dout" not in arrays_by_name:  # the loss depends on the state alone
                 arrays_by_name["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])

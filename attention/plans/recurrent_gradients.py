@@ -97,11 +97,11 @@ def plan_chunk_gradients(
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     first, last = arrays["initial_state"], arrays["dstate"]
-    of_queries = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": first}
-    of_keys = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": last}
-    of_keys["gFinalState"] = arrays["dinitial_state"]
-    of_values = shared | {"gQ": k, "gK": q, "gV": dout, "gO": arrays["dv"]}
-    of_values["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
+    query_arrays = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": first}
+    key_arrays = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": last}
+    key_arrays["gFinalState"] = arrays["dinitial_state"]
+    value_arrays = shared | {"gQ": k, "gK": q, "gV": dout, "gO": arrays["dv"]}
+    value_arrays["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
     finish: list[Step] = []
     if arrays["ddecay"]:
         config = keys.config(problem, vector_bytes)
@@ -110,12 +110,12 @@ def plan_chunk_gradients(
         dots, finish = plan_gate_sums(problem, arrays, scratch, carried=state_parts, states=state_parts, parts=parts)
         chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
-        of_chunks = {"states": states, "carried_dots": dots["gCarriedDots"], "state_dots": dots["gStateDots"]}
-        of_queries |= {"gZ": q, "row_dots": dots["gQueryDots"]} | of_chunks
-        of_keys |= {"gZ": k, "row_dots": dots["gKeyDots"]} | of_chunks
+        chunk_arrays = {"states": states, "carried_dots": dots["gCarriedDots"], "state_dots": dots["gStateDots"]}
+        query_arrays |= {"gZ": q, "row_dots": dots["gQueryDots"]} | chunk_arrays
+        key_arrays |= {"gZ": k, "row_dots": dots["gKeyDots"]} | chunk_arrays
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    scans = (queries, of_queries), (keys, of_keys), (values, of_values)
+    scans = (queries, query_arrays), (keys, key_arrays), (values, value_arrays)
     steps = [step for scan, inputs in scans for step in scan.plan(problem, scale, vector_bytes, inputs, scratch)]
     return [*steps, *finish]
 
@@ -253,27 +253,27 @@ def plan_accumulation(
     names = [name for name in ("dq", "dk", "dv", "ddecay", "dinitial_state", "dinitial_z") if arrays.get(name)]
     sums = {name: x for name in names for x in [arrays[name]] if x}
     shapes = {name: (*tokens, key_dim) for name in ("dq", "dk")}
-    computed = {name: scratch(*shapes.get(name, x.form.shape)) for name, x in sums.items()}
-    steps = plan(problem, arrays | computed, scale, vector_bytes, scratch)
+    gradients = {name: scratch(*shapes.get(name, x.form.shape)) for name, x in sums.items()}
+    steps = plan(problem, arrays | gradients, scale, vector_bytes, scratch)
     for name, x in sums.items():
         if 0 not in x.form.shape:
-            steps.append(_add(problem, name, computed[name], x))
+            steps.append(_add(problem, name, gradients[name], x))
     return steps
 
 
-def _add(problem: Problem, name: str, computed: Operand, total: Operand) -> Step:
+def _add(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
     """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
-    computed, total = (_with_tokens_and_heads(name, x) for x in (computed, total))
+    gradients, total = (_with_tokens_and_heads(name, x) for x in (gradients, total))
     batch, rows, heads, columns = total.form.shape
     tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
     return kernel_for(sum_head_groups, sum_head_groups.ACCUMULATE, problem.device).bind(
         -(-batch * heads * tiles // sum_head_groups.WARPS),
-        gPartial=computed,
+        gPartial=gradients,
         gOut=total,
         tiles=tiles,
         panels=panels,
         heads=heads,
-        group=computed.form.shape[2] // heads,
+        group=gradients.form.shape[2] // heads,
     )
 
 

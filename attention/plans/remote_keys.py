@@ -30,8 +30,8 @@ PROGRESS = """
     required  (blocks_plus_1)  index
 """
 RESULTS = """
-    out  (batch, seqlen_q, heads, head_dim_v)  tile     made
-    lse  (batch, heads, seqlen_q)              float32  made
+    out  (batch, seqlen_q, heads, head_dim_v)  tile     output
+    lse  (batch, heads, seqlen_q)              float32  output
 """
 TWO_BUFFERS = Schema("forward_two_buffers", ARRAYS + RESULTS)
 STREAMING = Schema("forward_streaming", ARRAYS + PROGRESS + RESULTS)

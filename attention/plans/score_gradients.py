@@ -16,7 +16,7 @@ from .call_options import AUX
 from .forward_launches import LOG2_E, PreparationSteps
 from .variant_spec import VariantSpec
 
-BLOCKS_PER_SM = 2 * element_gradients.MAX_BLOCKS_PER_SM  # at least, of packed sequences, where there are so many key blocks
+CTAS_PER_SM = 2 * element_gradients.MAX_BLOCKS_PER_SM  # at least, of packed sequences, where there are so many key blocks
 GRADIENTS = "dbias", "dalibi", "dsink", *(f"daux{n}" for n in range(AUX))  # besides dq, dk and dv, in this order
 
 
@@ -107,7 +107,7 @@ class ScoreGradients:
             return batch, heads, self.tiles, self.blocks
         ends = self.problem.extents["ends"]
         tiles = rows // self.queries + ends - 1
-        return 1, heads, tiles, min(self.blocks, -(-BLOCKS_PER_SM * self.processors // (heads * tiles)))
+        return 1, heads, tiles, min(self.blocks, -(-CTAS_PER_SM * self.processors // (heads * tiles)))
 
     def launch_element_gradient(self, name: str, reads: Sequence[recomputed_scores.BiasRead]) -> None:
         """Launch the kernels for the gradient of an array that scores read in these ways."""

@@ -7,7 +7,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import ALIGNMENT, Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 
 from ..kernels import short_conv, short_conv_backward
 from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS, ConvConfig
@@ -16,11 +16,11 @@ from .recurrent_checks import DTYPES, is_varlen
 MIN_TOKENS = 16  # of a block
 
 
-@follows
-def tokens_of_block(length: int, batch: int, panels: int, warps: int, most: int) -> int:
-    """How many tokens a block has, a multiple of STEP, at most `most`: so many that the blocks of all panels of channels fill
-    the warps that run at a time once, or a whole number of times."""
-    rounds = max(1, -(-length * batch * panels // (warps * most)))
+@watched_function
+def tokens_of_block(length: int, batch: int, panels: int, warps: int, max_tokens: int) -> int:
+    """How many tokens a block has, a multiple of STEP, at most `max_tokens`: so many that the blocks of all panels of channels
+    fill the warps that run at a time once, or a whole number of times."""
+    rounds = max(1, -(-length * batch * panels // (warps * max_tokens)))
     blocks = max(1, warps * rounds // max(1, batch * panels))
     return max(MIN_TOKENS, -(-length // (blocks * STEP)) * STEP)
 
@@ -32,12 +32,12 @@ class TokenGrid:
     def __init__(self, problem: Problem, config: ConvConfig):
         batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
         self.panels = -(-channels // CHANNELS)
-        warps = WARPS * config.blocks_per_sm * machine(problem.device).processors
-        self.tokens = tokens_of_block(length, batch, self.panels, warps, config.most_tokens)
+        warps = WARPS * config.ctas_per_sm * machine(problem.device).processors
+        self.tokens = tokens_of_block(length, batch, self.panels, warps, config.max_tokens)
         self.blocks = -(-length // self.tokens) if length else 1
         self.count = length // self.tokens + sequences if is_varlen(problem) else self.blocks * batch
         self.thread_blocks = -(-self.count * self.panels // WARPS)
-        self.arguments = {
+        self.kernel_sizes = {
             "length": length,
             "tokens": self.tokens,
             "blocks": self.blocks,
@@ -69,8 +69,8 @@ def is_aligned(problem: Problem, *names: str) -> bool:
     Arrays without elements have no strides."""
     if not problem.extents["seqlen"] or problem.extents["channels"] % (ALIGNMENT // 2):
         return False
-    near = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
-    return near and problem.bytes_at_once(*names) == ALIGNMENT
+    strides_fit = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
+    return strides_fit and problem.bytes_at_once(*names) == ALIGNMENT
 
 
 def config_for(problem: Problem, make: type[ConvConfig], silu: bool, *names: str) -> ConvConfig:
@@ -96,7 +96,7 @@ def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
         gOut=problem["out"],
         gFinalState=problem["state"] if return_state else None,
         gCuSeqlens=problem["cu_seqlens"],
-        **grid.arguments,
+        **grid.kernel_sizes,
     )
     return Plan([launch])
 
@@ -141,5 +141,5 @@ def _bind_gradients(
         gDInitialState=dinitial_state,
         gSums=sums,
         gCuSeqlens=problem["cu_seqlens"],
-        **grid.arguments,
+        **grid.kernel_sizes,
     )

@@ -54,13 +54,13 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     last_state = None
     if wants_gates and arrays["dstate"]:
         last_state = scratch(sequences, heads, value_dim, key_dim)
-    of_queries = _arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
-    of_keys = _arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
-    of_values = _arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
+    query_arrays = _arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
+    key_arrays = _arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
+    value_arrays = _arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
     steps = [
-        _walk(problem, decay, scale, of_queries, value_dim, key_dim, reverse=False, groups_queries=True),
-        _walk(problem, decay, scale, of_keys, value_dim, key_dim, reverse=True, groups_queries=True),
-        _walk(problem, decay, scale, of_values, key_dim, value_dim, reverse=True, groups_queries=False),
+        _walk(problem, decay, scale, query_arrays, value_dim, key_dim, reverse=False, groups_queries=True),
+        _walk(problem, decay, scale, key_arrays, value_dim, key_dim, reverse=True, groups_queries=True),
+        _walk(problem, decay, scale, value_arrays, key_dim, value_dim, reverse=True, groups_queries=False),
     ]
     if wants_gates:
         steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"]))
@@ -123,8 +123,8 @@ def sum_gates_by_token(
         gradient = gradient.spread(0, 1).spread(0, 1)
     if kind != "channel":
         decay, gradient = spread_to_tokens(problem, decay).spread(3, 1), gradient.spread(3, 1)
-    by_pieces = kind == "channel" or delta
-    channels = gate_gradient_token_loop.CHANNELS if by_pieces else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
+    by_parts = kind == "channel" or delta
+    channels = gate_gradient_token_loop.CHANNELS if by_parts else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels) if kind == "channel" else 1
     config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem), delta)
     return kernel_for(gate_gradient_token_loop, config, problem.device).bind(

@@ -26,9 +26,9 @@ BASED = Schema(
     cu_seqlens     (ends)                                   ends     optional
     initial_state  (sequences, heads, features, value_dim)  float32  optional
     initial_z      (sequences, heads, features)             float32  optional
-    out            (batch, seqlen, heads, value_dim)        tile     made
-    state          (sequences, heads, features, value_dim)  float32  made  return_state
-    z              (sequences, heads, features)             float32  made  return_state  normalize
+    out            (batch, seqlen, heads, value_dim)        tile     output
+    state          (sequences, heads, features, value_dim)  float32  output  return_state
+    z              (sequences, heads, features)             float32  output  return_state  normalize
     """,
     features=FEATURES,
 )
@@ -91,7 +91,7 @@ def based(
     return (results[0], results[1:]) if return_state and normalize else results
 
 
-@program(BASED, BASED_DERIVATIVE.of_program, BASED_DERIVATIVE.no_second_derivatives, BASED_DERIVATIVE.prepare)
+@program(BASED, BASED_DERIVATIVE.make_vjp, BASED_DERIVATIVE.no_second_derivatives, BASED_DERIVATIVE.prepare)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
     """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)

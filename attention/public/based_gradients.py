@@ -27,11 +27,11 @@ BASED_BACKWARD = Schema(
     initial_z       (sequences, heads, features)             float32  optional
     dstate          (sequences, heads, features, value_dim)  float32  optional
     dz              (sequences, heads, features)             float32  optional
-    dq              (batch, seqlen, heads_k, key_dim)        tile     made
-    dk              (batch, seqlen, heads_k, key_dim)        tile     made
-    dv              (batch, seqlen, heads, value_dim)        tile     made
-    dinitial_state  (sequences, heads, features, value_dim)  float32  made  grads:dinitial_state
-    dinitial_z      (sequences, heads, features)             float32  made  grads:dinitial_z
+    dq              (batch, seqlen, heads_k, key_dim)        tile     output
+    dk              (batch, seqlen, heads_k, key_dim)        tile     output
+    dv              (batch, seqlen, heads, value_dim)        tile     output
+    dinitial_state  (sequences, heads, features, value_dim)  float32  output  grads:dinitial_state
+    dinitial_z      (sequences, heads, features)             float32  output  grads:dinitial_z
     """,
     features=FEATURES,
 )

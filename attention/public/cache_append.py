@@ -82,10 +82,10 @@ def append(
         k[b, lengths[b] + i] = rotate(k_new[b, i], lengths[b] + i);  v[b, lengths[b] + i] = v_new[b, i]
 
     k_new: (B, S, Hk, D), v_new: (B, S, Hk, Dv), bfloat16 or float16. With cu_seqlens (N + 1), ascending from 0 to S, the
-    sequences are packed in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype or
-    float8_e4m3fn, the last axis contiguous. batch_index: (B), the batch of k and v that belongs to each sequence. With pages
-    (B, most pages), the cache is a pool (pages, page size, Hk, D), and a sequence's n-th key is in page pages[b, n // page
-    size]; entries beyond the pages in use may be anything. Any page size; no two sequences may write to one place.
+    sequences are packed in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype,
+    float8_e4m3fn or int8, the last axis contiguous. batch_index: (B), the batch of k and v that belongs to each sequence. With
+    pages (B, most pages), the cache is a pool (pages, page size, Hk, D), and a sequence's n-th key is in page pages[b, n //
+    page size]; entries beyond the pages in use may be anything. Any page size; no two sequences may write to one place.
 
     lengths: (B), int32 or int64, the number of keys before. They are read on the device, so a CUDA graph that holds the call
     serves sequences as they grow; the caller adds S to them. Tokens beyond the cache's end are not written, nor those whose
@@ -97,10 +97,11 @@ def append(
     in float32, each product and sum rounded, and rounded once to the cache's dtype: the same bits as by hand. positions:
     (B), of a sequence's first new key, if it is not `lengths`. Beyond the end of the tables nothing is written.
 
-    k_descale, v_descale: float32, by which the numbers of an fp8 cache are multiplied when they are read; both or none. Rows
-    are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale is clamped to it. (Hk) or (B,
-    Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages, page size, Hk), with any strides: then they
-    are computed and written, for each new token and head, so that its largest rotated number becomes 448; at least 2^-120.
+    k_descale, v_descale: float32, by which the numbers of a cache of fp8 or int8 are multiplied when they are read; both or
+    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale, in int8 beyond -128
+    or 127 times, is clamped to it. (Hk) or (B, Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages,
+    page size, Hk), with any strides: then they are computed and written, for each new token and head, so that its largest
+    rotated number becomes 448, or 127 in int8; at least 2^-120. A NaN becomes 0 in int8.
 
     k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
     (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, and the

@@ -20,9 +20,9 @@ from ..parts.descales import BLOCK
 ARRAYS = """
     x         (batch, seqlen, heads_k, head_dim)  tile
     descale   (batch, heads_k)                    float32  optional
-    out       (batch, seqlen, heads_k, head_dim)  fp8      made
-    computed  (batch, heads_k)                    float32  made  computes
-    mean      (batch, heads_k, head_dim)          float32  made  centred
+    out       (batch, seqlen, heads_k, head_dim)  fp8      output
+    computed  (batch, heads_k)                    float32  output  computes
+    mean      (batch, heads_k, head_dim)          float32  output  centred
 """
 QUANTIZE = Schema("quantize", ARRAYS)
 ARRAYS_OF_BLOCKS = ARRAYS.replace("computed  (batch, heads_k)", "computed  (batch, blocks, heads_k)")

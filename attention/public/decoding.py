@@ -52,7 +52,7 @@ BIAS = """
 """
 RESULTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  tile     in_place
-    lse  (batch, heads, seqlen_q)              float32  made  return_lse
+    lse  (batch, heads, seqlen_q)              float32  output  return_lse
 """
 PACKED_QUERIES = """
     cu_seqlens  (ends)  ends_q  optional
@@ -138,7 +138,7 @@ def decode(
     a sequence's last page are not read. batch_index: (B), sequence b is batch batch_index[b] of k and v, which may have more.
     leftpad: (B), keys before leftpad[b] are not read.
 
-    k and v of float8_e4m3fn (since Ada), at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
+    k and v of float8_e4m3fn (since Ada) or int8, at multiples of 4 bytes: they are converted to fp16, exactly, and queries are
     rounded to fp16. k_descale, v_descale: float32, positive, by which they are multiplied; both or none. (Hk) or (B, Hk). Or
     one for each token and head, shaped as k and v are: (B, Sk, Hk), or (pages, page size, Hk), for layout="bhsd" with Hk in the
     middle, with any strides; those of unused keys may be anything. Many query tokens are then served by split-KV, too.

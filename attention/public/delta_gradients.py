@@ -27,12 +27,12 @@ DELTA_RULE_BACKWARD = Schema(
     cu_seqlens      (ends)                                                          ends     optional
     initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
     dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
-    dq              (batch, seqlen, heads_k, key_dim)                               tile     made
-    dk              (batch, seqlen, heads_k, key_dim)                               tile     made
-    dv              (batch, seqlen, heads, value_dim)                               tile     made
-    dbeta           (batch, seqlen, heads)                                          float32  made
-    ddecay          =decay                                                          float32  made  grads:ddecay
-    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  grads:dinitial_state
+    dq              (batch, seqlen, heads_k, key_dim)                               tile     output
+    dk              (batch, seqlen, heads_k, key_dim)                               tile     output
+    dv              (batch, seqlen, heads, value_dim)                               tile     output
+    dbeta           (batch, seqlen, heads)                                          float32  output
+    ddecay          =decay                                                          float32  output  grads:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  output  grads:dinitial_state
     """,
 )
 

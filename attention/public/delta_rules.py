@@ -54,8 +54,8 @@ INPUTS = """
     initial_state  (sequences, heads, key_dim, value_dim)                          float32  optional
 """
 RESULTS = """
-    out            (batch, seqlen, heads, value_dim)                               tile     made
-    state          (sequences, heads, key_dim, value_dim)                          float32  made  return_state
+    out            (batch, seqlen, heads, value_dim)                               tile     output
+    state          (sequences, heads, key_dim, value_dim)                          float32  output  return_state
 """
 DELTA_RULE, RAW_DELTA_RULE = Schema("delta_rule", INPUTS + RESULTS), Schema("delta_rule_raw", INPUTS + RAW_GATES + RESULTS)
 
@@ -69,7 +69,7 @@ DELTA_STATES = Schema(
     cu_seqlens     (ends)                                      ends     optional
     initial_state  (sequences, heads, key_dim, state_columns)  float32
     skipped        (sequences, heads, 1)                       float32  optional
-    state          (sequences, heads, key_dim, state_columns)  float32  made
+    state          (sequences, heads, key_dim, state_columns)  float32  output
     """,
 )
 
@@ -113,7 +113,7 @@ def delta_rule(
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
-    default. qk_l2norm: q and k are divided by their lengths first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
+    default. qk_l2norm: q and k are divided by their L2 norms first, sqrt(sum(x^2) + 1e-6). initial_state: (B, H, Dk, Dv)
     float32, 0 by default. out: written in place instead of a new array.
 
     cu_seqlens: (N + 1,) int32 or int64, on q's device: N packed sequences in a batch of 1, sequence n from cu_seqlens[n] to
@@ -151,7 +151,7 @@ def delta_rule(
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 
-@program(DELTA_RULE, DELTA_DERIVATIVE.of_program, DELTA_DERIVATIVE.no_second_derivatives, DELTA_DERIVATIVE.prepare)
+@program(DELTA_RULE, DELTA_DERIVATIVE.make_vjp, DELTA_DERIVATIVE.no_second_derivatives, DELTA_DERIVATIVE.prepare)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
     return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)
@@ -258,10 +258,10 @@ def _plan_channels(
     each segment changes a state, the second the state before each segment, the third the outputs."""
     batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    processors, each = machine(problem.device).processors, length * batch // sequences // CHUNK
+    processors, chunks_per_sequence = machine(problem.device).processors, length * batch // sequences // CHUNK
     padded = pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
     costs = CHANNEL_COSTS._replace(compose=CHANNEL_COSTS.compose * padded / max(delta_compose_states_hopper.KEY_DIMS))
-    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, each, processors, costs)
+    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, chunks_per_sequence, processors, costs)
     steps = []
     if segments > 1:
         scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]

@@ -20,12 +20,12 @@ ROWS = """
     gate    (batch, seqlen, heads, head_dim)  tile  optional
 """
 RESULTS = """
-    out     (batch, seqlen, heads, head_dim)  tile  made
+    out     (batch, seqlen, heads, head_dim)  tile  output
 """
 GRADIENTS = """
-    dx       (batch, seqlen, heads, head_dim)  tile     made
-    dweight  =weight                           float32  made
-    dgate    (batch, seqlen, heads, head_dim)  tile     made  grads:dgate
+    dx       (batch, seqlen, heads, head_dim)  tile     output
+    dweight  =weight                           float32  output
+    dgate    (batch, seqlen, heads, head_dim)  tile     output  grads:dgate
 """
 GATED_NORM = Schema("gated_rms_norm", ROWS + RESULTS)
 GATED_NORM_BACKWARD = Schema("gated_rms_norm_backward", "    dout  (batch, seqlen, heads, head_dim)  tile" + ROWS + GRADIENTS)
@@ -115,7 +115,7 @@ GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_n
 
 @program(
     GATED_NORM,
-    GATED_NORM_DERIVATIVE.of_program,
+    GATED_NORM_DERIVATIVE.make_vjp,
     GATED_NORM_DERIVATIVE.no_second_derivatives,
     GATED_NORM_DERIVATIVE.prepare,
 )

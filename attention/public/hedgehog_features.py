@@ -28,7 +28,7 @@ HEDGEHOG = Schema(
     alphas      (heads)                            float32
     betas       (heads)                            float32
     cu_seqlens  (ends)                             ends     optional
-    out         (batch, seqlen, heads, value_dim)  tile     made
+    out         (batch, seqlen, heads, value_dim)  tile     output
     """,
 )
 
@@ -77,7 +77,7 @@ def hedgehog(
     return _hedgehog(stream, (*arrays, out), (), layout)
 
 
-@program(HEDGEHOG, HEDGEHOG_DERIVATIVE.of_program, HEDGEHOG_DERIVATIVE.no_second_derivatives, HEDGEHOG_DERIVATIVE.prepare)
+@program(HEDGEHOG, HEDGEHOG_DERIVATIVE.make_vjp, HEDGEHOG_DERIVATIVE.no_second_derivatives, HEDGEHOG_DERIVATIVE.prepare)
 def _hedgehog(problem: Problem) -> Plan:
     """The Plan of a call of hedgehog."""
     check_shapes(problem)

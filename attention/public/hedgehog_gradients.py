@@ -26,13 +26,13 @@ HEDGEHOG_BACKWARD = Schema(
     alphas      (heads)                            float32
     betas       (heads)                            float32
     cu_seqlens  (ends)                             ends     optional
-    dq          (batch, seqlen, heads_k, key_dim)  tile     made
-    dk          (batch, seqlen, heads_k, key_dim)  tile     made
-    dv          (batch, seqlen, heads, value_dim)  tile     made
-    dq_map      (heads_k, key_dim, features)       tile     made
-    dk_map      (heads_k, key_dim, features)       tile     made
-    dalphas     (heads)                            float32  made
-    dbetas      (heads)                            float32  made
+    dq          (batch, seqlen, heads_k, key_dim)  tile     output
+    dk          (batch, seqlen, heads_k, key_dim)  tile     output
+    dv          (batch, seqlen, heads, value_dim)  tile     output
+    dq_map      (heads_k, key_dim, features)       tile     output
+    dk_map      (heads_k, key_dim, features)       tile     output
+    dalphas     (heads)                            float32  output
+    dbetas      (heads)                            float32  output
     """,
 )
 

@@ -43,6 +43,7 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.chunk_states import MEMORY, STORED, check_chunk_states, choose_memory, merge_chunks
+from ..plans.gla_chunks import plan_gla_chunks, serves_gla_chunks
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -69,16 +70,16 @@ TOKENS = """
 STATES = """
     initial_state  (sequences, heads, key_dim, value_dim)  float32  optional
     initial_z      (sequences, heads, key_dim)             float32  optional
-    out            (batch, seqlen, heads, value_dim)       tile     made
-    state          (sequences, heads, key_dim, value_dim)  float32  made  return_state
-    final_z        (sequences, heads, key_dim)             float32  made  return_state  normalize
+    out            (batch, seqlen, heads, value_dim)       tile     output
+    state          (sequences, heads, key_dim, value_dim)  float32  output  return_state
+    final_z        (sequences, heads, key_dim)             float32  output  return_state  normalize
 """
 COMPOSED = """
     initial_state  (sequences, heads, value_dim, key_dim)  float32  optional
     decay          (sequences, heads, 1)                   float32  updated
     final_state    (sequences, heads, value_dim, key_dim)  float32  updated
 """
-CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     made  return_chunk_states  memory:states"
+CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     output  return_chunk_states  memory:states"
 LINEAR = Schema("linear", TOKENS + STATES + CHUNK_STATES, chunks=recurrent_chunks.count_chunks)
 SEGMENTS = Schema("linear_segments", TOKENS)
 COMPOSED_STATES = Schema("linear_composed_states", SEGMENT_RESULTS + COMPOSED)
@@ -119,7 +120,7 @@ def linear(
     decay: log decays, never positive (-inf sets the state to 0), in float32, bfloat16 or float16: None; (H,), the same for
     all tokens; (B, S, H), for each token; or (B, S, H, Dk), for each token and channel of the keys. Or a gate as a layer
     projects it, attention.gates.softplus(a, A_log, dt_bias) and its like. scale: Dk^-1/2 by default. qk_l2norm: q and k are
-    divided by their lengths first, sqrt(sum(x^2) + 1e-6).
+    divided by their L2 norms first, sqrt(sum(x^2) + 1e-6).
     initial_state: (B, H, Dk, Dv) float32, 0 by default. out: written in place instead of a new array.
 
     normalize: o_t is divided by scale z_t . q_t + 1e-10, where z_t is the sum of the keys so far, decayed as S_t is. Then
@@ -146,11 +147,13 @@ def linear(
     tokens.
 
     Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
-    Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. Decays of channels need the
-    former, and normalize=False; otherwise they are computed token by token: correct, and slow. On Hopper arrays that TMA cannot
-    read are copied first where decays are of channels; such an `out` is written token by token.
+    Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. On Hopper arrays that TMA cannot
+    read are copied first where decays are of channels. Where these are divided by a normalizer (normalize=True), and on GPUs
+    that are not Hopper with Dk above 128, they are computed token by token: correct, and slow. With decays of channels, chunks
+    in which a channel decays by more than exp(-119) in 16 tokens, or exp(-13) in float16, or from one 16 tokens to the next by
+    more than exp(-87), take 1.5 times as long, on Hopper 2.3 times.
 
-    Arrays, `stream`, `family` ("sm_80" is cp.async, or token by token) and errors are those of attention.forward. out
+    Arrays, `stream`, `family` ("sm_80" is cp.async) and errors are those of attention.forward. out
     and state have gradients, in torch and JAX: `linear_backward`. flash-linear-attention's names: attention.compat.fla."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
@@ -171,8 +174,8 @@ def linear(
     if raw is NOT_RAW:
         if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, learned)):
             memory = choose_memory(memory, q, v, decay, normalize, family)
-        of_memory = return_chunk_states, STORED if return_chunk_states else memory
-        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *of_memory), layout)
+        memory_options = return_chunk_states, STORED if return_chunk_states else memory
+        results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *memory_options), layout)
     elif return_chunk_states:
         raise NotImplementedError("return_chunk_states: takes decays, not gates as a layer projects them, and no qk_l2norm")
     else:
@@ -288,7 +291,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, LINEAR_DERIVATIVE.of_program, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
+@program(LINEAR, LINEAR_DERIVATIVE.make_vjp, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
 def _linear(
     problem: Problem,
     scale: float | None,
@@ -333,16 +336,23 @@ def plan_linear(
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
-    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state else None}
+    z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state and normalize else None}
     gates = gate_operand(problem)
     tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
-    if batch * length and (not by_channel or (tma and not normalize)):
+    on_hopper = by_channel and tma
+    in_chunks = not normalize and (tma or serves_gla_chunks(problem)) if by_channel else True
+    if chunk_states and not (tma and in_chunks) and by_channel:
+        raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
+    if batch * length and in_chunks:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
         scratch = recurrent_chunks.ScratchAllocator(problem)
-        before, copies = prepare_rows(problem, scratch, raw.l2norm and not by_channel, by_channel, by_channel)
+        before, copies = prepare_rows(problem, scratch, raw.l2norm and not on_hopper, on_hopper, on_hopper)
         arrays |= copies
+        if by_channel and not tma:
+            steps = plan_gla_chunks(problem, arrays, scale, raw.gate, scratch)
+            return Plan([*before, *steps], scratch.shapes)
         if by_channel:
             steps, shapes = recurrent_chunks.plan_channel_decay(
                 problem, arrays, scale, raw.gate, scratch, raw.l2norm, chunk_states
@@ -356,8 +366,6 @@ def plan_linear(
             problem, arrays, scale, vector_bytes, NO_STEP_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
         return Plan([*before, *steps], shapes)
-    if chunk_states:
-        raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
     if family == HOPPER_FAMILY and batch * length:
         raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}

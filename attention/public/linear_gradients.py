@@ -35,12 +35,12 @@ LINEAR_BACKWARD = Schema(
     "linear_backward",
     INPUTS
     + """
-    dq              (batch, seqlen, heads_k, key_dim)                               tile     made
-    dk              (batch, seqlen, heads_k, key_dim)                               tile     made
-    dv              (batch, seqlen, heads, value_dim)                               tile     made
-    ddecay          =decay                                                          float32  made  grads:ddecay
-    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  made  grads:dinitial_state
-    dinitial_z      (sequences, heads, key_dim)                                     float32  made  grads:dinitial_z
+    dq              (batch, seqlen, heads_k, key_dim)                               tile     output
+    dk              (batch, seqlen, heads_k, key_dim)                               tile     output
+    dv              (batch, seqlen, heads, value_dim)                               tile     output
+    ddecay          =decay                                                          float32  output  grads:ddecay
+    dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  output  grads:dinitial_state
+    dinitial_z      (sequences, heads, key_dim)                                     float32  output  grads:dinitial_z
     """,
     chunks=recurrent_chunks.count_chunks,
 )

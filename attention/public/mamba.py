@@ -37,8 +37,8 @@ STEPS = """
 """
 STATES = """
     initial_states  (sequences, heads, value_dim, key_dim)  float32  optional
-    out             (batch, seqlen, heads, value_dim)       tile     made
-    states          (sequences, heads, value_dim, key_dim)  float32  made  return_final_states
+    out             (batch, seqlen, heads, value_dim)       tile     output
+    states          (sequences, heads, value_dim, key_dim)  float32  output  return_final_states
 """
 MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES)
 SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)
@@ -126,7 +126,7 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     return _mamba2(stream, (*arrays, None), options)
 
 
-@program(MAMBA2, MAMBA2_DERIVATIVE.of_program, MAMBA2_DERIVATIVE.no_second_derivatives, MAMBA2_DERIVATIVE.prepare)
+@program(MAMBA2, MAMBA2_DERIVATIVE.make_vjp, MAMBA2_DERIVATIVE.no_second_derivatives, MAMBA2_DERIVATIVE.prepare)
 def _mamba2(problem: Problem, steps_of_time: StepOptions, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")

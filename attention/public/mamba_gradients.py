@@ -30,15 +30,15 @@ MAMBA2_BACKWARD = Schema(
     cu_seqlens       (ends)                                    ends     optional
     initial_states   (sequences, heads, value_dim, key_dim)    float32  optional
     dstates          (sequences, heads, value_dim, key_dim)    float32  optional
-    dx               (batch, seqlen, heads, value_dim)         tile     made
-    ddt              (batch, seqlen, heads)                    float32  made
-    dA               (heads)                                   float32  made
-    dB               (batch, seqlen, heads_k, key_dim)         tile     made
-    dC               (batch, seqlen, heads_k, key_dim)         tile     made
-    dD               =D                                        float32  made  grads:dD
-    dz               (batch, seqlen, heads, value_dim)         tile     made  grads:dz
-    ddt_bias         (heads)                                   float32  made  grads:ddt_bias
-    dinitial_states  (sequences, heads, value_dim, key_dim)    float32  made  grads:dinitial_states
+    dx               (batch, seqlen, heads, value_dim)         tile     output
+    ddt              (batch, seqlen, heads)                    float32  output
+    dA               (heads)                                   float32  output
+    dB               (batch, seqlen, heads_k, key_dim)         tile     output
+    dC               (batch, seqlen, heads_k, key_dim)         tile     output
+    dD               =D                                        float32  output  grads:dD
+    dz               (batch, seqlen, heads, value_dim)         tile     output  grads:dz
+    ddt_bias         (heads)                                   float32  output  grads:ddt_bias
+    dinitial_states  (sequences, heads, value_dim, key_dim)    float32  output  grads:dinitial_states
     """,
 )
 OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out

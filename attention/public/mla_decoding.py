@@ -41,8 +41,8 @@ MLA_DECODE = Schema(
     lengths      (batch)                               key_lengths
     pages        (batch, pages_per_seq)                index        optional
     batch_index  (batch)                               index        optional
-    out          (batch, seqlen_q, heads, head_dim_v)  tile         made
-    lse          (batch, heads, seqlen_q)              float32      made  return_lse
+    out          (batch, seqlen_q, heads, head_dim_v)  tile         output
+    lse          (batch, heads, seqlen_q)              float32      output  return_lse
     """,
     head_dim_v=LATENT,
 )
@@ -56,8 +56,8 @@ QUANTISED = Schema(
     descale      (batch_cache, seqlen_k)               float32
     pages        (batch, pages_per_seq)                index        optional
     batch_index  (batch)                               index        optional
-    out          (batch, seqlen_q, heads, head_dim_v)  tile         made
-    lse          (batch, heads, seqlen_q)              float32      made  return_lse
+    out          (batch, seqlen_q, heads, head_dim_v)  tile         output
+    lse          (batch, heads, seqlen_q)              float32      output  return_lse
     """,
     head_dim_v=LATENT,
 )
@@ -193,7 +193,7 @@ def _mla_decode_fp8(problem: Problem, options: MlaOptions) -> Plan:
         raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
-    if vector_bytes not in mla_fp8.PIECES:
+    if vector_bytes not in mla_fp8.VECTOR_SIZES:
         raise problem.error(
             "latent", "addresses and strides of latent, rotary, q and out must be multiples of 4 bytes", "latent"
         )

@@ -36,9 +36,9 @@ FORWARD = Schema(
     "projected",
     f"""
 {INPUTS}
-    out   (batch, seqlen, heads, head_dim)     tile     made
-    lse   (batch, heads, seqlen)               float32  made
-    rows  (batch, seqlen, heads_qk, head_dim)  tile     made
+    out   (batch, seqlen, heads, head_dim)     tile     output
+    lse   (batch, heads, seqlen)               float32  output
+    rows  (batch, seqlen, heads_qk, head_dim)  tile     output
     """,
     heads_qk=lambda extents: extents["heads"] + extents["heads_k"],
 )
@@ -50,10 +50,10 @@ BACKWARD = Schema(
     out      (batch, seqlen, heads, head_dim)      tile
     lse      (batch, heads, seqlen)                float32
     rows     (batch, seqlen, heads_qk, head_dim)   tile
-    dx       (batch, seqlen, heads_qkv, head_dim)  tile     made
-    dq_norm  =q_norm                               float32  made  normed
-    dk_norm  =k_norm                               float32  made  normed
-    dsink    (heads)                               float32  made  sunk
+    dx       (batch, seqlen, heads_qkv, head_dim)  tile     output
+    dq_norm  =q_norm                               float32  output  normed
+    dk_norm  =k_norm                               float32  output  normed
+    dsink    (heads)                               float32  output  sunk
     """,
     heads_qkv=lambda extents: extents["heads"] + 2 * extents["heads_k"],
 )
@@ -105,7 +105,7 @@ def _rotary_arguments(problem: Problem) -> tuple[rotary_rows.RotaryConfig, dict[
     norms = {name: x.spread(0, 1) for name in ("q_norm", "k_norm") if (x := problem[name]) is not None}
     args = {"gQ": problem["q"], "gK": problem["k"], "gCos": tables["cos"], "gSin": tables["sin"]}
     args |= {"gQNorm": norms.get("q_norm"), "gKNorm": norms.get("k_norm")}
-    args |= {"heads": heads, "kv_heads": kv_heads, "cuts": -(-(heads + kv_heads) // rotary_rows.WARPS)}
+    args |= {"heads": heads, "kv_heads": kv_heads, "head_blocks": -(-(heads + kv_heads) // rotary_rows.WARPS)}
     return rotary_rows.RotaryConfig(columns, DTYPES[problem.dtype], "q_norm" in problem), args, -(-rows // rotary_rows.ROWS)
 
 
@@ -150,7 +150,7 @@ def projected(problem: Problem, options: ProjectedOptions, family: str | None) -
     if not tiles * batch:
         return plan._replace(scratch=[*parts, *plan.scratch])
     turn = kernel_for(rotary_rows, rotary_rows.RotateConfig(*config.fields), problem.device)
-    first = turn.bind(batch * tiles * args["cuts"], gOut=problem["rows"], tiles=tiles, eps=options.norm_eps, **args)
+    first = turn.bind(batch * tiles * args["head_blocks"], gOut=problem["rows"], tiles=tiles, eps=options.norm_eps, **args)
     return plan._replace(steps=[first, *plan.steps], scratch=[*parts, *plan.scratch])
 
 
@@ -183,8 +183,8 @@ def projected_backward(
     if not tiles * batch:
         return plan._replace(steps=[*plan.steps, *[Fill(x, 0.0) for x in norm_grads.values()]], scratch=scratch)
     config = rotary_rows.RotateBackwardConfig(*config.fields)
-    shares = -(-tiles // config.steps)
-    counts = {"dq_norm": batch * shares * heads, "dk_norm": batch * shares * kv_heads}
+    row_parts = -(-tiles // config.steps)
+    counts = {"dq_norm": batch * row_parts * heads, "dk_norm": batch * row_parts * kv_heads}
     sums = {}
     for name in norm_grads:
         shape = 1, counts[name], columns
@@ -193,12 +193,12 @@ def projected_backward(
     steps = [
         *plan.steps,
         kernel_for(rotary_rows, config, problem.device).bind(
-            batch * shares * args["cuts"],
+            batch * row_parts * args["head_blocks"],
             gDX=dx,
             gQParts=sums.get("dq_norm"),
             gKParts=sums.get("dk_norm"),
             tiles=tiles,
-            shares=shares,
+            row_parts=row_parts,
             eps=options.norm_eps,
             **args,
         ),

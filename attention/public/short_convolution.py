@@ -21,15 +21,15 @@ TOKENS = """
     initial_state  (sequences, channels, window)  real  optional
 """
 RESULTS = """
-    out    (batch, seqlen, channels)      tile  made
-    state  (sequences, channels, window)  tile  made  return_state
+    out    (batch, seqlen, channels)      tile  output
+    state  (sequences, channels, window)  tile  output  return_state
 """
 GRADIENTS = """
     dstate          (sequences, channels, window)  real     optional
-    dx              (batch, seqlen, channels)      tile     made
-    dweight         (channels, width)              float32  made
-    dbias           (channels)                     float32  made  grads:dbias
-    dinitial_state  (sequences, channels, window)  float32  made  grads:dinitial_state
+    dx              (batch, seqlen, channels)      tile     output
+    dweight         (channels, width)              float32  output
+    dbias           (channels)                     float32  output  grads:dbias
+    dinitial_state  (sequences, channels, window)  float32  output  grads:dinitial_state
 """
 
 
@@ -150,7 +150,7 @@ SHORT_CONV_DERIVATIVE = RecurrentDerivative("attention.short_conv", _short_conv_
 
 @program(
     SHORT_CONV,
-    SHORT_CONV_DERIVATIVE.of_program,
+    SHORT_CONV_DERIVATIVE.make_vjp,
     SHORT_CONV_DERIVATIVE.no_second_derivatives,
     SHORT_CONV_DERIVATIVE.prepare,
 )

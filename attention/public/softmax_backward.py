@@ -33,7 +33,7 @@ from ..plans.variant_spec import build_variant
 from ..scoring.python_functions import find_function
 from ..scoring.score_derivative import differentiate, scored_with_grad
 
-DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  made  grads:daux{n}\n" for n in range(AUX)])
+DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  output  grads:daux{n}\n" for n in range(AUX)])
 DAUX_ACCUMULATED = "".join([f"    daux{n}  =aux{n}  float32  updated?\n" for n in range(AUX)])
 FORWARD_ROWS = """
     dout  (batch, seqlen_q, heads, head_dim_v)    tile
@@ -45,9 +45,9 @@ FORWARD_ROWS = """
     dlse  (batch, heads, seqlen_q)                float32  optional
 """
 INPUT_GRADIENT_ROWS = """
-    dq  (batch, seqlen_q, heads, head_dim)      tile  made
-    dk  (batch, seqlen_k, heads_k, head_dim)    tile  made
-    dv  (batch, seqlen_k, heads_k, head_dim_v)  tile  made
+    dq  (batch, seqlen_q, heads, head_dim)      tile  output
+    dk  (batch, seqlen_k, heads_k, head_dim)    tile  output
+    dv  (batch, seqlen_k, heads_k, head_dim_v)  tile  output
 """
 INPUTS = f"""
 {FORWARD_ROWS}
@@ -64,9 +64,9 @@ INPUTS = f"""
 """
 CREATED_ROWS = f"""
 {INPUT_GRADIENT_ROWS}
-    dbias   =bias    float32  made  grads:dbias
-    dalibi  =alibi   float32  made  grads:dalibi
-    dsink   (heads)  float32  made  grads:dsink
+    dbias   =bias    float32  output  grads:dbias
+    dalibi  =alibi   float32  output  grads:dalibi
+    dsink   (heads)  float32  output  grads:dsink
 {DAUX_CREATED}
 """
 ACCUMULATED_ROWS = f"""

@@ -26,7 +26,7 @@ RAW_GATE = """
     dt_bias  (heads)|(heads, key_dim)                real  optional
 """
 OUT = """
-    out    (batch, heads, value_dim)                       tile     made
+    out    (batch, heads, value_dim)                       tile     output
 """
 STEP, RAW_STEP = Schema("linear_step", TOKEN + OUT), Schema("linear_step_raw", TOKEN + RAW_GATE + OUT)
 
@@ -55,7 +55,7 @@ def linear_step(
 
     decay: log decays (<= 0), float32, bfloat16 or float16: None (linear attention), (H,) (retention, lightning), (B, H)
     (simple GLA, gated delta rule) or (B, H, Dk) (GLA, KDA). beta: None, or (B, H) for the delta rule. Both may be raw, as
-    layers project them (attention.gates). scale: Dk^-1/2 by default. qk_l2norm: q and k are divided by their lengths first.
+    layers project them (attention.gates). scale: Dk^-1/2 by default. qk_l2norm: q and k are divided by their L2 norms first.
 
     Mamba-2's step is q=C, k=B, v=dt * x, decay=dt * A, scale=1, plus D * x; its state is transposed. There is no step with
     normalize=True. JAX arrays cannot be overwritten, so a state cannot be one.

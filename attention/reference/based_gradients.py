@@ -50,11 +50,11 @@ def based_backward(
     """{"dq": , "dk": , "dv": , "dinitial_state": }, in float64; with `low` as in `linear_backward`, features and their
     gradients rounded, too. States are pairs with `normalize`."""
     real, dtype = np.float32 if low else np.float64, host(v).dtype
-    rounded, scale = _rounding_to(dtype, low), BASE**-0.5 if scale is None else scale
-    rows = {"q": rounded(host(q).astype(real) * real(scale)), "k": host(k).astype(real)}
+    round_operand, scale = _rounding_to(dtype, low), BASE**-0.5 if scale is None else scale
+    rows = {"q": round_operand(host(q).astype(real) * real(scale)), "k": host(k).astype(real)}
     squares = {"q": 1, "k": 0.5}
-    features = {x: rounded(based_features(rows[x], squares[x])).astype(dtype if low else real) for x in rows}
+    features = {x: round_operand(based_features(rows[x], squares[x])).astype(dtype if low else real) for x in rows}
     options = {"initial_state": initial_state, "dstate": dstate, "cu_seqlens": cu_seqlens, "layout": layout, "low": low}
     results = linear_backward(dout, features["q"], features["k"], v, scale=1, normalize=normalize, **options)
-    of_rows = {x: _differentiate_features(rows[x], results["d" + x], squares[x]) for x in rows}
-    return results | {"dq": rounded(of_rows["q"] * real(scale)), "dk": rounded(of_rows["k"])}
+    row_gradients = {x: _differentiate_features(rows[x], results["d" + x], squares[x]) for x in rows}
+    return results | {"dq": round_operand(row_gradients["q"] * real(scale)), "dk": round_operand(row_gradients["k"])}

@@ -51,19 +51,21 @@ def backward_low(dout: Any, q: Any, k: Any, v: Any, **options: Any) -> tuple[np.
     return _backward_through_norms(dout, q, k, v, np.float32, q.dtype, **options)
 
 
-def _backward_through_norms(dout, q, k, v, real, rounded, *, q_norm=None, k_norm=None, norm_eps=1e-6, layout="bshd", **options):
+def _backward_through_norms(
+    dout, q, k, v, real, operand_dtype, *, q_norm=None, k_norm=None, norm_eps=1e-6, layout="bshd", **options
+):
     """The gradients before the norms of q and k, followed by those of each norm: an array, or a pair (of weights, of bias)."""
     axes, norm_gradients = np.argsort(ORDER[layout]), []
     rows = [x.transpose(axes).astype(real) for x in (q, k)]
     q, k = (
-        softmax.normalize_rows(x, norm, norm_eps, real, rounded).transpose(axes).astype(rounded)
+        softmax.normalize_rows(x, norm, norm_eps, real, operand_dtype).transpose(axes).astype(operand_dtype)
         for x, norm in zip(rows, (q_norm, k_norm))
     )
-    gradients = [*_backward(dout, q, k, v, real, rounded, layout=layout, **options)]
+    gradients = [*_backward(dout, q, k, v, real, operand_dtype, layout=layout, **options)]
     for n, (x, norm) in enumerate(zip(rows, (q_norm, k_norm))):
         if norm is not None:
             dx, *d_norm = norm_backward(x, norm, gradients[n].transpose(axes).astype(real), norm_eps, real)
-            gradients[n] = dx.astype(rounded).transpose(axes)
+            gradients[n] = dx.astype(operand_dtype).transpose(axes)
             norm_gradients.append(tuple(d_norm) if isinstance(norm, tuple) else d_norm[0])
     return *gradients, *norm_gradients
 
@@ -82,10 +84,11 @@ def norm_backward(x, norm, dy, eps, real):
 
 
 def _backward(
-    dout, q, k, v, real, rounded, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None, lengths_k=None,
-    dropout=0.0, seed=None, keep=None, dlse=None, dbias=False, dalibi=False, daux=False, out=None, **score_options,
+    dout, q, k, v, real, operand_dtype, *, scale=None, layout="bshd", sink=None, cu_seqlens=None, cu_seqlens_k=None,
+    lengths_k=None, dropout=0.0, seed=None, keep=None, dlse=None, dbias=False, dalibi=False, daux=False, out=None,
+    **score_options,
 ):  # fmt: skip
-    """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `rounded`."""
+    """The formulas in dtype `real`, with out, P, dS and the gradients rounded to dtype `operand_dtype`."""
     forward = softmax.forward if real is np.float64 else softmax.forward_low
     lengths = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "lengths_k": lengths_k}
     weight_options = {"sink": sink, "dropout": dropout, "seed": seed, "keep": keep}
@@ -125,12 +128,12 @@ def _backward(
             for element in np.ndindex(aux_grad.shape):
                 aux_grad[element] += (dscore * variant.aux_grad(n, element, x, *at)).sum()
         softcap_grad = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
-        ds = (softcap_grad * ds).astype(rounded).astype(real)
+        ds = (softcap_grad * ds).astype(operand_dtype).astype(real)
         dq[q_index] = scale * (ds @ k[kv_index])
         dk[kv_index] += scale * (ds.T @ q[q_index])
         if sink is not None:
             dsink[h] -= (np.exp(real(host(sink)[h]) - finite_lse) * delta).sum()
-        dv[kv_index] += (dropout_scale * p.astype(rounded).astype(real)).T @ dout[q_index]
-    dq, dk, dv = (x.astype(rounded).transpose(axes) for x in (dq, dk, dv))
+        dv[kv_index] += (dropout_scale * p.astype(operand_dtype).astype(real)).T @ dout[q_index]
+    dq, dk, dv = (x.astype(operand_dtype).transpose(axes) for x in (dq, dk, dv))
     optional = bias_grad if dbias else None, alibi_grad if dalibi else None, None if sink is None else dsink
     return dq, dk, dv, *[x for x in optional if x is not None], *aux_grads.values()

@@ -71,9 +71,9 @@ def linear(
     return _linear(q, k, host(v), *options, _rounding_to(host(v).dtype, low), np.float32 if low else np.float64)
 
 
-def _linear(q, k, v, decay, beta, scale, initial_state, normalize, cu_seqlens, axes, rounded, real):
-    """`linear`. axes: the axes B, S, H and D of the arrays. rounded: a function that rounds the operands of tensor cores, and
-    the result. real: the dtype of everything else."""
+def _linear(q, k, v, decay, beta, scale, initial_state, normalize, cu_seqlens, axes, round_operand, real):
+    """`linear`. axes: the axes B, S, H and D of the arrays. round_operand: a function that rounds the operands of tensor cores,
+    and the result. real: the dtype of everything else."""
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     scale = real(k.shape[-1] ** -0.5 if scale is None else scale)
     q, k = (x.repeat(values.shape[2] // k.shape[2], axis=2) for x in (q, k))
@@ -88,14 +88,14 @@ def _linear(q, k, v, decay, beta, scale, initial_state, normalize, cu_seqlens, a
     for n, tokens in enumerate(sequences):
         rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
         inputs = [None if x is None else x[:, tokens] for x in (q, k, values, decay, beta)]
-        out[:, tokens], state[rows] = _scan_tokens(inputs, state[rows], rounded)
+        out[:, tokens], state[rows] = _scan_tokens(inputs, state[rows], round_operand)
     out *= scale
     if not normalize:
-        return rounded(out).transpose(axes), state
-    return rounded(out[..., :-1] / (out[..., -1:] + EPSILON)).transpose(axes), (state[..., :-1], state[..., -1])
+        return round_operand(out).transpose(axes), state
+    return round_operand(out[..., :-1] / (out[..., -1:] + EPSILON)).transpose(axes), (state[..., :-1], state[..., -1])
 
 
-def _scan_tokens(inputs, S, rounded):
+def _scan_tokens(inputs, S, round_operand):
     """(S^T q of each token, S after the last one). inputs: q, k (B, S, H, Dk), v (B, S, H, Dv), decay None or (B, S, H, 1 or
     Dk), and beta None or (B, S, H, 1); S (B, H, Dk, Dv)."""
     q, k, v, decay, beta = inputs
@@ -105,9 +105,9 @@ def _scan_tokens(inputs, S, rounded):
         if decay is not None:
             S = np.exp(decay[:, t])[..., None] * S
         if beta is not None:
-            value = rounded(beta[:, t] * (value - _multiply_state(S, k[:, t], rounded)))
+            value = round_operand(beta[:, t] * (value - _multiply_state(S, k[:, t], round_operand)))
         S = S + k[:, t, :, :, None] * value[:, :, None]
-        out[:, t] = _multiply_state(S, q[:, t], rounded)
+        out[:, t] = _multiply_state(S, q[:, t], round_operand)
     return out, S
 
 
@@ -136,7 +136,7 @@ def mamba2(
     x, z, y: (B, S, H, P); dt: (B, S, H); A, dt_bias: (H,); B, C: (B, S, G, N); D: (H,) or (H, P).
     """
     x, real = host(x), np.float32 if low else np.float64
-    rounded = _rounding_to(x.dtype, low)
+    round_operand = _rounding_to(x.dtype, low)
     values, dt = x.astype(real), host(dt).astype(real)
     if dt_bias is not None:
         dt = dt + host(dt_bias).astype(real)
@@ -145,15 +145,15 @@ def mamba2(
     dt = dt.clip(*map(real, dt_limit))
     decay = dt * host(A).astype(real)
     state = None if initial_states is None else host(initial_states).swapaxes(2, 3)
-    scaled = rounded(dt[..., None] * values)
-    y, state = _linear(C, B, scaled, decay, None, 1, state, False, cu_seqlens, range(4), rounded, real)
+    scaled = round_operand(dt[..., None] * values)
+    y, state = _linear(C, B, scaled, decay, None, 1, state, False, cu_seqlens, range(4), round_operand, real)
     if D is not None:
         D = host(D).astype(real)
         y = y + (D if D.ndim == 2 else D[:, None]) * values
     if z is not None:
         z = host(z).astype(real)
         y = y * z / (1 + np.exp(-z))
-    return rounded(y), state.swapaxes(2, 3)
+    return round_operand(y), state.swapaxes(2, 3)
 
 
 def based(
@@ -166,13 +166,13 @@ def based(
     sqrt(scale) * k; a negative scale changes the sign of q. normalize: o is divided by the sum of the weights, and the state is
     a pair (S, z), as in `linear`.
     """
-    rounded = _rounding_to(host(v).dtype, low)
+    round_operand = _rounding_to(host(v).dtype, low)
 
     def features(x, sign=1):
         x = sign * host(x).astype(np.float32 if low else np.float64)
         x = x * (x.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
         squares = (x[..., :, None] * x[..., None, :]).reshape(*x.shape[:-1], -1)
-        return rounded(np.concatenate([np.ones_like(x[..., :1]), x, squares / 2**0.5], -1))
+        return round_operand(np.concatenate([np.ones_like(x[..., :1]), x, squares / 2**0.5], -1))
 
     sign = -1 if scale is not None and scale < 0 else 1
     return linear(features(q, sign), features(k), v, scale=1, normalize=normalize, layout=layout, low=low)
@@ -203,10 +203,10 @@ def hedgehog(
     maps: (H, D, F); alphas, betas: (H,).
     """
     v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
-    rounded = _rounding_to(v.dtype, low)
+    round_operand = _rounding_to(v.dtype, low)
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     alphas, betas = (host(x).astype(real)[:, None] for x in (alphas, betas))
-    q_features, k_features = (_hedgehog_features(x, host(M).astype(real), rounded) for x, M in ((q, q_map), (k, k_map)))
+    q_features, k_features = (_hedgehog_features(x, host(M).astype(real), round_operand) for x, M in ((q, q_map), (k, k_map)))
     values = np.concatenate([values, np.ones_like(values[..., :1])], -1)  # the last column of S is z
     S = np.zeros((len(values), values.shape[2], k_features.shape[-1], values.shape[-1]), real)
     out = np.empty(values.shape, real)
@@ -215,26 +215,26 @@ def hedgehog(
             block = slice(t - 2 * window, t - window)
             S = S + np.einsum("bshf,bshd->bhfd", k_features[:, block], values[:, block])
         if t < values.shape[1]:
-            near = slice(max(0, t // window - 1) * window, t + 1)
-            s = np.einsum("bhd,bshd->bhs", q[:, t], k[:, near])
+            visible = slice(max(0, t // window - 1) * window, t + 1)
+            s = np.einsum("bhd,bshd->bhs", q[:, t], k[:, visible])
             weights = betas * np.exp((s - s.max(-1, keepdims=True)) / real(np.sqrt(q.shape[-1])))
-            exact = np.einsum("bhs,bshd->bhd", rounded(weights), values[:, near])
-            out[:, t] = exact + alphas * _multiply_state(S, q_features[:, t], rounded)
+            window_sum = np.einsum("bhs,bshd->bhd", round_operand(weights), values[:, visible])
+            out[:, t] = window_sum + alphas * _multiply_state(S, q_features[:, t], round_operand)
     o = out[..., :-1] / (out[..., -1:] + real(HEDGEHOG_FLOOR))
-    return rounded(o).transpose(axes), (S[..., :-1], S[..., -1])
+    return round_operand(o).transpose(axes), (S[..., :-1], S[..., -1])
 
 
-def _hedgehog_features(x, M, rounded):
+def _hedgehog_features(x, M, round_operand):
     """f(x, M) of `hedgehog`: x (B, S, H, D), M (H, D, F) -> (B, S, H, 2 F)."""
     y = np.einsum("bshd,hdf->bshf", x, M)
     halves = [np.exp(s - s.max(-1, keepdims=True)) for s in (y, -y)]
     features = np.concatenate([half / half.sum(-1, keepdims=True) for half in halves], -1)
-    return rounded(features.clip(x.dtype.type(HEDGEHOG_FLOOR)))
+    return round_operand(features.clip(x.dtype.type(HEDGEHOG_FLOOR)))
 
 
-def _multiply_state(S, x, rounded):
+def _multiply_state(S, x, round_operand):
     """S^T x: S (B, H, Dk, Dv), x (B, H, Dk)."""
-    return (x[:, :, None] @ rounded(S))[:, :, 0]
+    return (x[:, :, None] @ round_operand(S))[:, :, 0]
 
 
 def _expand_to_tokens(x, axes, tokens):
@@ -257,12 +257,12 @@ def _rounding_to(dtype, low):
     """A function that rounds float32 numbers to dtype, if `low`, or returns them unchanged. Beyond the range of the dtype it
     rounds to as many digits."""
 
-    def rounded(x):
+    def round_operand(x):
         with np.errstate(over="ignore"):
-            near = x.astype(dtype).astype(np.float32)
-        if not (far := np.isinf(near) & np.isfinite(x)).any():
-            return near
+            rounded = x.astype(dtype).astype(np.float32)
+        if not (overflows := np.isinf(rounded) & np.isfinite(x)).any():
+            return rounded
         digits, exponent = np.frexp(x)
-        return np.where(far, np.ldexp(digits.astype(dtype).astype(np.float32), exponent), near)
+        return np.where(overflows, np.ldexp(digits.astype(dtype).astype(np.float32), exponent), rounded)
 
-    return rounded if low else lambda x: x
+    return round_operand if low else lambda x: x

@@ -53,7 +53,7 @@ def linear_backward(
         shared = {"decay": decay, "scale": scale, "cu_seqlens": cu_seqlens, "layout": layout, "low": low}
         return _normalized_backward(dout, q, k, v, initial_state, dstate, shared)
     axes, dtype = np.argsort(ORDER[layout]), host(v).dtype
-    rounded, real = _rounding_to(dtype, low), np.float32 if low else np.float64
+    round_operand, real = _rounding_to(dtype, low), np.float32 if low else np.float64
     do, q, k, v = (host(x).transpose(axes).astype(real) for x in (dout, q, k, v))
     key_heads, heads, key_dim = q.shape[2], v.shape[2], q.shape[3]
     scale = real(key_dim**-0.5 if scale is None else scale)
@@ -67,15 +67,15 @@ def linear_backward(
     )
     b = None if beta is None else _expand_to_tokens(beta, axes, v.shape[:3]).astype(real)
     gradients = [np.zeros_like(x) for x in (q, k, v, g)] + [None if b is None else np.zeros_like(b)]
-    first = dS.copy()
+    dinitial_state = dS.copy()
     for n, tokens in enumerate(sequences):
         rows = slice(None) if cu_seqlens is None else slice(n, n + 1)
         inputs = [None if x is None else x[:, tokens] for x in (do, q, k, v, g, b)]
         outputs = [None if x is None else x[:, tokens] for x in gradients]
-        first[rows] = _walk(inputs, outputs, S[rows], dS[rows], scale, rounded)
+        dinitial_state[rows] = _walk(inputs, outputs, S[rows], dS[rows], scale, round_operand)
     dq, dk, dv, dg, db = gradients
     results = {"dq": _sum_heads(dq, key_heads), "dk": _sum_heads(dk, key_heads), "dv": dv}
-    results = {name: rounded(x).transpose(axes) for name, x in results.items()} | {"dinitial_state": first}
+    results = {name: round_operand(x).transpose(axes) for name, x in results.items()} | {"dinitial_state": dinitial_state}
     if decay is not None:
         shape = host(decay).shape
         results["ddecay"] = dg.sum((0, 1))[:, 0] if len(shape) == 1 else dg.transpose(axes).reshape(shape)
@@ -100,7 +100,7 @@ def _normalized_backward(dout, q, k, v, initial_state, dstate, shared):
     return results | {"dv": results["dv"][..., :-1], "dinitial_state": (dstart[..., :-1], dstart[..., -1])}
 
 
-def _walk(inputs, gradients, S, dS, scale, rounded):
+def _walk(inputs, gradients, S, dS, scale, round_operand):
     """Write the gradients of the inputs q, k, v, decay and beta of a sequence that starts from S, where dS is the gradient of
     its last state, and return that of S."""
     do, q, k, v, g, beta = inputs
@@ -111,21 +111,21 @@ def _walk(inputs, gradients, S, dS, scale, rounded):
     for t in range(length):
         S = np.exp(g[:, t])[..., None] * S
         if beta is not None:
-            errors[:, t] = v[:, t] - _apply(rounded(S).swapaxes(2, 3), k[:, t])
-            updates[:, t] = rounded(beta[:, t] * errors[:, t])
+            errors[:, t] = v[:, t] - _apply(round_operand(S).swapaxes(2, 3), k[:, t])
+            updates[:, t] = round_operand(beta[:, t] * errors[:, t])
         S = S + k[:, t, :, :, None] * updates[:, t, :, None]
         states.append(S)
     for t in reversed(range(length)):
-        dq[:, t] = scale * _apply(rounded(states[t + 1]), do[:, t])
+        dq[:, t] = scale * _apply(round_operand(states[t + 1]), do[:, t])
         dS = dS + scale * q[:, t, :, :, None] * do[:, t, :, None]
-        dk[:, t], dv[:, t] = _apply(rounded(dS), updates[:, t]), _apply(rounded(dS).swapaxes(2, 3), k[:, t])
+        dk[:, t], dv[:, t] = _apply(round_operand(dS), updates[:, t]), _apply(round_operand(dS).swapaxes(2, 3), k[:, t])
         if beta is not None:
             dbeta[:, t] = (dv[:, t] * errors[:, t]).sum(-1, keepdims=True)
             dv[:, t] = beta[:, t] * dv[:, t]
-            dk[:, t] -= _apply(rounded(np.exp(g[:, t])[..., None] * states[t]), rounded(dv[:, t]))
-            dS = dS - k[:, t, :, :, None] * rounded(dv[:, t])[:, :, None]
+            dk[:, t] -= _apply(round_operand(np.exp(g[:, t])[..., None] * states[t]), round_operand(dv[:, t]))
+            dS = dS - k[:, t, :, :, None] * round_operand(dv[:, t])[:, :, None]
         dS = np.exp(g[:, t])[..., None] * dS
-        products = (rounded(states[t]) * rounded(dS)).sum(-1)
+        products = (round_operand(states[t]) * round_operand(dS)).sum(-1)
         dg[:, t] = products if g.shape[-1] > 1 else products.sum(-1, keepdims=True)
     return dS
 

@@ -40,7 +40,7 @@ def mamba2_backward(
     The arguments are those of `mamba2`, and its gradients, in float64; with `low` as in `linear_backward`, and dt x and dy are
     rounded, too."""
     x, real = host(x), np.float32 if low else np.float64
-    dtype, rounded = x.dtype, _rounding_to(x.dtype, low)
+    dtype, round_operand = x.dtype, _rounding_to(x.dtype, low)
     swapped = {name: None if s is None else host(s).swapaxes(2, 3) for name, s in (("S", initial_states), ("dS", dstates))}
     values, rate, unclipped, dy = (host(a).astype(real) for a in (x, A, dt, dout))
     if cu_seqlens is not None:
@@ -49,35 +49,35 @@ def mamba2_backward(
         values[:, padding] = dy[:, padding] = 0
     if dt_bias is not None:
         unclipped = unclipped + host(dt_bias).astype(real)
-    slope = 1 / (1 + np.exp(-unclipped)) if dt_softplus else 1
+    derivative = 1 / (1 + np.exp(-unclipped)) if dt_softplus else 1
     if dt_softplus:
         unclipped = np.logaddexp(unclipped, real(0))
     steps = unclipped.clip(*map(real, dt_limit))
-    of_output = dy
+    doutput = dy
     if z is not None:
         gate = host(z).astype(real)
         sigmoid = 1 / (1 + np.exp(-gate))
-        dy = rounded(dy * gate * sigmoid)
-    u = rounded(steps[..., None] * values)
+        dy = round_operand(dy * gate * sigmoid)
+    u = round_operand(steps[..., None] * values)
     u, dy_operand = (a.astype(dtype if low else real) for a in (u, dy))
     options = {"initial_state": swapped["S"], "dstate": swapped["dS"], "cu_seqlens": cu_seqlens, "scale": 1, "low": low}
-    of_linear = linear_backward(dy_operand, C, B, u, decay=steps * rate, **options)
-    du, dg = of_linear["dv"], of_linear["ddecay"]
+    gradients = linear_backward(dy_operand, C, B, u, decay=steps * rate, **options)
+    du, dg = gradients["dv"], gradients["ddecay"]
     skip = 0 if D is None else np.broadcast_to(host(D).astype(real).reshape(x.shape[2], -1), x.shape[2:])
-    draw = ((du * values).sum(-1) + rate * dg) * slope * ((unclipped >= dt_limit[0]) & (unclipped <= dt_limit[1]))
-    results = {"dx": rounded(steps[..., None] * du + skip * dy), "ddt": draw, "dA": (steps * dg).sum((0, 1))}
-    results |= {"dB": of_linear["dk"], "dC": of_linear["dq"]}
-    results["dinitial_states"] = of_linear["dinitial_state"].swapaxes(2, 3)
+    ddt_raw = ((du * values).sum(-1) + rate * dg) * derivative * ((unclipped >= dt_limit[0]) & (unclipped <= dt_limit[1]))
+    results = {"dx": round_operand(steps[..., None] * du + skip * dy), "ddt": ddt_raw, "dA": (steps * dg).sum((0, 1))}
+    results |= {"dB": gradients["dk"], "dC": gradients["dq"]}
+    results["dinitial_states"] = gradients["dinitial_state"].swapaxes(2, 3)
     if D is not None:
         dD = (dy * values).sum((0, 1))
         results["dD"] = dD if host(D).ndim == 2 else dD.sum(-1)
     if z is not None:
         shared = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
         y, _ = mamba2(x, dt, A, B, C, **shared, initial_states=initial_states, cu_seqlens=cu_seqlens, low=low)
-        dz = of_output * y * sigmoid * (1 + gate * (1 - sigmoid))
+        dz = doutput * y * sigmoid * (1 + gate * (1 - sigmoid))
         if cu_seqlens is not None:
             dz[:, padding] = 0
-        results["dz"] = rounded(dz)
+        results["dz"] = round_operand(dz)
     if dt_bias is not None:
-        results["ddt_bias"] = draw.sum((0, 1))
+        results["ddt_bias"] = ddt_raw.sum((0, 1))
     return results

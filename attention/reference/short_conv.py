@@ -27,14 +27,14 @@ def short_conv(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(y, final window) of attention.short_conv, in float64; with `low` weights, z and y are rounded to x's dtype, and sums are
     float32."""
-    real, rounded = np.float32 if low else np.float64, _rounding_to(host(x).dtype, low)
-    weight, bias = rounded(host(weight).astype(real)), 0 if bias is None else host(bias).astype(real)
+    real, round_operand = np.float32 if low else np.float64, _rounding_to(host(x).dtype, low)
+    weight, bias = round_operand(host(weight).astype(real)), 0 if bias is None else host(bias).astype(real)
     width, rows = weight.shape[1], host(x).astype(real)
     state, out = _initial_windows(rows, width, initial_state, cu_seqlens), np.zeros(rows.shape, real)
     for n, batch, tokens in _sequences(rows, cu_seqlens):
         padded = np.concatenate([state[n].T, rows[batch, tokens]])
-        z = rounded(_convolve(padded, weight) + bias)
-        out[batch, tokens] = z if activation is None else rounded(z / (1 + np.exp(-z)))
+        z = round_operand(_convolve(padded, weight) + bias)
+        out[batch, tokens] = z if activation is None else round_operand(z / (1 + np.exp(-z)))
         state[n] = padded[len(padded) - width + 1 :].T
     return out, state
 
@@ -53,8 +53,8 @@ def short_conv_backward(
 ) -> dict[str, np.ndarray]:
     """{"dx": , "dweight": , "dbias": , "dinitial_state": } of attention.short_conv, in float64; with `low` weights, z, dz and
     dx are rounded to x's dtype, and sums are float32."""
-    real, rounded = np.float32 if low else np.float64, _rounding_to(host(x).dtype, low)
-    weight, bias = rounded(host(weight).astype(real)), 0 if bias is None else host(bias).astype(real)
+    real, round_operand = np.float32 if low else np.float64, _rounding_to(host(x).dtype, low)
+    weight, bias = round_operand(host(weight).astype(real)), 0 if bias is None else host(bias).astype(real)
     width, (rows, dy) = weight.shape[1], (host(a).astype(real) for a in (x, dout))
     state = _initial_windows(rows, width, initial_state, cu_seqlens)
     gradients = {"dx": np.zeros_like(rows), "dweight": np.zeros_like(weight), "dbias": np.zeros(len(weight), real)}
@@ -62,9 +62,9 @@ def short_conv_backward(
     for n, batch, tokens in _sequences(rows, cu_seqlens):
         padded, dz = np.concatenate([state[n].T, rows[batch, tokens]]), dy[batch, tokens]
         if activation is not None:
-            z = rounded(_convolve(padded, weight) + bias)
+            z = round_operand(_convolve(padded, weight) + bias)
             s = 1 / (1 + np.exp(-z))
-            dz = rounded(dz * (s + z * s * (1 - s)))
+            dz = round_operand(dz * (s + z * s * (1 - s)))
         dpadded = np.zeros_like(padded)
         for i in range(width):
             dpadded[i : i + len(dz)] += dz * weight[:, i]
@@ -72,7 +72,10 @@ def short_conv_backward(
         if dstate is not None:
             dpadded[len(padded) - width + 1 :] += host(dstate)[n].T
         gradients["dbias"] += dz.sum(0)
-        gradients["dx"][batch, tokens], gradients["dinitial_state"][n] = rounded(dpadded[width - 1 :]), dpadded[: width - 1].T
+        gradients["dx"][batch, tokens], gradients["dinitial_state"][n] = (
+            round_operand(dpadded[width - 1 :]),
+            dpadded[: width - 1].T,
+        )
     return gradients
 
 

@@ -67,7 +67,7 @@ def _forward(
     k,
     v,
     real,
-    rounded,
+    operand_dtype,
     *,
     scale=None,
     layout="bshd",
@@ -86,16 +86,16 @@ def _forward(
     v_descale=1.0,
     **score_options,
 ):
-    """(out, lse), computed in dtype `real`, with P, out and normalised q and k rounded to dtype `rounded`."""
+    """(out, lse), computed in dtype `real`, with P, out and normalised q and k rounded to dtype `operand_dtype`."""
     axes = np.argsort(ORDER[layout])  # the caller's layout <-> (B, S, H, D): the permutation is its own inverse
     q, k, v = (x.transpose(axes).astype(real) for x in (q, k, v))
-    q, k = (normalize_rows(x, norm, norm_eps, real, rounded) for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (normalize_rows(x, norm, norm_eps, real, operand_dtype) for x, norm in ((q, q_norm), (k, k_norm)))
     variant = ReferenceVariant(**score_options).cast(real)
     batch, seqlen_q, heads_q, head_dim = q.shape
     scale = real(head_dim**-0.5 if scale is None else scale)
     sink = np.full(heads_q, -np.inf, real) if sink is None else host(sink).astype(real)
     is_kept = keep_function(dropout, seed, keep)
-    out_dtype, p_scale = (ml_dtypes.bfloat16, 2.0**8) if rounded == ml_dtypes.float8_e4m3fn else (rounded, None)
+    out_dtype, p_scale = (ml_dtypes.bfloat16, 2.0**8) if operand_dtype == ml_dtypes.float8_e4m3fn else (operand_dtype, None)
     out = np.zeros((batch, seqlen_q, heads_q, v.shape[-1]), out_dtype)
     lse = np.full((batch, heads_q, seqlen_q), -np.inf, real)
     for b, batch_index, queries, keys in sequence_slices(q.shape, k.shape, cu_seqlens, cu_seqlens_k, lengths_k):
@@ -104,8 +104,8 @@ def _forward(
             i, j = np.arange(count)[start * ROWS : start * ROWS + ROWS, None], np.arange(keys.stop - keys.start)[None]
             rows, kv_head = first + i[:, 0], h * k.shape[2] // heads_q
             q_factor = _descale_of_rows(q_descale, b, kv_head, h, i, layout).astype(real)
-            of_keys = (_descale_of_rows(x, b, kv_head, kv_head, j, layout) for x in (k_descale, v_descale))
-            k_factor, v_factor = (x.astype(real) for x in of_keys)
+            key_descales = (_descale_of_rows(x, b, kv_head, kv_head, j, layout) for x in (k_descale, v_descale))
+            k_factor, v_factor = (x.astype(real) for x in key_descales)
             x = q[batch_index, rows, h] @ k[batch_index, keys, kv_head].T * (scale * q_factor * k_factor)
             s = variant.scores(x, b, h, i, j, j.size - count)
             row_max = s.max(axis=1, keepdims=True, initial=sink[h])
@@ -116,9 +116,9 @@ def _forward(
                 lse[batch_index, h, rows] = (np.log(row_sum) + row_max)[:, 0]
             row_sum = np.where(row_sum == 0, 1, row_sum)
             if p_scale:
-                p = (p * p_scale).astype(rounded).astype(real) / p_scale / row_sum
+                p = (p * p_scale).astype(operand_dtype).astype(real) / p_scale / row_sum
             else:
-                p = (p / row_sum).astype(rounded).astype(real)
+                p = (p / row_sum).astype(operand_dtype).astype(real)
             if is_kept is not None:
                 p = np.where(is_kept(b, h, i, j), p / real(1 - dropout), 0)
             values = v[batch_index, keys, kv_head]
@@ -130,8 +130,8 @@ def _forward(
 def _descale_of_rows(descale, b, kv_head, head, rows, layout):
     """The descale of these rows of sequence b: a number, that of the key head, or for each row that of its block and head."""
     if np.ndim(descale) == 3:
-        of_blocks = host(descale)[b] if layout == "bshd" else host(descale)[b].T
-        return of_blocks[rows // BLOCK, head]
+        block_descales = host(descale)[b] if layout == "bshd" else host(descale)[b].T
+        return block_descales[rows // BLOCK, head]
     return np.asarray(descale if np.ndim(descale) == 0 else host(descale)[(b, kv_head)[2 - np.ndim(descale) :]])
 
 
@@ -158,13 +158,13 @@ def sequence_slices(
     return [(b, batch, queries, slice(keys.start, end)) for (b, batch, queries, keys), end in zip(sequences, ends, strict=True)]
 
 
-def normalize_rows(x, norm, eps, real, rounded):
+def normalize_rows(x, norm, eps, real, operand_dtype):
     """x (B, S, H, D) with its rows normalised: an RMS norm, or for a pair (weights, bias) a layer norm. Rounded to dtype
-    `rounded`."""
+    `operand_dtype`."""
     if norm is None:
         return x
     weight, bias = (host(y).astype(real) for y in norm) if isinstance(norm, tuple) else (host(norm).astype(real), None)
     if bias is not None:
         x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + real(eps)) * weight
-    return (x if bias is None else x + bias).astype(rounded).astype(real)
+    return (x if bias is None else x + bias).astype(operand_dtype).astype(real)

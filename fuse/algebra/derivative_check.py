@@ -86,10 +86,10 @@ def compare_with_differences(
         name = x.attr[0]
         v = rng.standard_normal(arguments[name].shape)
         values_after, values_before = (values(results, **{name: arguments[name] + h * v}) for h in (STEP, -STEP))
-        slope = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, values_after, values_before)) / (2 * STEP)
+        difference = sum((dy * (a - b)).sum() for dy, a, b in zip(weights, values_after, values_before)) / (2 * STEP)
         claimed = dx.reshape(v.shape) * v
-        if not abs(claimed.sum() - slope) <= DIGITS * abs(claimed).sum() + NOISE * noise:
-            wrong.append(f"d{name} gives {claimed.sum():.6g} where differences give {slope:.6g}")
+        if not abs(claimed.sum() - difference) <= DIGITS * abs(claimed).sum() + NOISE * noise:
+            wrong.append(f"d{name} gives {claimed.sum():.6g} where differences give {difference:.6g}")
     return DerivativeCheck(tuple(x.attr[0] for x in gradients), tuple(wrong))
 
 

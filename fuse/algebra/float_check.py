@@ -32,7 +32,7 @@ from ..language.axes import Axis, base_axes
 from ..language.axes import extent as extent_of
 from ..language.evaluate import NumPyArithmetic, evaluate
 from ..language.graph import walk
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.terms import Term
 from .identity import extent_in
 
@@ -113,16 +113,18 @@ def compare_in_floats(definition: Sequence[Term], rewritten: Sequence[Term], dec
     extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in nodes for name in x.axes))}
     extents |= {axis: 2 for axis in extents if axis.tiled_axis is not None} | {axis: len(kinds) for axis in base_axes(rows)}
     problems: dict[bool, dict[str, None]] = {True: {}, False: {}}  # is something wrong, or lost? where
-    for others, of_rows, arguments in _draw_arguments(nodes, rows, kinds, extents, all(_has_rows(x, rows) for x in definition)):
+    for others, row_kinds, arguments in _draw_arguments(
+        nodes, rows, kinds, extents, all(_has_rows(x, rows) for x in definition)
+    ):
         (ref, other), (low, narrow) = (
             _evaluate_both(definition, rewritten, arguments, SizedArithmetic(t, extents)) for t in (np.float64, np.float32)
         )
         for x, *values in zip(definition, ref, other, low, narrow):
-            if not _has_rows(x, rows) and len(of_rows) > 1:
+            if not _has_rows(x, rows) and len(row_kinds) > 1:
                 continue
             for moderate_alone, bad in zip((True, False), _verdicts(*values)):
                 for at in np.argwhere(bad):
-                    kind = of_rows[at[-2] % len(of_rows)]
+                    kind = row_kinds[at[-2] % len(row_kinds)]
                     title = f"rows {kind}" + f" with other arrays {others}" * (others != "normal")
                     problems[moderate_alone and {kind, others} <= moderate][title] = None
     wrong, lost = map(tuple, problems.values())
@@ -184,10 +186,10 @@ def _draw_arguments(
     tried by itself."""
     rng, indices = np.random.default_rng(0), graph.indices(nodes)
     probabilities = {x.args[1] for x in nodes if x.operation == "dropout"}
-    draws = [(others, [*kinds]) for others in OTHERS]
+    kinds_of_inputs = [(others, [*kinds]) for others in OTHERS]
     if not results_have_rows:
-        draws += [("normal", [kind]) for kind in kinds] + [(others, ["normal"]) for others in OTHERS]
-    for others, of_rows in draws:
+        kinds_of_inputs += [("normal", [kind]) for kind in kinds] + [(others, ["normal"]) for others in OTHERS]
+    for others, row_kinds in kinds_of_inputs:
         arguments, count = dict[str, Any](), 0
         for x in (x for x in nodes if x.operation == "input"):
             shape = tuple(extent_in(axis, extents) for axis in x.axes)
@@ -197,17 +199,17 @@ def _draw_arguments(
                 continue
             drawn = rng.standard_normal(shape) if shape else np.asarray(rng.uniform(0.25, 1))
             if _has_rows(x, rows):
-                each = [kinds[of_rows[n % len(of_rows)]](drawn[..., n : n + 1, :]) for n in range(shape[-2])]
+                each = [kinds[row_kinds[n % len(row_kinds)]](drawn[..., n : n + 1, :]) for n in range(shape[-2])]
                 drawn = np.concatenate(each, -2)
             elif x not in probabilities:
                 drawn, count = OTHERS[others](drawn, count), count + 1
             arguments[x.attr[0]] = _round_to(drawn, x.attr[1])
-        yield others, of_rows, arguments
+        yield others, row_kinds, arguments
 
 
 def _round_to(x: Any, dtype: str) -> Any:
     """float64 numbers rounded to a dtype, and clipped to its range."""
-    if dtype == FP8:
-        x = np.clip(x, -448, 448)
+    if dtype in BYTES:
+        return BYTES[dtype].round(x).astype(np.float64)
     greatest = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -greatest, greatest).astype(dtype).astype(np.float64)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..language import graph, term_operations, term_views, terms
 from ..language.graph import walk
-from ..language.maps import FP8, MAPS
+from ..language.maps import BYTES, MAPS
 from ..language.terms import Term
 
 NARROW = 64  # the most columns of a narrow (low-rank) factor
@@ -20,7 +20,8 @@ MOST = 64  # the most forms of a function
 
 class Rule(NamedTuple):
     """A rewrite rule. name: the rule in words. equation: the rule as an equation. rewrite: yields the other forms of a term.
-    keeps_range: are intermediates that are stored in 16 bits never greater after the rule than before? loses: what may overflow
+    keeps_range: are intermediates that are stored in 16 bits never greater after the rule than before? keeps_operands: are
+    those that are greater only products, which some kernels keep in float32 until they are results? loses: what may overflow
     or vanish in float32 after the rule although nothing did before, "" if nothing may. A proof refuses a form that loses what
     none of its rules declares (float_check.py)."""
 
@@ -29,6 +30,7 @@ class Rule(NamedTuple):
     rewrite: Callable[[Term], Iterator[Term]]
     keeps_range: bool = False
     loses: str = ""
+    keeps_operands: bool = False
 
 
 class EquivalentForm(NamedTuple):
@@ -86,9 +88,14 @@ def _move_number_of_weights(x: Term) -> Iterator[Term]:
             yield result
 
 
-def _move_scales_of_weights(x: Term) -> Iterator[Term]:
+def _move_column_scales(x: Term) -> Iterator[Term]:
+    """x @ (w * c) = (x @ w) * c: a scale of the weights' columns is applied after the product."""
+    return _move_scales_of_weights(x, along_k=False)
+
+
+def _move_scales_of_weights(x: Term, along_k: bool = True) -> Iterator[Term]:
     """x @ (s * w * c) = ((x * s) @ w) * c: a scale of the weights' columns is applied after the product, and one along k to the
-    other factor."""
+    other factor. along_k: is there one?"""
     if x.operation != "matmul" or x.args[1].ndim != 2:
         return
     a, w = x.args
@@ -100,7 +107,7 @@ def _move_scales_of_weights(x: Term) -> Iterator[Term]:
         else:
             (after if of_rows == transposed else before).append((operation, term_views.flat(one) if of_rows else one))
     weight = product(rest)
-    if weight is None or weight.ndim != 2 or not (after or before):
+    if weight is None or weight.ndim != 2 or not (before if along_k else after) or bool(before) != along_k:
         return
     for operation, scale in before:
         a = terms.apply(operation, a, scale)
@@ -110,13 +117,13 @@ def _move_scales_of_weights(x: Term) -> Iterator[Term]:
     yield result
 
 
-def _widen_fp8(x: Term) -> Iterator[Term]:
-    """x @ w = x @ widened(w): fp8 weights converted to 16 bits, for templates that cannot multiply by fp8."""
+def _widen_bytes(x: Term) -> Iterator[Term]:
+    """x @ w = x @ widened(w): weights of fp8 or int8 converted to 16 bits, for templates that cannot multiply by them."""
     if x.operation == "matmul":
         a, w = x.args
-        if w.stored_dtype("") == FP8:
+        if w.stored_dtype("") in BYTES:
             yield terms.matmul(a, terms.apply("widened", w))
-        elif w.operation == "transpose" and w.args[0].stored_dtype("") == FP8:
+        elif w.operation == "transpose" and w.args[0].stored_dtype("") in BYTES:
             yield terms.matmul(a, terms.transpose(terms.apply("widened", w.args[0])))
 
 
@@ -228,14 +235,26 @@ def _pick_as_sum(x: Term) -> Iterator[Term]:
 
 RULES = (
     Rule("a row's scale moves through a product", "(x * r) @ w = (x @ w) * r", _move_row_scales, loses="x @ w"),
-    Rule("a number moves out of a product's weights", "x @ (c * w) = c * (x @ w)", _move_number_of_weights, loses="x @ w"),
+    Rule(
+        "a number moves out of a product's weights",
+        "x @ (c * w) = c * (x @ w)",
+        _move_number_of_weights,
+        loses="x @ w",
+        keeps_operands=True,
+    ),
+    Rule(
+        "a scale of weights' columns moves to results",
+        "x @ (w * c) = (x @ w) * c",
+        _move_column_scales,
+        keeps_operands=True,
+    ),
     Rule(
         "a scale of weights moves to rows or results",
         "x @ (s * w * c) = ((x * s) @ w) * c",
         _move_scales_of_weights,
         loses="x * s",
     ),
-    Rule("fp8 weights are converted to 16 bits before the product", "x @ w = x @ widened(w)", _widen_fp8, True),
+    Rule("weights of fp8 or int8 are converted to 16 bits before the product", "x @ w = x @ widened(w)", _widen_bytes, True),
     Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _move_into_narrow, loses="c * t"),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _reassociate, loses="x @ a or a @ b"),
     Rule(

@@ -10,19 +10,23 @@ import numpy as np
 from tiles.launching.checks import Check, ValueRule
 from tiles.launching.frameworks import describe
 
+from ..planning.grouped_heads import LeadingAxes
+
 
 def as_tuple(results: Any) -> Any:
     """The results of a definition as a tuple or one array; a dictionary gives its values."""
     return tuple(results.values()) if isinstance(results, dict) else results
 
 
-def flatten_out(out: Any, leading: tuple[int, ...]) -> Any:
-    """An array of `out` with its leading axes joined into one. ValueError: its leading axes are not `leading`, or their strides
-    allow no view: reshape would copy the array, and the result would go to the copy."""
-    if tuple(out.shape[:-1]) != leading:
-        raise ValueError(f"out: must have the result's leading axes, {leading}: out.shape={tuple(out.shape)}")
+def flatten_out(out: Any, leading: LeadingAxes) -> Any:
+    """An array of `out` with its leading axes as kernels see them. ValueError: they are not those of the result; or they are
+    joined into one, and their strides allow no view: reshape would copy the array, and the result would go to the copy."""
+    if tuple(out.shape[:-1]) != leading.extents:
+        raise ValueError(f"out: must have the result's leading axes, {leading.extents}: out.shape={tuple(out.shape)}")
+    if len(leading.passed) > len(leading.extents):
+        return out.reshape(*leading.passed, out.shape[-1])
     strides = out.stride() if hasattr(out, "stride") else describe(out, "out").form.strides
-    axes = [one for one in zip(leading, strides) if one[0] != 1]
+    axes = [one for one in zip(leading.extents, strides) if one[0] != 1]
     if any([far != n * step for (_, far), (n, step) in itertools.pairwise(axes)]):
         raise ValueError(f"out: leading axes are rows and must be contiguous: {out.shape=}, strides {tuple(strides)}")
     return out.reshape(-1, out.shape[-1])

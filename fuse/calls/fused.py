@@ -79,7 +79,7 @@ class Fused(Definition):
         self.gradients = gradient_choice.GradientFunctions(self)
         self.programs: dict[tuple, FusedProgram] = {}
         self.last: Arrangement | None = None
-        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.of_program))
+        self.prepare = memoize_by_kinds(self.programs, lambda shapes: program_of(self, shapes, self.gradients.make_vjp))
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> Any:
         """The results of the definition: for NumPy arrays evaluated in float32, for arrays on a GPU by the fused kernels.
@@ -136,7 +136,7 @@ class Fused(Definition):
         if is_jax_tracer(operands[0]):
             self._refuse_parts_in_jit(program, shapes, ordinal_of(operands), numbers)
         try:
-            computed = program(stream, (*operands, *outs), numbers)
+            result = program(stream, (*operands, *outs), numbers)
         except NoKernel as error:
             if stream is not None:
                 words = f"stream: must be None where a call runs by parts, on the arrays' own stream: {error}"
@@ -155,8 +155,8 @@ class Fused(Definition):
             places = [n for n, s in enumerate(shapes) if not s.extents]
             transposes = tuple([(n, s.transposed) for n, s in enumerate(shapes) if s.extents])
             self.last = Arrangement(program, len(shapes), self.defaults, transposes, tuple(places))
-        results = computed if isinstance(computed, tuple) else (computed,)
-        results = tuple([x.reshape(*leading, x.shape[-1]) for x in results]) if leading else results
+        results = result if isinstance(result, tuple) else (result,)
+        results = tuple([x.reshape(*leading.extents, x.shape[-1]) for x in results]) if leading else results
         return results[0] if program.single else results
 
     def _outs(self, out: Any, results: int) -> tuple[Any, ...]:
@@ -190,7 +190,7 @@ class Fused(Definition):
         if dtype.name not in (*FLOATS, "float64"):
             raise TypeError(f"{first}: dtype must be one of {FLOATS}: {first}.dtype={dtype.name!r}")
         results = [np.asarray(x, root.stored_dtype(dtype.name)) for x, root in zip(values, traced.roots)]
-        results = [x.reshape(*leading, x.shape[-1]) for x in results] if leading else results
+        results = [x.reshape(*leading.extents, x.shape[-1]) for x in results] if leading else results
         results = copy_to_outs(self._outs(out, len(results)), results)
         return results[0] if traced.single else tuple(results)
 
@@ -229,7 +229,7 @@ class Fused(Definition):
         if not leading:
             return results
         several = isinstance(results, tuple)
-        shaped = tuple([x.reshape(*leading, x.shape[-1]) for x in (results if several else (results,))])
+        shaped = tuple([x.reshape(*leading.extents, x.shape[-1]) for x in (results if several else (results,))])
         return shaped if several else shaped[0]
 
     # ---- plans of calls ----------------------------------------------------------------------------------------------

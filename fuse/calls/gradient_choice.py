@@ -116,14 +116,14 @@ class GradientFunctions:
             autograd.op(self.choose(requested, by, count), self.served_names[key])
         return self.served_names[key]
 
-    def of_program(
+    def make_vjp(
         self, outs: tuple[str, ...], names: tuple[str, ...], options: Mapping[str, Any], layout: str
     ) -> Callable[..., dict[str, Any]]:
         """The gradients with respect to the arguments `names`, as a function: JAX gets it from the program of a fused function
         (see `gradient` of tiles.calls.program). outs: the names of the results. options: the arguments that are numbers."""
-        return functools.partial(self._of_program, outs, names, options)
+        return functools.partial(self._vjp, outs, names, options)
 
-    def _of_program(
+    def _vjp(
         self,
         outs: tuple[str, ...],
         names: tuple[str, ...],

@@ -32,7 +32,8 @@ from ..language.term_views import view_base
 from ..language.terms import Term
 from ..language.trace import Shape, TracedDefinition, result_names, trace_definition
 from ..planning.candidates import Candidate
-from ..planning.definition import BEST, NoKernel
+from ..planning.definition import CACHE_SIZE, NoKernel
+from ..planning.grouped_heads import LeadingAxes
 from ..planning.plan_search import is_total_of_rows
 from ..planning.proof import Proof
 from .call_arguments import cast, dtype_of
@@ -172,7 +173,7 @@ class Gradient(Fused):
         self.gradients_definition, self.checked_definition = all_gradients, with_results
         definition.__doc__ = f"The gradient of {function.name}."
         super().__init__(definition)
-        self.plan = functools.lru_cache(BEST)(self._make_plan)
+        self.plan = functools.lru_cache(CACHE_SIZE)(self._make_plan)
         if count:
             self._set_result_count(count)
 
@@ -210,7 +211,8 @@ class Gradient(Fused):
         for more in known:
             try:
                 bound = (*self.function._arguments(arrays[:-more]), *arrays[-more:])
-                if not self.count and len(self.function.trace(bound[:-more]).roots) != more:
+                flat, _ = self.function._flatten_leading(bound[:-more])
+                if not self.count and len(self.function.trace(flat).roots) != more:
                     continue
             except (TypeError, ValueError):
                 continue
@@ -299,11 +301,11 @@ class Gradient(Fused):
             self._set_result_count(len(shapes) - len(self.function.names))
         return trace_definition(definition, tuple(self.names), shapes)
 
-    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """The arrays with leading axes joined to rows, if the function joins them, and the extents of these axes."""
+    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], LeadingAxes | None]:
+        """The arrays with leading axes as the function's kernels see them, and how these differ."""
         of_function = len(self.function.names)
         flat, leading = self.function._flatten_leading(arrays[:of_function])
-        by = [x.reshape(-1, x.shape[-1]) if leading else x for x in arrays[of_function:]]
+        by = [x.reshape(*leading.passed, x.shape[-1]) if leading else x for x in arrays[of_function:]]
         return [*flat, *by], leading
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:

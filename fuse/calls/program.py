@@ -21,7 +21,7 @@ from tiles.launching.recording import RecordedStep, recorded
 from ..language import graph, terms
 from ..language.axes import derive_extent
 from ..language.graph import extents_at
-from ..language.maps import CASTS, FP8, MAPS
+from ..language.maps import BYTES, CASTS, FP8, MAPS
 from ..language.names import array, unused
 from ..language.terms import Term
 from ..language.trace import Shape, TracedDefinition
@@ -34,7 +34,7 @@ from .early_launch import EarlyLaunch, memory_of
 
 FLOATS = ("bfloat16", "float16", "float32")
 PROGRAMS: set[str] = set()  # the names of all programs; torch's ops have these, too
-HOLDS = {name: name for name in FLOATS} | {FP8: "fp8"}  # {dtype: its name in a schema (tiles/calls/schema.py)}
+HOLDS = {name: name for name in FLOATS} | {FP8: "fp8", "int8": "int8"}  # {dtype: its name in a schema (tiles/calls/schema.py)}
 
 
 class FusedProgram(Program):
@@ -111,12 +111,12 @@ def _schema_rows(
     dtype of the first argument."""
     first, *others = [s.dtype for s in arrays.values()]
     like_first = "float32" if first == "float32" else "tile"
-    named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8"}
+    named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8", "int8": "int8"}
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
     rows = [f"{name} ({', '.join(axes)}) {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
     for name, axes, x in zip(traced.outs, result_axes, traced.roots):
         its = HOLDS[x.stored_dtype("")] if x.operation in CASTS else like_first
-        rows.append(f"{name} ({', '.join(axes)}) {its} made")
+        rows.append(f"{name} ({', '.join(axes)}) {its} output")
     return rows
 
 
@@ -139,8 +139,8 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
         of_kernel = {array(its): name for its, name in zip(generated.names, function.names)}
         message = re.sub(r"\bg[A-Z]\w*", lambda traced: of_kernel.get(traced[0], traced[0]), str(error))
         raise NoKernel(f"{function.name}: {message}") from None
-    early = iter(generated.early)
-    steps = [step if step.late is None else _early(step, next(early), operands) for step in steps]
+    overlaps = iter(generated.overlaps_previous)
+    steps = [step if step.late is None else _bind_overlap(step, next(overlaps), operands) for step in steps]
     checks = index_checks(traced, problem) if problem.device is None or check_options().values else []
     return Plan([*checks, *steps], [*scratch, *more])
 
@@ -158,25 +158,25 @@ def index_bounds(traced: TracedDefinition) -> dict[str, int]:
     return {x.attr[0]: among for x, (_, among) in graph.indices(traced.roots).items()}
 
 
-def _early(step: RecordedStep, early: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
-    """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. early: see GeneratedModule."""
-    if early is None:
+def _bind_overlap(step: RecordedStep, places: tuple[Sequence[int], Sequence[int]] | None, operands: Sequence[Operand]) -> Any:
+    """The launch of a kernel, as a step that overlaps the previous launch if the kernel may. places: what it reads before it
+    waits and what it writes, one of GeneratedModule.overlaps_previous."""
+    if places is None:
         return step
-    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in early])
+    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in places])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
 def refuse_dtypes(traced: TracedDefinition, arrays: Mapping[str, Shape]) -> None:
     """TypeError: an argument has a dtype that kernels do not compute with. The first must be one of FLOATS. Others may also be
-    fp8, and integers where they are only an index or dropout's seed."""
+    fp8 or int8, and other integers where they are only an index or dropout's seed."""
     inputs, nodes = dict(traced.inputs), [*graph.walk(*traced.roots)]
     integers = {x.args[2] for x in nodes if x.operation == "dropout"} | {*graph.indices(traced.roots)}
     integers -= {y for x in nodes if x.operation in MAPS for y in x.args}
     first = next(iter(arrays))
     for name, s in arrays.items():
-        if s.dtype not in FLOATS and (name == first or not (s.dtype == FP8 or inputs[name] in integers)):
-            cure = "; quantise weights to float8_e4m3fn (fuse.operators.fp8_linear)" * (s.dtype == "int8" and name != first)
-            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}{cure}")
+        if s.dtype not in FLOATS and (name == first or not (s.dtype in BYTES or inputs[name] in integers)):
+            raise TypeError(f"{name}: dtype must be one of {FLOATS}: {name}.dtype={s.dtype!r}")
 
 
 def refuse_unaligned(function: Definition, problem: Any, generated: GeneratedModule) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from tiles import int8
 from tiles.calls.torch_op import imported_module
 
 from . import dropout_mask, term_operations, term_views, terms
@@ -147,15 +147,16 @@ def dropout(x: Any, p: Any, seed: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x rounded to a dtype of tiles: fp32, bf16, fp16 or fp8e4m3. Numbers beyond the range of fp8e4m3 become its greatest. A
-    result that is a cast has that dtype. TypeError: dtype is another one."""
+    """x rounded to a dtype of tiles: fp32, bf16, fp16, fp8e4m3 or int8. Numbers beyond the range of fp8e4m3 or int8 become its
+    end. A result that is a cast has that dtype. TypeError: dtype is another one."""
     name = next((name for name, one in CASTS.items() if one is dtype), None)
     if name is None:
         raise TypeError(f"cast: dtype must be one of {', '.join(CASTS)} of tiles, got {dtype!r}")
     if isinstance(x, Term):
         return terms.apply(name, x)
     if _torch(x):
-        bounded = x if dtype.itemsize > 1 else x.clamp(*(float(ml_dtypes.finfo(dtype.np).max) * sign for sign in (-1, 1)))
+        rounded = x.round() if dtype is int8 else x  # torch would truncate
+        bounded = rounded if dtype.itemsize > 1 else rounded.clamp(*dtype.ends)
         return bounded.to(getattr(imported_module("torch"), dtype.np.name))
     return dtype.round(x)
 
@@ -211,13 +212,28 @@ def causal(scores: Any) -> Any:
     return scores.masked_fill(scores.new_ones(queries, keys).tril(keys - queries) == 0, float("-inf"))
 
 
-def attention(q: Any, k: Any, v: Any, scale: Any = 1.0) -> Any:
+def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False) -> Any:
     """softmax(q @ transpose(k) * scale) @ v. q (..., S, D), k (..., T, D), v (..., T, Dv), with the same leading axes; gives
-    (..., S, Dv). Query heads that share key heads have an axis of their own: q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D)."""
-    heads = [getattr(x, "extents", ())[:-2] for x in (q, k)]
-    if any(terms.extents_differ(m, n) and 1 not in (m, n) for m, n in zip(*(reversed(lead) for lead in heads))):
-        raise ValueError(
-            f"attention: the leading axes of q and k must be equal or 1, got {q.extents} and {k.extents}; for query heads that "
-            "share key heads reshape q to (B, Hk, H / Hk, S, D), and k and v to (B, Hk, 1, T, D)"
-        )
+    (..., S, Dv).
+
+    Query heads may share key heads (GQA) if heads have an axis of their own, q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D), or
+    with enable_gqa=True, as in torch: q (B, H, S, D), k and v (B, Hk, T, D), H a multiple of Hk; query head h reads key head
+    h // (H / Hk). A fused function then takes such arguments if it returns (B, H, rows, columns) and joins or cuts no heads."""
+    leading: list[tuple[int, ...]] = [getattr(x, "extents", getattr(x, "shape", ()))[:-2] for x in (q, k)]
+    if isinstance(q, Term):
+        terms.TABLES[-1].enables_gqa |= enable_gqa
+        if any(terms.extents_differ(m, n) and 1 not in (m, n) for m, n in zip(*map(reversed, leading))):
+            rule = "the leading axes of q and k must be equal or 1" + ", or the heads of q a multiple of k's" * enable_gqa
+            say = "say enable_gqa=True, or " * (not enable_gqa)
+            raise ValueError(
+                f"attention: {rule}, got {q.extents} and {k.extents}; for query heads that share key heads {say}"
+                "reshape q to (B, Hk, H / Hk, S, D), and k and v to (B, Hk, 1, T, D)"
+            )
+    elif enable_gqa and all(leading) and 1 not in (heads := [x[-1] for x in leading]) and heads[0] != heads[1]:
+        k, v = (_repeat_heads(x, heads[0] // heads[1]) for x in (k, v))
     return softmax(q @ transpose(k) * scale) @ v
+
+
+def _repeat_heads(x: Any, count: int) -> Any:
+    """(..., Hk, T, D) as (..., count * Hk, T, D), each head `count` times."""
+    return x.repeat_interleave(count, -3) if _torch(x) else np.repeat(np.asarray(x), count, -3)

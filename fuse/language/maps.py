@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tiles import bf16, fp8e4m3, fp16, fp32
+from tiles import bf16, fp8e4m3, fp16, fp32, int8
 
 SQRT_2 = math.sqrt(2.0)
 FP8 = "float8_e4m3fn"
-CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16, "fp8e4m3": fp8e4m3}  # maps that round
+BYTES = {FP8: fp8e4m3, "int8": int8}  # dtypes of one byte, of weights and of casts
+CASTS = {"fp32": fp32, "bf16": bf16, "fp16": fp16} | {str(d): d for d in BYTES.values()}  # maps that round
 
 
 class ElementwiseMap(NamedTuple):
@@ -71,7 +72,7 @@ MAPS = {
     "relu": _call("relu", lambda x: np.maximum(x, 0), "relu"),
     "abs": _call("abs", np.abs),
 }
-MAPS["widened"] = ElementwiseMap(1, lambda x: x, "", "widened({})", "same")  # fp8 as the 16-bit dtype of other arrays
+MAPS["widened"] = ElementwiseMap(1, lambda x: x, "", "widened({})", "same")  # bytes as the 16-bit dtype of other arrays
 MAPS |= {
     name: ElementwiseMap(1, dtype.round, "", f"fp32({name}({{}}))", "same" * (dtype is fp32)) for name, dtype in CASTS.items()
 }

@@ -40,10 +40,10 @@ from types import CodeType, FrameType
 from typing import Any
 
 from .axes import Axis, unify
-from .maps import CASTS, FP8, MAPS
+from .maps import BYTES, CASTS, MAPS
 
 SEED = "int64"  # the dtype of dropout's seed
-SIZES = {"bfloat16": 2, "float16": 2, FP8: 1, SEED: 8}  # bytes of an element, where it is not 4
+SIZES = {"bfloat16": 2, "float16": 2, **dict.fromkeys(BYTES, 1), SEED: 8}  # bytes of an element, where it is not 4
 INDEX = "int32", "int64"  # dtypes of an index
 POWERS, ROOTS = range(2, 9), {0.5: "sqrt", -0.5: "rsqrt"}  # the exponents of **
 PARTS = "max_of_parts", "sum_of_parts", "pick_of_parts"  # see term_operations.reduce_parts
@@ -217,7 +217,8 @@ for _name in "__add__ __contains__ __eq__ __ge__ __gt__ __hash__ __le__ __lt__ _
 # ---- constructors ----------------------------------------------------------------------------------------------------
 class TermTable:
     """The terms of one definition, each of which exists once. loose: extents are placeholders, and are not compared. dtype:
-    that of the first array, of results and of scratch. extents_read: the axes whose extents the definition reads.
+    that of the first array, of results and of scratch. extents_read: the axes whose extents the definition reads. enables_gqa:
+    does it say of attention that query heads may share key heads?
 
     While the definition runs, `code` is its code, and `frames` are its frames in which terms were made: a frame that is
     referenced keeps its local variables when it returns. Python's hooks (sys.setprofile) would give them as well, but a
@@ -228,6 +229,7 @@ class TermTable:
         self.code: CodeType | None = None
         self.frames: list[FrameType] = []
         self.extents_read: set[Axis | None] = set()
+        self.enables_gqa = False
         self.terms: dict[tuple, Term] = {}
         self.products: dict[tuple[Axis, ...], Axis] = {}
         self.part_axes: dict[Axis, Axis] = {}

@@ -93,14 +93,14 @@ def leading_axes_are_rows(roots: Sequence[Term]) -> bool:
         return True
     leading_axes = {tuple(name and name.root for name in x.axes[:-1]) for x in (*batched, *roots)}
     (leading, *others) = leading_axes
-    by_rows = all(
+    have_same_rows = all(
         x.operation in MAPS or x.operation in ("input", "sum", "max", "concat", "half", "dropout", "pick")
         or (x.operation == "matmul" and x.args[1].ndim == 2)
         for x in batched
     )  # fmt: skip
     chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.axes) == leading}
     some = any(name is not None and name.root in leading for x in nodes if x.ndim <= 2 and x not in chosen for name in x.axes)
-    return by_rows and not others and not some
+    return have_same_rows and not others and not some
 
 
 def _trace_with_rows(

@@ -3,7 +3,7 @@
 from .attention import mla_attention, qk_norm_attention, qk_norm_rotary_attention, rotary
 from .cross_entropy import linear_cross_entropy
 from .experts import expert_linear, expert_mlp, mixture_of_experts
-from .linear import fp8_linear, layer_norm_linear, lora_linear, lora_linear_by_index, rms_norm_linear
+from .linear import fp8_linear, int8_linear, layer_norm_linear, lora_linear, lora_linear_by_index, rms_norm_linear
 from .mlp import gated_mlp, gated_mlp_down, gated_mlp_gelu
 from .norms import (
     dropout_residual_layer_norm,
@@ -21,6 +21,7 @@ __all__ = [
     "gated_mlp",
     "gated_mlp_down",
     "gated_mlp_gelu",
+    "int8_linear",
     "layer_norm_linear",
     "linear_cross_entropy",
     "lora_linear",

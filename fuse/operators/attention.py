@@ -7,11 +7,12 @@ from ..language.functions import attention, causal, concatenate, halves, mean, r
 @kernel
 def qk_norm_attention(q, k, v, gq, gk, eps=1e-6):
     """Attention with normalised queries and keys (RMSNorm of each row). q (..., S, D), k (..., T, D), v (..., T, Dv); the
-    leading axes are a batch and heads, or, where query heads share key heads, q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D),
+    leading axes are a batch and heads. Query heads may share key heads (torch's enable_gqa): q (B, H, S, D), k (B, Hk, T, D),
+    v (B, Hk, T, Dv), H a multiple of Hk; or with an axis of their own, q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D),
     v (B, Hk, 1, T, Dv). gq, gk (D,)."""
     q_normed = q * rsqrt(mean(q * q) + eps) * gq
     k_normed = k * rsqrt(mean(k * k) + eps) * gk
-    return attention(q_normed, k_normed, v, q.shape[-1] ** -0.5)
+    return attention(q_normed, k_normed, v, q.shape[-1] ** -0.5, enable_gqa=True)
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Projections: after a norm, with low-rank adapters, with fp8 weights."""
+"""Projections: after a norm, with low-rank adapters, with weights of fp8 and int8."""
 
 from ..calls.fused import kernel
 from ..language.functions import matmul_by, mean, rsqrt, transpose
@@ -34,4 +34,11 @@ def lora_linear_by_index(x, w, a, b, index, scale=1.0):
 def fp8_linear(x, w, scale):
     """x @ (w * scale): a projection with fp8 (e4m3) weights and a scale for each column. The weights are read as fp8, half the
     bytes of bf16, and fastest as nn.Linear holds them. x (..., K), w (K, N) of fp8, scale (N,)."""
+    return x @ (w * scale)
+
+
+@kernel
+def int8_linear(x, w, scale):
+    """x @ (w * scale): a projection with int8 weights and a scale for each column. The weights are read as int8, half the bytes
+    of bf16, and fastest as nn.Linear holds them. x (..., K), w (K, N) of int8, scale (N,)."""
     return x @ (w * scale)

@@ -108,18 +108,30 @@ def candidates(traced: TracedDefinition, card: Card) -> list[Candidate]:
     rewritings comes first.
 
     fp16 ends at 65504. A scale that was moved may leave a larger intermediate behind, so for fp16 only rules that keep the
-    range are used."""
+    range are used; and those that make a product larger, in plans whose kernels keep products in fp32 until they are
+    results."""
     ranked: dict[tuple[str, ...], Candidate] = {}
     narrow = any(x.attr[1] == "float16" for _, x in traced.inputs)
-    forms = rules.equivalent_forms(traced.roots, traced.table, [rule for rule in rules.RULES if rule.keeps_range or not narrow])
+    allowed = [rule for rule in rules.RULES if rule.keeps_range or rule.keeps_operands or not narrow]
+    forms = rules.equivalent_forms(traced.roots, traced.table, allowed)
     terms.TABLES.append(traced.table)  # templates make views
     search = plan_search.PlanSearch(card)
     try:
         for form in forms:
             if len({*form.roots}) < len(form.roots):  # a kernel would write one term once, and each result needs its array
                 continue
+            grows = narrow and not all(rule.keeps_range for rule in form.rules)
             for plan in search.plans_for(form.roots):
+                if grows and not _keeps_sums(plan, form.roots):
+                    continue
                 ranked.setdefault((*map(str, plan.kernels), str(form.roots)), Candidate(plan, form.rules, form.roots))
     finally:
         terms.TABLES.pop()
     return sorted(ranked.values(), key=lambda one: (one.plan.seconds, len(one.plan.kernels), len(one.rules)))
+
+
+def _keeps_sums(plan: plan_search.FusionPlan, roots: Sequence[Term]) -> bool:
+    """Do the plan's kernels keep products in fp32 until they are results, and write no intermediate made from one?"""
+    stored = {x for kernel in plan.kernels for x in kernel.roots} - {*roots}
+    kept = all(getattr(kernel, "keeps_sums", False) for kernel in plan.kernels if {*kernel.roots} & {*roots})
+    return kept and not any(x.operation == "matmul" for x in walk(*stored))

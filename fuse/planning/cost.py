@@ -11,7 +11,7 @@ from tiles.launching.devices import device
 from tiles.profile.card import peaks
 from tiles.targets import parse_target
 
-REACHED = 0.87, 0.7  # the fractions of the peak memory bandwidth and tensor core rate that good kernels reach
+ATTAINABLE = 0.87, 0.7  # the fractions of the peak memory bandwidth and tensor core rate that good kernels reach
 LAUNCH = 1.5e-6  # seconds that each kernel adds to a CUDA graph
 
 
@@ -55,7 +55,7 @@ def card(ordinal: int | None) -> Card:
     gpu = device(ordinal)
     peak = peaks(gpu)
     products = peak.flop or 1e14
-    memory, tensor = REACHED
+    memory, tensor = ATTAINABLE
     maps = H200.maps * gpu.processors / H200.processors
     return Card(
         gpu.name,

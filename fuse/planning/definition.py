@@ -24,7 +24,7 @@ from tiles.launching.recording import recorded
 
 from ..language import functions, graph
 from ..language.axes import Axis
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.trace import (
     Shape,
     TracedDefinition,
@@ -40,11 +40,12 @@ from . import length_classes, plan_search, tune
 from .candidates import Candidate, candidates
 from .cost import Card, card, card_of
 from .generated_module import GeneratedModule, generate_module
+from .grouped_heads import LeadingAxes, group_heads
 from .proof import Proof, prove
 
-BEST = 1024  # classes of lengths whose best plan is remembered, per function
+CACHE_SIZE = 1024  # classes of lengths whose best plan is cached, for each function
 T = TypeVar("T")
-BECOME_FLOATS = bool, np.generic  # types of numbers that become Python floats
+FLOAT_LIKE = bool, np.generic  # types of numbers that become Python floats
 
 
 class NoKernel(TypeError):
@@ -71,7 +72,7 @@ def refuse_mixed(name: str, traced: TracedDefinition) -> None:
     """NoKernel: a product has operands of two dtypes. name: of the function."""
     for x in graph.walk(*traced.roots):
         matrices = [y.args[0] if y.operation == "transpose" else y for y in x.args] if x.operation == "matmul" else []
-        operands = [y.attr for y in matrices if y.operation == "input" and y.attr[1] != FP8]
+        operands = [y.attr for y in matrices if y.operation == "input" and y.attr[1] not in BYTES]
         if len({dtype for _, dtype in operands}) > 1:
             dtypes = ", ".join(f"{name}.dtype={dtype!r}" for name, dtype in operands)
             raise NoKernel(f"{name}: the operands of a product must have one dtype, got {dtypes}: cast one of them")
@@ -90,9 +91,11 @@ class Definition:
         self.names = list(self.signature.parameters)
         parameters = self.signature.parameters.values()
         self.defaults = tuple([p.default for p in parameters if p.default is not p.empty])  # of the last ones
-        self.best, self.known_plans = functools.lru_cache(BEST)(self._best), LruTable(BEST)
+        self.best, self.known_plans = functools.lru_cache(CACHE_SIZE)(self._best), LruTable(CACHE_SIZE)
         self.roles: dict[tuple, tuple[tuple[str, ...], ...]] = {}
         self.find_roles = memoize_by_kinds(self.roles, lambda shapes: length_classes.axis_roles(self._trace_all(shapes)))
+        self.shares_heads: dict[tuple, bool] = {}
+        self.find_shares_heads = memoize_by_kinds(self.shares_heads, self._find_shares_heads)
         self.leading_are_rows: dict[tuple, bool] = {}
         self.find_leading = memoize_by_kinds(
             self.leading_are_rows, lambda shapes: leading_axes_are_rows(self._trace(shapes).roots)
@@ -112,26 +115,39 @@ class Definition:
                 raise TypeError(f"{self.name}: {error}") from None
             bound.apply_defaults()
             arrays = bound.args
-        if any([isinstance(x, BECOME_FLOATS) for x in arrays]):
-            arrays = [float(x) if isinstance(x, BECOME_FLOATS) else x for x in arrays]
+        if any([isinstance(x, FLOAT_LIKE) for x in arrays]):
+            arrays = [float(x) if isinstance(x, FLOAT_LIKE) else x for x in arrays]
         return arrays
 
-    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], tuple[int, ...]]:
-        """(the arguments with their leading axes joined into one, the rows; the extents of these axes). Where leading axes are
-        batches and heads (trace.leading_axes_are_rows), or there are none, the arguments stay as they are, and the extents are
-        ()."""
+    def _flatten_leading(self, arrays: Sequence[Any]) -> tuple[list[Any], LeadingAxes | None]:
+        """(the arguments with their leading axes as kernels see them, how these differ from those of the results). Leading axes
+        are joined into one, the rows; those that are batches and heads stay (trace.leading_axes_are_rows), but heads that share
+        those of other arguments become two axes (grouped_heads.py). None: nothing differs."""
         batched = next((x for x in arrays if len(_shape(x)) > 2), None)
         if batched is None:
-            return list(arrays), ()
+            return list(arrays), None
+        if grouped := group_heads(arrays):
+            _, kinds = self._kinds(self.find_shares_heads, grouped.arrays)
+            if self.shares_heads[kinds]:
+                return grouped.arrays, grouped.leading
         _, kinds = self._kinds(self.find_leading, arrays)
         if not self.leading_are_rows[kinds]:
-            return list(arrays), ()
+            return list(arrays), None
         leading = tuple(batched.shape[:-1])
         flat = [x.reshape(-1, x.shape[-1]) if _shape(x)[:-1] == leading else x for x in arrays]
-        return [x.reshape(-1) if _shape(x) == leading and "int" in str(x.dtype) else x for x in flat], leading
+        return [x.reshape(-1) if _shape(x) == leading and "int" in str(x.dtype) else x for x in flat], LeadingAxes(leading)
+
+    def _find_shares_heads(self, shapes: tuple[Shape, ...]) -> bool:
+        """Does the definition say enable_gqa=True of attention, for arrays of these shapes, and leave heads where they are?"""
+        try:
+            traced = self._trace(shapes)
+        except (TypeError, ValueError):  # the error of the call shows its arrays
+            return False
+        stays = all(x.operation not in ("merge_heads", "split") for x in graph.walk(*traced.roots))
+        return traced.table.enables_gqa and stays and len({x.ndim for x in traced.roots}) == 1
 
     def _shapes(self, flat: Sequence[Any]) -> tuple[Shape, ...]:
-        """What tracing must know of each argument, whose leading axes are rows."""
+        """The Shape of each argument, whose leading axes have been joined into rows: what a trace depends on."""
         return tuple([shape_of(x, name) for x, name in zip(flat, self.names)])
 
     def _kinds(self, find: Callable[[tuple], None], arrays: Sequence[Any]) -> tuple[tuple[Shape, ...], tuple]:
@@ -175,14 +191,16 @@ class Definition:
             raise NoKernel(f"{self.name}: {plan_search.explain_no_plan(traced.roots, card)}")
         return ranked
 
-    def _candidates(self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card) -> tuple[TracedDefinition, list[Candidate]]:
+    def _candidates(
+        self, shapes: tuple[Shape, ...], ordinal: int | None, on_card: Card
+    ) -> tuple[TracedDefinition, list[Candidate]]:
         """(the definition as terms, its candidates on a card, the best first), for arrays of these shapes, the representatives
         of their class: as `tune` measured them on this GPU, else by the roofline. NoKernel: there is none."""
         traced = self._trace(shapes)
-        ranked = self._find_candidates(traced, at)
+        ranked = self._find_candidates(traced, on_card)
         if ordinal is None or len(ranked) == 1:
             return traced, ranked
-        seconds = tune.recall_seconds(tune.key(self.name, traced, ranked[: tune.FEW], at.name))
+        seconds = tune.recall_seconds(tune.key(self.name, traced, ranked[: tune.MAX_MEASURED], on_card.name))
         return traced, tune.rank(ranked, seconds) if seconds else ranked
 
     # ---- classes of lengths (length_classes.py) -----------------------------------------------------------------------------
@@ -200,13 +218,15 @@ class Definition:
         return [*choices, tuple([(length_classes.EXACT,) * len(some) for some in roles])]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
-        """What `trace` computes for the representatives of the class of these shapes. An error shows these shapes."""
+        """trace(representatives of the class of these shapes). An error shows these shapes instead."""
         roles, *_, exact = self._axis_roles(shapes)
-        known, axis_roles = length_classes.round_lengths(shapes, roles)
-        stand = length_classes.fill_lengths(known, roles, axis_roles)
+        rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+        class_shapes = length_classes.fill_lengths(rounded_shapes, roles, representatives)
         with self._reraise_for(shapes, trace):
             return trace(
-                shapes if roles != exact and length_classes.reads_rounded_length(self._trace_all(stand), roles) else stand
+                shapes
+                if roles != exact and length_classes.reads_rounded_length(self._trace_all(class_shapes), roles)
+                else class_shapes
             )
 
     @contextmanager
@@ -220,11 +240,11 @@ class Definition:
             raise
 
     def _of_class(
-        self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, at: Card
+        self, shapes: tuple[Shape, ...], roles: Sequence[Sequence[str]], ordinal: int | None, on_card: Card
     ) -> tuple[TracedDefinition, list[Candidate]] | None:
         """The result of `_candidates` for the class of these shapes; None if some of these roles cannot be used."""
-        known, axis_roles = length_classes.round_lengths(shapes, roles)
-        traced, ranked = self._candidates(length_classes.fill_lengths(known, roles, axis_roles), ordinal, at)
+        rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+        traced, ranked = self._candidates(length_classes.fill_lengths(rounded_shapes, roles, representatives), ordinal, on_card)
         inputs = zip((x for _, x in traced.inputs), roles)
         keys = {
             axis.root: one for x, role in inputs for axis, one in zip(x.axes, role) if axis and one in length_classes.KEY_AXES
@@ -236,14 +256,14 @@ class Definition:
         return None if other else (traced, ranked)
 
     def _rank_plans(
-        self, shapes: tuple[Shape, ...], ordinal: int | None, at: Card | None = None
+        self, shapes: tuple[Shape, ...], ordinal: int | None, on_card: Card | None = None
     ) -> tuple[TracedDefinition, list[Candidate]]:
         """(the definition as terms, for the representatives of these shapes; the candidates for arrays of these shapes, best
         first), on this GPU or on a card. A call takes the first one (calls/program.py). NoKernel: there is none."""
-        at = at or card(ordinal)
-        with self._reraise_for(shapes, lambda shapes: self._find_candidates(self._trace(shapes), at)):
-            served = (self._of_class(shapes, roles, ordinal, at) for roles in self._axis_roles(shapes))
-            traced, ranked = next(filter(None, served))
+        on_card = on_card or card(ordinal)
+        with self._reraise_for(shapes, lambda shapes: self._find_candidates(self._trace(shapes), on_card)):
+            of_classes = (self._of_class(shapes, roles, ordinal, on_card) for roles in self._axis_roles(shapes))
+            traced, ranked = next(filter(None, of_classes))
         known = length_classes.known_extents(traced, shapes)
         return traced, [one.with_schedules(one.schedules(known)) for one in ranked]
 
@@ -252,23 +272,23 @@ class Definition:
         representatives of their class."""
         with self._reraise_for(shapes, lambda shapes: self._rank_plans(shapes, ordinal)):
             for roles in self._axis_roles(shapes):
-                known, axis_roles = length_classes.round_lengths(shapes, roles)
-                best = length_classes.fixed_value(watched_call(self.best, known, ordinal, roles, *axis_roles))
+                rounded_shapes, representatives = length_classes.round_lengths(shapes, roles)
+                best = length_classes.fixed_value(watched_call(self.best, rounded_shapes, ordinal, roles, *representatives))
                 if best is not None:
                     return best
         raise AssertionError("the roles that are all EXACT always serve")
 
     def _best(
-        self, known: tuple[Shape, ...], ordinal: int | None, roles: tuple[tuple[str, ...], ...], *axis_roles: int
+        self, rounded_shapes: tuple[Shape, ...], ordinal: int | None, roles: tuple[tuple[str, ...], ...], *representatives: int
     ) -> BestPlan | None:
         """The best plan for representatives of a class, None if these roles cannot be used. Classes that have the same modules
         share one object."""
-        shapes = length_classes.fill_lengths(known, roles, axis_roles)
+        shapes = length_classes.fill_lengths(rounded_shapes, roles, representatives)
         refuse_mixed(self.name, self._trace(shapes))
         if self._of_class(shapes, roles, ordinal, card(ordinal)) is None:
             return None
         traced, ranked = self._rank_plans(shapes, ordinal)
-        key = known, ordinal, ranked[0].identity
+        key = rounded_shapes, ordinal, ranked[0].identity
         if (best := self.known_plans.get(key)) is None:
             best = BestPlan(self.name, traced, ranked[0])
             self.known_plans.put(key, best)
@@ -330,11 +350,11 @@ class Definition:
         if ordinal is None:
             raise ValueError(f"{self.name}: tune measures on a GPU, and {self.names[0]} is in host memory: move it to a GPU")
         traced, ranked = self._rank_plans(shapes, None, card(ordinal))  # by the roofline
-        modules = [generate_module(self.name, traced, one) for one in ranked[: tune.FEW]]
+        modules = [generate_module(self.name, traced, one) for one in ranked[: tune.MAX_MEASURED]]
         known = length_classes.known_extents(traced, shapes)
         arguments = [without_grad(x.T if s.transposed else x) for x, s in zip(flat, self._shapes(flat))]
         seconds = tune.measure(self.name, modules, known, arguments, say)
-        tune.remember(tune.key(self.name, traced, ranked[: tune.FEW], card(ordinal).name), seconds)
+        tune.remember(tune.key(self.name, traced, ranked[: tune.MAX_MEASURED], card(ordinal).name), seconds)
         self.best.cache_clear()
         return tune.rank(ranked, seconds)
 

@@ -37,9 +37,9 @@ def _write_view(x: Term, parameters: dict[Term, str]) -> str:
 class GeneratedModule(NamedTuple):
     """A candidate as Python source. text: the module. names: the names of the arguments there. outs: the names of the results.
     scratch: the terms that are kept in memory between kernels. written: the results and the scratch. kernels: in the order of
-    their launches. terms: the term of each parameter of the module's `launch`. early: for each launch that may
-    begin early, the places among these parameters of what it reads then and of what it writes; None for other launches. code:
-    for each kernel its name and all that decides its machine code."""
+    their launches. terms: the term of each parameter of the module's `launch`. overlaps_previous: for each launch
+    that may begin before the previous one has ended, the places among these parameters of what it reads then and of what it
+    writes; None for other launches. code: for each kernel its name and all that decides its machine code."""
 
     text: str
     names: tuple[str, ...]
@@ -48,7 +48,7 @@ class GeneratedModule(NamedTuple):
     written: tuple[Term, ...]
     kernels: tuple[Any, ...]
     terms: tuple[Term, ...]
-    early: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
+    overlaps_previous: tuple[tuple[tuple[int, ...], tuple[int, ...]] | None, ...]
     code: tuple[tuple[str, str], ...]
 
 
@@ -61,9 +61,13 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
         [*(key for key, _ in traced.inputs), *traced.outs, name, *(key for key, _ in traced.local_names)],
     )
     marks = module_names.make_marks(requested)
-    each = iter(marks)
-    argument_names, outs, function = [next(each) for _ in traced.inputs], [next(each) for _ in traced.outs], next(each)
-    local_names = {x: mark for (_, x), mark in zip(traced.local_names, each)}
+    remaining_marks = iter(marks)
+    argument_names, outs, function = (
+        [next(remaining_marks) for _ in traced.inputs],
+        [next(remaining_marks) for _ in traced.outs],
+        next(remaining_marks),
+    )
+    local_names = {x: mark for (_, x), mark in zip(traced.local_names, remaining_marks)}
     parameters = {x: mark for (_, x), mark in zip(traced.inputs, argument_names)} | dict(zip(candidate.roots, outs))
     scratch = candidate.name_scratch(parameters)
     views = []
@@ -86,8 +90,10 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
     all_terms = (*(x for _, x in traced.inputs), *written)
     code = tuple([(kernel, text.code) for kernel, text in kernel_texts if text.kernel])
     at = {x: n for n, x in enumerate(all_terms)}
-    early = [
-        (tuple(map(at.__getitem__, kernel.early_reads)), tuple(map(at.__getitem__, kernel.roots))) if kernel.early else None
+    overlaps_previous = [
+        (tuple(map(at.__getitem__, kernel.early_reads)), tuple(map(at.__getitem__, kernel.roots)))
+        if kernel.overlaps_previous
+        else None
         for kernel in plan.kernels
         if kernel.has_launch
     ]
@@ -99,6 +105,6 @@ def generate_module(name: str, traced: TracedDefinition, candidate: Candidate) -
         written,
         plan.kernels,
         all_terms,
-        tuple(early),
+        tuple(overlaps_previous),
         code,
     )

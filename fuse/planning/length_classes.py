@@ -22,11 +22,14 @@ from ..language.graph import is_index, softmax_of
 from ..language.terms import Term
 from ..language.trace import Shape, TracedDefinition
 
-TALL = 128  # rows of the largest tile
-FEWEST = 16  # rows of the smallest tile, so all numbers of rows up to it are one class
+MAX_TILE_ROWS = 128  # rows of the largest tile
+MIN_TILE_ROWS = 16  # rows of the smallest tile, so all numbers of rows up to it are one class
 ROWS, BATCH, KEY_AXIS, SPLIT_KEY_AXIS, EXACT = "rows", "batch", "keys", "parts", ""  # roles of axes: kinds of classes
 KEY_AXES = KEY_AXIS, SPLIT_KEY_AXIS
-PARTS_OF_KEYS, KEYS = 128, 512  # the most splits of the keys, and the fewest keys of one (templates/split_kv_attention.py)
+MAX_KEY_SPLITS, MIN_SPLIT_KEYS = (
+    128,
+    512,
+)  # the most splits of the keys, and the fewest keys of one (templates/split_kv_attention.py)
 
 
 def representative(n: int, role: str) -> int:
@@ -34,9 +37,9 @@ def representative(n: int, role: str) -> int:
     as many equal parts as n can."""
     if n < 2 or role == EXACT:
         return n
-    largest = max(1 << (n - 1).bit_length(), FEWEST if role != BATCH else 1)
-    least = n & -n
-    return largest - least if role == SPLIT_KEY_AXIS and n > KEYS and least < PARTS_OF_KEYS else largest
+    largest = max(1 << (n - 1).bit_length(), MIN_TILE_ROWS if role != BATCH else 1)
+    lowest_bit = n & -n
+    return largest - lowest_bit if role == SPLIT_KEY_AXIS and n > MIN_SPLIT_KEYS and lowest_bit < MAX_KEY_SPLITS else largest
 
 
 def reads_rounded_length(traced: TracedDefinition, roles: Sequence[Sequence[str]]) -> bool:
@@ -50,7 +53,7 @@ def reads_rounded_length(traced: TracedDefinition, roles: Sequence[Sequence[str]
 def last_alike_rows(rows: int) -> int:
     """The greatest number of rows that has the same tiles as this one: the last of its tile, or of its class if that is
     less."""
-    return min(representative(rows, ROWS), -(-rows // TALL) * TALL)
+    return min(representative(rows, ROWS), -(-rows // MAX_TILE_ROWS) * MAX_TILE_ROWS)
 
 
 def axis_roles(traced: TracedDefinition) -> tuple[tuple[str, ...], ...]:

@@ -26,8 +26,8 @@ from ..templates.rows.row_map import RowMap
 from ..templates.split_kv_attention import SplitKVAttention
 from .cost import Card
 
-MOST = 8  # plans that are kept for each group of terms
-SEVERAL = 5  # with so many results, only the best plan of each is combined with others
+MAX_PLANS = 8  # plans at most that are kept for each group of terms
+MANY_RESULTS = 5  # from so many results on, only the best plan of each is combined with others'
 
 # operations that no row map computes
 NOT_IN_ROW_MAPS = (
@@ -77,15 +77,15 @@ def explain_no_plan(roots: Sequence[Term], card: Card) -> str:
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
-def has_columns_along(way: FusionPlan, axes: Iterable[Axis]) -> bool:
+def has_columns_along(plan: FusionPlan, axes: Iterable[Axis]) -> bool:
     """Do kernels of the plan read or write arrays with columns along one of these axes?"""
-    plans_for = [x for kernel in way.kernels for x in (*kernel.leaves, *kernel.roots) if x.ndim]
-    return any(x.axes[-1] is not None and x.axes[-1].root in axes for x in plans_for)
+    arrays = [x for kernel in plan.kernels for x in (*kernel.leaves, *kernel.roots) if x.ndim]
+    return any(x.axes[-1] is not None and x.axes[-1].root in axes for x in arrays)
 
 
-def has_split_kv(way: FusionPlan) -> bool:
+def has_split_kv(plan: FusionPlan) -> bool:
     """Does the plan have an attention whose keys are split into equal parts?"""
-    return any(isinstance(kernel, SplitKVAttention) for kernel in way.kernels)
+    return any(isinstance(kernel, SplitKVAttention) for kernel in plan.kernels)
 
 
 class PlanSearch:
@@ -103,22 +103,22 @@ class PlanSearch:
             if totals := [x for x in roots if is_total_of_rows(x)]:
                 last = ColumnSums(totals, self.card.processors)
                 before = self.plans_for((*(x for x in roots if x not in totals), *last.leaves))
-                self.plans[roots] = [FusionPlan((*way.kernels, last), way.seconds + self.seconds(last)) for way in before]
+                self.plans[roots] = [FusionPlan((*plan.kernels, last), plan.seconds + self.seconds(last)) for plan in before]
                 return self.plans[roots]
             kernels = self._kernels(roots)
-            for way in itertools.chain.from_iterable(map(self._plans_ending_with, kernels)):
-                plans.setdefault(tuple(map(str, way.kernels)), way)
+            for plan in itertools.chain.from_iterable(map(self._plans_ending_with, kernels)):
+                plans.setdefault(tuple(map(str, plan.kernels)), plan)
             products = any(isinstance(kernel, Product) for kernel in kernels)
             if len(roots) > 1 and roots[0].operation not in PARTS and (not plans or products):
-                for way in self._plans_one_by_one(roots):
-                    plans.setdefault(tuple(map(str, way.kernels)), way)
-            self.plans[roots] = sorted(plans.values(), key=lambda way: way.seconds)[:MOST]
+                for plan in self._plans_one_by_one(roots):
+                    plans.setdefault(tuple(map(str, plan.kernels)), plan)
+            self.plans[roots] = sorted(plans.values(), key=lambda plan: plan.seconds)[:MAX_PLANS]
         return self.plans[roots]
 
     def _plans_one_by_one(self, roots: tuple[Term, ...]) -> list[FusionPlan]:
         """The plans to compute several roots in which each root has kernels of its own; or those with one row map for all that
         are maps of the same rows."""
-        plans, max_plans = [], 2 if len(roots) < SEVERAL else 1
+        plans, max_plans = [], 2 if len(roots) < MANY_RESULTS else 1
         for groups in [tuple((x,) for x in roots), *(one for one in _group_row_maps(roots) if one != (roots,))]:
             for parts in itertools.product(*[self.plans_for(one)[:max_plans] for one in groups]):
                 kernels = _drop_duplicates(dict.fromkeys(itertools.chain.from_iterable(part.kernels for part in parts)))
@@ -154,8 +154,8 @@ class PlanSearch:
         if self.card.wgmma and roots[0].operation not in PARTS:
             kernels.extend(ManyRows.multi_result_kernels_for(roots, self.card.processors))
         if len(roots) == 1:
-            parted = SplitKVAttention.split_kernels_for(roots[0], self.card.processors)
-            kernels.extend([*parted] or AttentionCall.kernels_for(roots[0]))
+            split_kernels = SplitKVAttention.split_kernels_for(roots[0], self.card.processors)
+            kernels.extend([*split_kernels] or AttentionCall.kernels_for(roots[0]))
             kernels.extend(Halves.kernels_for(roots[0], self.card.wgmma))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return kernels

@@ -27,7 +27,7 @@ from ..language import graph
 from ..language.axes import Axis, base_axes
 from ..language.evaluate import evaluate
 from ..language.graph import walk
-from ..language.maps import FP8
+from ..language.maps import BYTES
 from ..language.terms import Term
 from ..language.trace import TracedDefinition
 from ..writing import module_text
@@ -114,12 +114,12 @@ def check_kernels(name: str, traced: TracedDefinition, candidate: Candidate, see
     scaled = {
         key: arguments[key] if x in indices else _scale_rows(arguments[key], x, traced, scales) for key, x in traced.inputs
     }
-    no_root = {
+    absolute = {
         key: arguments[key] if x in indices else abs(arguments[key]) for key, x in traced.inputs
     }  # no root of a negative number
-    for values, usable in ((scaled, np.isfinite), (arguments, _is_number), (no_root, _is_number)):
-        ref, low = _reference_results(traced, values, arithmetics)
-        if all(usable(np.asarray(x, np.float64)).all() for x in (*ref, *low)):
+    for values, usable in ((scaled, np.isfinite), (arguments, _is_number), (absolute, _is_number)):
+        ref, rounded_results = _reference_results(traced, values, arithmetics)
+        if all(usable(np.asarray(x, np.float64)).all() for x in (*ref, *rounded_results)):
             break
     else:
         return KernelRun(
@@ -132,7 +132,9 @@ def check_kernels(name: str, traced: TracedDefinition, candidate: Candidate, see
         module_text.load(generated.text, name, generated.code).launch(*values.values(), *results)
     except Hazard as hazard:
         return KernelRun(shapes, math.inf, 0, str(hazard))
-    parts = [part for x, *y in zip(traced.roots, results, ref, low) for part in _split_scaled_rows(x, y, traced, scales)]
+    parts = [
+        part for x, *y in zip(traced.roots, results, ref, rounded_results) for part in _split_scaled_rows(x, y, traced, scales)
+    ]
     errors = [_error(np.asarray(y, np.float64), x) for y, x, _ in parts]
     limits = [tolerance(x, z, y.dtype) for y, x, z in parts]
     ratios = [x / (limit or math.ulp(0)) if x == x else math.inf for x, limit in zip(errors, limits)]
@@ -157,10 +159,10 @@ def _scale_rows(x: Any, term: Term, traced: TracedDefinition, scales: Mapping[in
     """An argument with some of its rows multiplied by the scales."""
     if not _has_rows(term, traced):
         return x
-    by = np.ones((x.shape[-2], 1))
+    factors = np.ones((x.shape[-2], 1))
     for n, scale in scales.items():
-        by[n::ROW_PERIOD] = scale
-    return (x.astype(np.float64) * by).astype(x.dtype)
+        factors[n::ROW_PERIOD] = scale
+    return (x.astype(np.float64) * factors).astype(x.dtype)
 
 
 def _split_scaled_rows(
@@ -183,13 +185,13 @@ def extents_of_run(traced: TracedDefinition, candidate: Candidate) -> dict[Axis,
     nodes = [*walk(*traced.roots), *(x for _, x in traced.inputs)]  # including axes that no term reads
     traced_extents = {axis.root: n for x in nodes for axis, n in zip(x.axes, x.extents) if axis is not None}
     extents |= {part: traced_extents[part] for axis in extents if axis.factors for part in base_axes([axis])}
-    few = [kernel.root.axes[-2] for kernel in candidate.plan.kernels if kernel.most_rows <= 64]
-    extents |= {axis.root: 8 for axis in few if axis is not None and axis.root not in rows}
-    of_bytes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") == FP8 for name in x.axes)
+    short_axes = [kernel.root.axes[-2] for kernel in candidate.plan.kernels if kernel.most_rows <= 64]
+    extents |= {axis.root: 8 for axis in short_axes if axis is not None and axis.root not in rows}
+    byte_axes = base_axes(name for _, x in traced.inputs if x.stored_dtype("") in BYTES for name in x.axes)
     for axis in base_axes(name for x in nodes for name in x.axes):
         if axis not in extents:
             extents[axis] = min(RUN_EXTENTS[0], max_rows - 3) if axis in rows else RUN_EXTENTS[1 + len(extents) % 5]
-            extents[axis] = -(-extents[axis] // 16) * 16 if axis in of_bytes else extents[axis]
+            extents[axis] = -(-extents[axis] // 16) * 16 if axis in byte_axes else extents[axis]
     return extents
 
 
@@ -201,7 +203,8 @@ def _arguments(traced: TracedDefinition, extents: Mapping[Axis, int], seed: int)
         if x in indices:
             arguments[key] = rng.integers(-1, extent_in(indices[x][0], extents), shape, dtype)
         else:
-            arguments[key] = rng.standard_normal(shape).astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
+            drawn = rng.standard_normal(shape) * (32 if x.attr[1] == "int8" else 1)
+            arguments[key] = drawn.astype(dtype) if shape else float(rng.uniform(0.25, 1.0))
     return arguments
 
 
@@ -214,9 +217,12 @@ def _reference_results(
     traced: TracedDefinition, arguments: dict[str, Any], arithmetics: tuple[SizedArithmetic, SizedArithmetic]
 ) -> list[list[Any]]:
     """(the results in float64, the results computed in the arrays' dtype)"""
-    wide = {key: np.asarray(x, np.float64) for key, x in arguments.items()}
+    float64_arguments = {key: np.asarray(x, np.float64) for key, x in arguments.items()}
     with np.errstate(invalid="ignore", divide="ignore"):
-        return [list(evaluate(traced.roots, values, rounded)) for values, rounded in zip((wide, arguments), arithmetics)]
+        return [
+            list(evaluate(traced.roots, values, rounded))
+            for values, rounded in zip((float64_arguments, arguments), arithmetics)
+        ]
 
 
 def _is_number(x: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 from tiles.compiling import cache
 from tiles.launching.devices import device
 from tiles.launching.frameworks import describe
-from tiles.profile.card import median_together
+from tiles.profile.card import median_total
 
 from ..language.axes import Axis
 from ..language.graph import extents_at
@@ -24,7 +24,7 @@ from ..writing import module_text
 from .candidates import Candidate
 from .generated_module import GeneratedModule
 
-FEW, REPEAT = 6, 11  # candidates that are measured, calls of each
+MAX_MEASURED, REPEAT = 6, 11  # candidates that are measured, calls of each
 
 
 def key(name: str, traced: TracedDefinition, candidates: Sequence[Candidate], card: str) -> str:
@@ -44,9 +44,9 @@ def measure(
     gpu, placement, seconds = device(first.device), first.kind.placement(first), []
     for n, one in enumerate(modules):
         say(f"{name}: candidate {n + 1} of {len(modules)}")
-        make = [first.kind.allocator(placement, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
+        results = [first.kind.allocator(placement, extents_at(x, known), x.stored_dtype(first.dtype))() for x in one.written]
         launch = module_text.load(one.text, name, one.code).launch
-        seconds.append(median_together(lambda launch=launch, make=make: launch(*arrays, *make), gpu, REPEAT))
+        seconds.append(median_total(lambda launch=launch, results=results: launch(*arrays, *results), gpu, REPEAT))
     return seconds
 
 

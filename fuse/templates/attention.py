@@ -50,7 +50,7 @@ class AttentionOperand(NamedTuple):
 class AttentionCall:
     """A call of attention.forward or attention.decode that computes a term: see the module."""
 
-    label, most_rows, has_launch, early = "attend", 2**31 - 1, False, False
+    label, most_rows, has_launch, overlaps_previous = "attend", 2**31 - 1, False, False
 
     def __init__(
         self, root: Term, q: AttentionOperand, k: AttentionOperand, v: Term, scale: Term | None, eps: Term | None, causal: bool

@@ -28,7 +28,7 @@ QUERIES, LEAST, AXES = 128, 512, 3  # queries of a block; the fewest keys of a p
 class SplitKVAttention(AttentionCall):
     """Attention over `parts` equal splits of the keys, whose partial outputs a kernel combines: see the module."""
 
-    has_launch, early = True, True
+    has_launch, overlaps_previous = True, True
     partial_outputs: Term
     early_reads: tuple[Term, ...] = ()
 
@@ -67,17 +67,17 @@ class SplitKVAttention(AttentionCall):
         writer = ExpressionWriter({x: parameters[x] for x in self.leaves}, local_names)
         arrays = parameters[self.q.array], parameters[self.k.array], parameters[self.v]
         names = list(dict.fromkeys(arrays))
-        cut = {one: unused(f"{one}_parts", parameters.values()) for one in names}
+        part_names = {one: unused(f"{one}_parts", parameters.values()) for one in names}
         y, parts = parameters[self.root], parameters[self.partial_outputs]
         k, v = arrays[1:]
         q, lse = unused("queries", parameters.values()), unused("lse", parameters.values())
-        arguments = [q, cut[k], cut[v]]
+        arguments = [q, part_names[k], part_names[v]]
         norms = {"q_norm": self.q.weights, "norm_eps": self.eps}
         arguments += [f"{key}={writer.expression(x)}" for key, x in norms.items() if x is not None]
         arguments += [f"scale={writer.expression(self.scale) if self.scale is not None else 1.0}", 'layout="bhsd"']
         views = [
             f"{one} = {name}.reshape({name}.shape[0], {parts}.shape[0], -1, {name}.shape[2]).swapaxes(0, 1)"
-            for name, one in ((name, cut[name]) for name in dict.fromkeys((k, v)))
+            for name, one in ((name, part_names[name]) for name in dict.fromkeys((k, v)))
         ]
         text = KernelText(bounds="32, 1", globals=[f"TILE = rt(16, {-(-self.v.extents[-1] // 16) * 16}, fp32)"])
         lies = array(lse)
@@ -98,6 +98,6 @@ class SplitKVAttention(AttentionCall):
             *views,
             f"_, {lse} = attention.forward({', '.join(arguments)}, out={parts}, return_lse=True)",
         ]
-        text.launch = f"(-(-{y}.shape[1] // TILE.rows), {y}.shape[0]), 32, early=True"
+        text.launch = f"(-(-{y}.shape[1] // TILE.rows), {y}.shape[0]), 32, overlaps_previous=True"
         text.arguments = [(array(parts), parts), (lies, lse), (array(y), y)]
         return text

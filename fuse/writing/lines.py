@@ -82,10 +82,10 @@ def _lay_out(text: str, indent: int, tail: str, head: str = "") -> list[str]:
     inside = text[start + 1 : -1]
     called = text[start] == "(" and re.search(r"[\w)\]]$", text[:start])  # else brackets are around one operand
     if len(inside) + indent + 4 <= WIDTH or not called:
-        within = _lay_out(inside, indent + 4, "")
+        inner_lines = _lay_out(inside, indent + 4, "")
     else:
-        within = [line for one in cut_at_commas(inside) for line in _lay_out(one, indent + 4, ",")]
-    return [pad + head + text[: start + 1], *within, f"{pad}{text[-1]}{tail}"]
+        inner_lines = [line for one in cut_at_commas(inside) for line in _lay_out(one, indent + 4, ",")]
+    return [pad + head + text[: start + 1], *inner_lines, f"{pad}{text[-1]}{tail}"]
 
 
 def _depth(text: str) -> int:

@@ -18,7 +18,7 @@ from tiles.compiling.builder import f32
 from tiles.dtypes import bf16, fp16
 from tiles.numba_names import types
 from tiles.op import OPS, lowers, number, op
-from tiles.types import rt, rv, st, sv, whole
+from tiles.types import finished_type, rt, rv, st, sv
 from tiles.values import Tile
 
 FAST = ("contract",)
@@ -64,8 +64,8 @@ def broadcast(name, *specs):
     if not all(isinstance(s, (rt, rv)) or number(s) for s in specs):
         raise TypeError(f"{name}: takes tiles, vectors and numbers, got {_listed(specs)}")
     out = next((s for s in tiles if isinstance(s, rt)), None) or _product(tiles)
-    partners = (out, out.col_vec, out.row_vec) if isinstance(out, rt) else (whole(out),)
-    if not all((whole(s) if isinstance(s, rv) else s) in partners for s in tiles):
+    partners = (out, out.col_vec, out.row_vec) if isinstance(out, rt) else (finished_type(out),)
+    if not all((finished_type(s) if isinstance(s, rv) else s) in partners for s in tiles):
         raise TypeError(
             f"{name}: {_listed(specs)} do not broadcast: with {out} goes {', '.join(map(str, partners))} or a number"
         )

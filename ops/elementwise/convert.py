@@ -1,9 +1,9 @@
 """Conversions: a dtype called on a tile or vector, `p = bf16(p)`.
 
-Between dtypes of 2 and 4 bytes every element stays in its lane, for a lane holds pairs of neighbours of either. Of fp8 a lane
-holds runs of four: lane t of a quad has columns 2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights taken
-together, and of the next two. Two pairs are rounded into one register before the quad exchanges them: that takes two shuffles
-for 32 columns of a row, and two more back.
+Between dtypes of 2 and 4 bytes every element stays in its lane, for a lane holds pairs of neighbours of either. Of fp8 and int8
+a lane holds runs of four: lane t of a quad has columns 2t, 2t + 1 of each eight, and wants 4t .. 4t + 3 of the first two eights
+taken together, and of the next two. Two pairs are rounded into one register before the quad exchanges them: that takes two
+shuffles for 32 columns of a row, and two more back.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from tiles.compiling.builder import i32
-from tiles.dtypes import OPERANDS, bf16, fp16, fp32
+from tiles.dtypes import OPERANDS, SUMS, bf16, fp16, fp32
 from tiles.op import lowers
 from tiles.types import rt, rv
 
@@ -33,7 +33,7 @@ def _conversion(to):
             raise TypeError(f"{to}: {error}; got {x}") from None
         return out, lambda b, v: b.pack(converted(b, x, out, v))
 
-    lowers(to, meaning, takes_operands=True)(rule)
+    lowers(to, meaning, takes_operands=True, takes_sums=True)(rule)
 
 
 def converted(b, x, out, value):
@@ -79,12 +79,12 @@ def _widened(b, x, out, registers):
         words = [registers[k // 2 * 4 + 2 * side + k % 2] for side in (0, 1)]
         mixed += spread(b, *(halves_of(b, *words, half) for half in (LOW, HIGH)))
         order += [pair + i for start in (0, 1) for pair in pairs[start::2] for i in (0, 1)]
-    if out.dtype is fp16:  # two at once, and exact
-        halves = [b.halves(x.dtype, word, part) for word in mixed for part in ("lo", "hi")]
+    if out.dtype in (fp16, bf16):  # two at once, and exact
+        halves = [half for word in mixed for half in b.widened(x.dtype, word, out.dtype)]
         return [half for _, half in sorted(zip(order[::2], halves), key=lambda pair: pair[0])]
     elements = dict(zip(order, b.elements(x, b.pack(mixed)), strict=True))
     return b.unpack(b.from_elements(out, [elements[k] for k in range(len(elements))]))
 
 
-for _dtype in (fp32, fp16, bf16, *OPERANDS):
+for _dtype in (fp32, fp16, bf16, *OPERANDS, *SUMS):
     _conversion(_dtype)

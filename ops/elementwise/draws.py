@@ -16,7 +16,7 @@ from .create import lane_first
 
 
 @op
-def bernoulli(shape, share, low, high, batch, head, row, col):
+def bernoulli(shape, threshold, low, high, batch, head, row, col):
     """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw depends
     on its position and on a seed only. Element (0, 0) is at (batch, head, row, col), row and col multiples of 16; the seed
     has 64 bits, a low and a high half. So a draw is the same in any tile, and in NumPy (tiles.philox.halves below share).
@@ -25,14 +25,14 @@ def bernoulli(shape, share, low, high, batch, head, row, col):
         raise current_warp().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
     seed = int(low) & WORD | (int(high) & WORD) << 32
-    return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < share
+    return halves(seed, int(batch), int(head), int(row) + rows[:, None], int(col) + cols) < threshold
 
 
 UNORDERED = np.arange(32).reshape(QUAD, QUAD, 2).swapaxes(0, 1).ravel()  # of 32 columns of 16 bits, by those of a tile
 
 
 @op
-def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unordered=False):
+def bernoulli_of_row(shape, threshold, low, high, batch, head, row, col, step, unordered=False):
     """The draws of `bernoulli` for one row that is cut into parts of `step` columns, one below the other: element (i, j) of the
     tile is at (batch, head, row, col + i step + j). col and step are multiples of 16.
 
@@ -42,7 +42,7 @@ def bernoulli_of_row(shape, share, low, high, batch, head, row, col, step, unord
     parts, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)
     cols = cols // 32 * 32 + UNORDERED[cols % 32] if unordered else cols
     seed = int(low) & WORD | (int(high) & WORD) << 32
-    return halves(seed, int(batch), int(head), int(row), int(col) + int(step) * parts[:, None] + cols) < share
+    return halves(seed, int(batch), int(head), int(row), int(col) + int(step) * parts[:, None] + cols) < threshold
 
 
 def _wide(b, factor, x):
@@ -95,19 +95,19 @@ def _drawn(b, word, upper, bound):
 
 
 @lowers(bernoulli)
-def _(shape: type, share, low, high, batch, head, row, col):
-    _check("bernoulli", shape, (share, low, high, batch, head, row, col), ("row", "col"))
+def _(shape: type, threshold, low, high, batch, head, row, col):
+    _check("bernoulli", shape, (threshold, low, high, batch, head, row, col), ("row", "col"))
 
     def lower(b, _, *values):
-        by_rows = shape.layout == "row"
-        share, low, high, batch, head, row, col = map(b.u32, values)
+        is_row_layout = shape.layout == "row"
+        threshold, low, high, batch, head, row, col = map(b.u32, values)
         keys = _keys(b, low, high)
         first = b.add(b.lshr(row, b.u32(1)), lane_first(b, shape, 0))  # of each 16 rows 8 counters, of 16 columns 4
         across = b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))
         odd = b.and_(lane_first(b, shape, 1), b.u32(1))
-        if not by_rows:
+        if not is_row_layout:
             first = b.add(first, odd)
-        bound = b.shl(share, b.u32(16))
+        bound = b.shl(threshold, b.u32(16))
         words: dict = {}
         out = []
         for k in range(shape.elements):
@@ -116,8 +116,8 @@ def _(shape: type, share, low, high, batch, head, row, col):
             if place not in words:
                 counter = b.add(first, b.u32(place[0] * HALF)), b.add(across, b.u32(place[1] * HALF // 2)), head, batch
                 drawn = philox4x32(b, counter, keys)
-                words[place] = drawn if by_rows else _exchanged(b, odd, drawn)
-            if by_rows:
+                words[place] = drawn if is_row_layout else _exchanged(b, odd, drawn)
+            if is_row_layout:
                 out.append(_drawn(b, words[place][i % TILE // HALF + j % TILE // HALF * 2], j % 2, bound))
             else:
                 out.append(_drawn(b, words[place][i % 2][j % TILE // HALF], i % TILE // HALF, bound))
@@ -127,12 +127,12 @@ def _(shape: type, share, low, high, batch, head, row, col):
 
 
 @lowers(bernoulli_of_row)
-def _(shape: type, share, low, high, batch, head, row, col, step, unordered: int):
-    _check("bernoulli_of_row", shape, (share, low, high, batch, head, row, col, step), ("row",), 32 if unordered else 1)
+def _(shape: type, threshold, low, high, batch, head, row, col, step, unordered: int):
+    _check("bernoulli_of_row", shape, (threshold, low, high, batch, head, row, col, step), ("row",), 32 if unordered else 1)
 
     def lower(b, _, *values):
-        share, low, high, batch, head, row, col, step = map(b.u32, values[:8])
-        keys, bound = _keys(b, low, high), b.shl(share, b.u32(16))
+        threshold, low, high, batch, head, row, col, step = map(b.u32, values[:8])
+        keys, bound = _keys(b, low, high), b.shl(threshold, b.u32(16))
         eighth = b.add(b.mul(b.lshr(row, b.u32(4)), b.u32(HALF)), b.and_(row, b.u32(HALF - 1)))
         lower_half = b.icmp_unsigned("!=", b.and_(row, b.u32(HALF)), b.u32(0))  # of 16 rows: a call serves both
         step, across = b.lshr(step, b.u32(2)), b.add(b.lshr(col, b.u32(2)), b.lshr(lane_first(b, shape, 1), b.u32(1)))

@@ -72,18 +72,18 @@ def _substitute(b, value):
 
     out = {(0, 0): known(0, 0), (HALF, 0): [b.real(0)] * 2, (HALF, HALF): known(HALF, HALF)}
     for j in range(BASE - 1):
-        half, within = j // HALF * HALF, j % HALF
+        half, pivot_column = j // HALF * HALF, j % HALF
         pivot = {
-            at: [ptx.shuffle(b, x, b.add(t, b.u32(QUAD * within))) for x in out[half, at]]
+            at: [ptx.shuffle(b, x, b.add(t, b.u32(QUAD * pivot_column))) for x in out[half, at]]
             for at in (0, HALF)
             if (half, at) in out
         }
         for below in (0, HALF):
             if below < half:
                 continue
-            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(within // 2)))
+            factor = ptx.shuffle(b, l[_register(below, j)], b.add(first, b.u32(pivot_column // 2)))
             if below == half:
-                factor = b.select(b.icmp_unsigned(">", row, b.u32(within)), factor, b.real(0))
+                factor = b.select(b.icmp_unsigned(">", row, b.u32(pivot_column)), factor, b.real(0))
             for at, ahead in pivot.items():
                 out[below, at] = [b.fsub(x, b.fmul(factor, p)) for x, p in zip(out[below, at], ahead, strict=True)]
     zero = [b.real(0)] * 2
@@ -139,7 +139,7 @@ def inverse_transposed(a, high, low):
     """The warps' rows, rt(16, 64, fp32), of (I + A)^-T, where A is the part below the diagonal of `a`, the warps' rt(16, 64,
     fp32); the rest is not looked at. high, low: shared TRIANGLEs for the warpgroup to use. Its warps meet twice. Factors have
     16 bits, sums are fp32."""
-    inverse = inverse_unit_lower(warpgroup.own_block(a))
+    inverse = inverse_unit_lower(warpgroup.diagonal_block(a))
     parts = split(-inverse)
     warpgroup.sync()
     store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))

@@ -18,7 +18,7 @@ def _array(operand):
     return operand.array if hasattr(operand, "array") else current_warp().read(operand, fence=False)
 
 
-def _held(operand, layout):
+def _operand_tile(operand, layout):
     """The register tile that an operand is, or becomes by ldmatrix."""
     return rt(operand.rows, operand.cols, operand.dtype, layout)
 
@@ -38,7 +38,7 @@ def left_operand(b, operand, value, layout):
     if isinstance(operand, rt):
         fragments = _fragments(b, operand, value)
         return lambda band, along: fragments[band * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), recompute=True))
+    addresses = list(matrix_addresses(b, operand, _operand_tile(operand, layout), value, b.u32(0), recompute=True))
     return lambda band, along: ptx.ldmatrix(b, addresses[band * steps + along], transposed=layout == "col")
 
 
@@ -50,7 +50,9 @@ def _right(b, operand, value, layout):
     if isinstance(operand, rt):
         pairs = [(four[::2], four[1::2]) for four in _fragments(b, operand, value)]  # see tiles/layout.py
         return lambda column, along: pairs[column * steps + along]
-    addresses = list(matrix_addresses(b, operand, _held(operand, layout), value, b.u32(0), swapped=True, recompute=True))
+    addresses = list(
+        matrix_addresses(b, operand, _operand_tile(operand, layout), value, b.u32(0), swapped=True, recompute=True)
+    )
 
     def fragments(column, along):
         tile = ptx.ldmatrix(b, addresses[column * steps + along], transposed=layout == "col")
@@ -82,27 +84,27 @@ def _product(op_function):
         return acc, emit
 
 
-@op(takes_operands=True)
+@op(takes_operands=True, takes_sums=True)
 def mma_AB(acc, a, b):
-    """acc + a @ b in fp32, by one warp. acc: rt(m, n, fp32); a: rt(m, k) or st(m, k); b: rt(k, n, layout="col") or st(k, n),
-    of one dtype or, of fp8, of two (ops.matmul.SUPPORTED). Shared operands are read 16 rows x 32 bytes at a time, between the
-    products."""
+    """acc + a @ b in fp32, of int8 in int32, by one warp. acc: rt(m, n, fp32), or int32; a: rt(m, k) or st(m, k); b: rt(k, n,
+    layout="col") or st(k, n), of one dtype or, of fp8, of two (ops.matmul.SUPPORTED). Shared operands are read 16 rows x 32
+    bytes at a time, between the products."""
     return acc.array + product(_array(a), _array(b))
 
 
-@op(takes_operands=True)
+@op(takes_operands=True, takes_sums=True)
 def mma_ABt(acc, a, b):
     """acc + a @ b.T in fp32, by one warp. b: rt(n, k) or st(n, k); acc and a as for mma_AB."""
     return acc.array + product(_array(a), _array(b).T)
 
 
-@op(takes_operands=True)
+@op(takes_operands=True, takes_sums=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, by one warp. a: rt(k, m, layout="col") or st(k, m); acc and b as for mma_AB."""
     return acc.array + product(_array(a).T, _array(b))
 
 
-@op(takes_operands=True)
+@op(takes_operands=True, takes_sums=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, by one warp. a as for mma_AtB; acc and b as for mma_ABt."""
     return acc.array + product(_array(a).T, _array(b).T)

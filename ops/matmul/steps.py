@@ -32,7 +32,7 @@ def step_ABt(acc, x, w, i, me):
 def issue_AB(acc, x, w, i, me):
     """step_AB without waiting: two products are in flight while you do something else. Continue with
     steps_AB(acc, x, w, i + 1, me), or with give_back(acc, x, w, i - 1)."""
-    return mma_AB(acc, subtile(x.wait(i), ROWS, me), cluster.own(w.wait(i)))
+    return mma_AB(acc, subtile(x.wait(i), ROWS, me), cluster.unmap(w.wait(i)))
 
 
 @inlined

@@ -7,7 +7,7 @@ its rows is in column layout (see tiles/layout.py), so that in registers all fou
 import itertools
 from typing import NamedTuple
 
-from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, tf32
+from tiles.dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, int8, int32, tf32
 from tiles.pipeline import pipeline
 from tiles.ring import ring
 from tiles.types import pending, rt, st
@@ -43,30 +43,32 @@ TRANSPOSED = {
     "AtBt": Transposed(True, True),
 }
 BF16, FP16, TF32 = ((d, d) for d in (bf16, fp16, tf32))
+INT8 = int8, int8
 FP8 = tuple(itertools.product((fp8e4m3, fp8e5m2), (fp8e4m3, fp8e5m2)))
 ANYWHERE, B_SHARED = Spaces((rt, st), (rt, st)), Spaces((rt, st), (st,))
 REGISTERS, SHARED = Spaces((rt,), (rt,)), Spaces((st,), (st,))
+BYTES = {  # where operands of one byte may lie, by the form
+    "AB": Spaces((rt, st), (rt,)),
+    "ABt": ANYWHERE,
+    "AtB": REGISTERS,
+    "AtBt": Spaces((rt,), (rt, st)),
+}
 ROWS = {"": {rt: "m", st: "m"}, "warpgroup.": {rt: 16, st: 64}}  # of a and acc, by scope
 
 SUPPORTED: dict[str, dict[str, dict[tuple[dtype, dtype], Spaces]]] = {
-    "sm_80": {f"mma_{form}": {BF16: ANYWHERE, FP16: ANYWHERE, TF32: REGISTERS} for form in TRANSPOSED},
-    "sm_89": {
-        "mma_AB": dict.fromkeys(FP8, Spaces((rt, st), (rt,))),
-        "mma_ABt": dict.fromkeys(FP8, ANYWHERE),
-        "mma_AtB": dict.fromkeys(FP8, REGISTERS),
-        "mma_AtBt": dict.fromkeys(FP8, Spaces((rt,), (rt, st))),
-    },
+    "sm_80": {f"mma_{form}": {BF16: ANYWHERE, FP16: ANYWHERE, TF32: REGISTERS, INT8: spaces} for form, spaces in BYTES.items()},
+    "sm_89": {f"mma_{form}": dict.fromkeys(FP8, spaces) for form, spaces in BYTES.items()},
     "sm_90": {
         "warpgroup.mma_AB": dict.fromkeys((BF16, FP16), B_SHARED),
-        "warpgroup.mma_ABt": dict.fromkeys((BF16, FP16, TF32, *FP8), B_SHARED),
+        "warpgroup.mma_ABt": dict.fromkeys((BF16, FP16, TF32, INT8, *FP8), B_SHARED),
         "warpgroup.mma_AtB": dict.fromkeys((BF16, FP16), SHARED),
         "warpgroup.mma_AtBt": dict.fromkeys((BF16, FP16), SHARED),
     },
 }
 """{family: {op: {dtypes of a and b: where they may lie}}}; a GPU has the families up to its own, sm_90's on Hopper alone.
 
-What instructions read from shared memory they transpose by two bytes: where the contracted axis runs down the rows, fp8 and
-tf32 operands must be in registers (warp), or there is no such product (warpgroup). At warp scope tf32 always is."""
+What instructions read from shared memory they transpose by two bytes: where the contracted axis runs down the rows, fp8, int8
+and tf32 operands must be in registers (warp), or there is no such product (warpgroup). At warp scope tf32 always is."""
 
 
 def transposed_in(name):
@@ -81,7 +83,7 @@ def cells(name):
 
 def _dtypes(pairs):
     """Pairs of dtypes, of a and of b, in words."""
-    same_dtypes = [f"both {a}" for a, _ in pairs if a.itemsize > 1]
+    same_dtypes = [f"both {a}" for a, _ in pairs if a.itemsize > 1] + ["both int8 (acc of int32)"] * (INT8 in pairs)
     return " or ".join(same_dtypes + ["each fp8e4m3 or fp8e5m2"] * (FP8[0] in pairs))
 
 
@@ -125,11 +127,16 @@ def check(name, acc, a, b):
         fits = along == k and not (m % MULTIPLE or n % MULTIPLE or k * a.dtype.itemsize % SLICE)
         if scope:
             fits, m = fits and m == ROWS[scope][type(a)] and n <= WIDEST, ROWS[scope][rt]
-        if fits and acc in (None, rt(m, n, fp32), pending(rt(m, n, fp32))):
+        if fits and acc in (None, out := rt(m, n, sums_of(a.dtype)), pending(out)):
             return m, n, k
     operands = f"{', '.join(str(x) for x in (acc, a, b) if x is not None)}{_wrong(name, acc, a, b, spaces)}"
     rest = f"m and n multiples of {MULTIPLE}, k of {SLICE} bytes" + f"; n up to {WIDEST}; only acc in flight" * bool(scope)
     raise TypeError(f"{name}: got {operands}; {_listed(scope, name)} ({rest})")
+
+
+def sums_of(operand):
+    """The dtype of sums of products of operands of this dtype."""
+    return int32 if operand is int8 else fp32
 
 
 COLUMNS = ', "col"'
@@ -150,7 +157,12 @@ def _wrong(name, acc, a, b, spaces):
     if spaces is None and a.dtype is b.dtype is fp32:
         return ": fp32 is not multiplied; load a and b as bf16, fp16 or tf32, or convert them, as bf16(a)"
     if spaces is None:
-        return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op"
+        remedy = ""
+        if "." not in name and a.dtype.itemsize == 2 and b.dtype.itemsize == 1:  # weights of one byte under rows of 16 bits
+            unzips = name in ("mma_AB", "mma_ABt") and isinstance(b, st)
+            remedy = f"; convert b, {a.dtype}({'load(b, ..)' if isinstance(b, st) else 'b'})"
+            remedy += f", or multiply a of fp16 by b as it is, {name}_unzipped" * unzips
+        return f": {a.dtype} and {b.dtype} are not multiplied with each other by this op{remedy}"
     for letter, x, kinds in zip("ab", (a, b), spaces):
         if not isinstance(x, kinds):
             location = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]
@@ -162,11 +174,11 @@ def _wrong(name, acc, a, b, spaces):
     (m, k), (along, n) = a.shape[:: -1 if transposed.left else 1], b.shape[:: -1 if transposed.right else 1]
     if along != k:
         return f": k is {k} of a and {along} of b"
-    if isinstance(acc, rt) and acc.dtype is not fp32:
-        return ": acc must be fp32; the sum is converted, as bf16(acc)"
+    if isinstance(acc, rt) and acc.dtype is not sums_of(a.dtype):
+        return f": acc must be {sums_of(a.dtype)}; the sum is converted, as bf16(acc)"
     if isinstance(acc, rt) and "." not in name and acc.shape != (m, n):
         swapped = f", or a and b are swapped: {name}(acc, a, b) is acc + {_formula(name)}" if acc.shape == (n, m) else ""
-        return f": acc must be rt({m}, {n}, fp32){swapped}"
+        return f": acc must be rt({m}, {n}, {sums_of(a.dtype)}){swapped}"
     return ""
 
 

@@ -21,7 +21,7 @@ from tiles import layout
 from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i32, i64
 from tiles.compiling.numba_types import void
-from tiles.dtypes import fp32, tf32
+from tiles.dtypes import int32, tf32
 from tiles.interpreter import TileCells, current_warp
 from tiles.op import lowers, op
 from tiles.types import pending, rt
@@ -29,7 +29,7 @@ from tiles.values import PendingTile
 
 from ..threads.lanes import spread
 from .product import product
-from .supported import SLICE, check, transposed_in
+from .supported import SLICE, check, sums_of, transposed_in
 
 ROWS = 64  # of a warpgroup's tile
 
@@ -39,7 +39,7 @@ def _meaning(name, acc, a, b):
     transposed, warp, from_shared = transposed_in(name), current_warp(), not hasattr(a, "array")
     tile = _result(name, None if acc is None else acc.spec, a.spec, b.spec)
     if isinstance(acc, PendingTile):
-        warp.hand_on(acc)
+        warp.chain(acc)
     slab = (acc, None if from_shared else a.array)
 
     def compute(slabs):
@@ -63,14 +63,14 @@ def _meaning(name, acc, a, b):
 def _result(name, acc, a, b):
     """The type of the product; TypeError if there is no such product of these operands."""
     m, n, _ = check(f"warpgroup.{name}", acc, a, b)
-    return rt(m, n, fp32)
+    return rt(m, n, sums_of(a.dtype))
 
 
 def _operand(b, tile, address, rows_are_k):
     """k -> the descriptor of a shared operand's slice that begins at `k` of the contracted axis."""
     low = b.zext(b.lshr(address, b.u32(4)), i64)
-    start = b.or_(low, i64(layout.descriptor(tile.whole, tile.width, rows_are_k)))
-    return lambda k: b.add(start, i64(layout.k_step(k, tile.whole, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
+    start = b.or_(low, i64(layout.descriptor(tile.parent_rows, tile.width, rows_are_k)))
+    return lambda k: b.add(start, i64(layout.k_step(k, tile.parent_rows, tile.dtype.itemsize, tile.width, rows_are_k) >> 4))
 
 
 def _left_registers(b, a, value):
@@ -88,7 +88,9 @@ def _emit(b, name, out, acc, a, right, vacc, va, vright):
     registers = _left_registers(b, a, va) if isinstance(a, rt) else []
     settled = isinstance(acc, rt)  # the registers of one in flight pass to the next wgmma untouched, not even by the fence
     parts = ptx.wgmma_fence(b, (b.unpack(vacc) if settled else []) + registers)
-    fresh = [b.undefined(f32)] * out.elements  # without an accumulator the first product writes and does not read
+    fresh = [
+        b.undefined(i32 if out.dtype is int32 else f32)
+    ] * out.elements  # without an accumulator the first product writes and does not read
     c = parts[: out.elements] if settled else b.unpack(vacc) if acc else fresh
     registers = parts[len(parts) - len(registers) :]
     left = None if registers else _operand(b, a, va, transposed.left)
@@ -111,7 +113,7 @@ def mm_AB(a, b):
 
 @op(takes_operands=True)
 def mm_ABt(a, b):
-    """a @ b.T in fp32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
+    """a @ b.T in fp32, of int8 in int32, pending. a: st(64, k) or the warps' rt(16, k); b: st(n, k)."""
     return _meaning("mm_ABt", None, a, b)
 
 
@@ -127,25 +129,25 @@ def mm_AtBt(a, b):
     return _meaning("mm_AtBt", None, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AB(acc, a, b):
     """acc + a @ b in fp32, pending; acc: the warps' rt(16, n, fp32), in flight or not; a, b as for mm_AB."""
     return _meaning("mma_AB", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_ABt(acc, a, b):
-    """acc + a @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_ABt."""
+    """acc + a @ b.T in fp32, of int8 in int32, pending; acc as for mma_AB, of int32 if they are int8; a, b as for mm_ABt."""
     return _meaning("mma_ABt", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AtB(acc, a, b):
     """acc + a.T @ b in fp32, pending; acc as for mma_AB; a, b as for mm_AtB."""
     return _meaning("mma_AtB", acc, a, b)
 
 
-@op(takes_pending=True, takes_operands=True)
+@op(takes_pending=True, takes_operands=True, takes_sums=True)
 def mma_AtBt(acc, a, b):
     """acc + a.T @ b.T in fp32, pending; acc as for mma_AB; a, b as for mm_AtBt."""
     return _meaning("mma_AtBt", acc, a, b)
@@ -159,7 +161,7 @@ def _adding(name):
     return rule
 
 
-def _alone(name):
+def _without_sum(name):
     def rule(a, b):
         out = _result(name, None, a, b)
         return pending(out), lambda builder, *values: _emit(builder, name, out, None, a, b, None, *values)
@@ -168,7 +170,7 @@ def _alone(name):
 
 
 for _mm, _mma in ((mm_AB, mma_AB), (mm_ABt, mma_ABt), (mm_AtB, mma_AtB), (mm_AtBt, mma_AtBt)):
-    lowers(_mm)(_alone(_mm.__name__))
+    lowers(_mm)(_without_sum(_mm.__name__))
     lowers(_mma)(_adding(_mma.__name__))
 
 

@@ -21,25 +21,25 @@ from tiles.types import st, sv
 
 
 @op
-def copy_async(tile, source, at, rows=-2, cols=-1, piece=cp_async.CHUNK_BYTES):
+def copy_async(tile, source, at, rows=-2, cols=-1, vector_bytes=cp_async.CHUNK_BYTES):
     """Start copying a part of a global array to a shared tile of its dtype. The part begins at index `at` and runs along axes
     `rows` and `cols`; what lies outside the array becomes 0. Columns must be adjacent, and the array's address, its strides
-    and at[cols] multiples of `piece` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte dtypes
-    may lie at multiples of 2: the warp then loads and stores them, because cp.async copies 4 bytes or more, and waits for
-    memory. A shared vector, of 4-byte numbers, lies along axis `cols` at any stride."""
-    current_warp().copy_async(tile, source, at, rows, cols, piece, range(cp_async.rows_of(tile.spec)))
+    and at[cols] multiples of `vector_bytes` bytes: 16, or else 8 or 4, which take 2 and 4 times as many instructions. 2-byte
+    dtypes may lie at multiples of 2: the warp then loads and stores them, because cp.async copies 4 bytes or more, and waits
+    for memory. A shared vector, of 4-byte numbers, lies along axis `cols` at any stride."""
+    current_warp().copy_async(tile, source, at, rows, cols, vector_bytes, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_async)
-def _(tile, source, at, rows: int, cols: int, piece: int):
+def _(tile, source, at, rows: int, cols: int, vector_bytes: int):
     if not isinstance(tile, st) and not (isinstance(tile, sv) and tile.dtype.itemsize == cp_async.NUMBER):
         raise TypeError(f"copy_async: copies to a shared tile, got {tile}" + ": load and store it" * isinstance(tile, sv))
-    cp_async.check_copy("copy_async", tile, source, at, rows, cols, piece)
+    cp_async.check_copy("copy_async", tile, source, at, rows, cols, vector_bytes)
 
     def emit(b, address, array, at, *_):
         if isinstance(tile, sv):
             return cp_async.lower_copy_numbers(b, source, tile, address, array, at, cols, tile.length, b.u32(0))
-        cp_async.lower_copy(b, source, tile, address, array, at, rows, cols, piece, tile.rows, b.u32(0))
+        cp_async.lower_copy(b, source, tile, address, array, at, rows, cols, vector_bytes, tile.rows, b.u32(0))
 
     return void, emit
 
@@ -59,18 +59,18 @@ def _(part: type, pages, size, at, last, begin):
 
 
 @op
-def copy_pages(tile, pool, page_rows, at, last, piece=cp_async.CHUNK_BYTES):
+def copy_pages(tile, pool, page_rows, at, last, vector_bytes=cp_async.CHUNK_BYTES):
     """copy_async of rows in pages. pool: an array (page, row, ..., column). page_rows: the pages, by look_up. at:
     (the tile's first row, ..., column), as if there were no pages; for a vector there is no column. Rows from `last` on
     become 0."""
-    current_warp().copy_pages(tile, pool, page_rows, at, last, piece, range(cp_async.rows_of(tile.spec)))
+    current_warp().copy_pages(tile, pool, page_rows, at, last, vector_bytes, range(cp_async.rows_of(tile.spec)))
 
 
 @lowers(copy_pages)
-def _(tile, pool, page_rows, at, last, piece: int):
+def _(tile, pool, page_rows, at, last, vector_bytes: int):
     if not isinstance(tile, st | sv):
         raise TypeError(f"copy_pages: copies to a shared tile, got {tile}")
-    copy = paged_copies.copy_pages_rule("copy_pages", tile, cp_async.rows_of(tile), pool, page_rows, at, last, piece)
+    copy = paged_copies.copy_pages_rule("copy_pages", tile, cp_async.rows_of(tile), pool, page_rows, at, last, vector_bytes)
     return void, lambda b, address, array, places, at, last, _: copy(b, address, b.u32(0), array, places, at, last)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from tiles.compiling import ptx
 from tiles.compiling.builder import i64
 from tiles.compiling.numba_types import void
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.op import integer, lowers, op
@@ -37,9 +37,9 @@ def wait_count(counts, at, n):
     description = (
         f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
     )
-    current_warp().until(lambda: count.item() >= n, lambda: description)
-    note(Touched, count, False)
-    current_warp().block.cluster.in_turn = True
+    current_warp().wait_until(lambda: count.item() >= n, lambda: description)
+    note(AccessStep, count, False)
+    current_warp().block.cluster.waits_for_count = True
     current_warp().fence_async()
 
 
@@ -70,7 +70,7 @@ def _count(counts, at):
         )
     count = _there(counts, at)
     count += 1
-    note(Touched, count, True)
+    note(AccessStep, count, True)
 
 
 def _address(b, counts, value, at):

@@ -7,7 +7,7 @@ import numpy as np
 from tiles.compiling.builder import f32, i1, i32, i64
 from tiles.compiling.numba_types import SCALARS, spec_of
 from tiles.dtypes import bf16, fp16, fp32
-from tiles.interpreter import Touched, note, recording
+from tiles.interpreter import AccessStep, is_recording, note
 from tiles.numba_names import types
 from tiles.op import integer, lowers
 from tiles.types import rt, rv
@@ -37,9 +37,9 @@ def gathered(source, index):
     inside = np.logical_and.reduce([(i >= 0) & (i < size) for i, size in zip(places, source.shape, strict=True)])
     values = np.zeros(inside.shape, np.float32)
     values[inside] = np.asarray(source)[tuple(i[inside] for i in places)].astype(np.float32)
-    if recording() and inside.any():  # so many elements of it, here or there
+    if is_recording() and inside.any():  # so many elements of it, here or there
         first = np.asarray(source)[(slice(0, 1),) * source.ndim].reshape(1)
-        note(Touched, np.broadcast_to(first, np.count_nonzero(inside)), False)
+        note(AccessStep, np.broadcast_to(first, np.count_nonzero(inside)), False)
     return values
 
 

@@ -115,7 +115,7 @@ LOAD = {
 }
 
 
-def _apart(b, dtype, spec, value):
+def _split_elements(b, dtype, spec, value):
     """A register for each element of a value, which begins with the element as `dtype`."""
     if dtype.itemsize == 1 and spec.dtype is dtype and isinstance(spec, rt):
         return bytes_of(b, b.unpack(value))
@@ -123,7 +123,7 @@ def _apart(b, dtype, spec, value):
     return [word(dtype, *[e] * (4 // dtype.itemsize)) for e in elements]
 
 
-def _together(b, dtype, spec, parts):
+def _join_elements(b, dtype, spec, parts):
     """The value of these elements."""
     if dtype.itemsize == 1 and spec.dtype is dtype and isinstance(spec, rt):
         return b.pack(joined(b, parts))
@@ -138,7 +138,7 @@ def lower_store(ty, spec, rows, cols, first_row, ordered=True):
     def lower(b, array, value, at, *_):
         accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), ordered=ordered)
         mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
-        for x, (inside, address) in zip(_apart(b, dtype, spec, value), accesses, strict=True):
+        for x, (inside, address) in zip(_split_elements(b, dtype, spec, value), accesses, strict=True):
             b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, mine), i32))
 
     return lower
@@ -153,7 +153,7 @@ def lower_load(ty, spec, rows, cols, first_row, adjacent=False, ordered=True):
         accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent, ordered)
         text = f"{{{GUARD}{LOAD[dtype.itemsize]}}}"
         parts = [b.asm(word, text, f"={letter},l,r", address, b.zext(inside, i32)) for inside, address in accesses]
-        return _together(b, dtype, spec, parts)
+        return _join_elements(b, dtype, spec, parts)
 
     return lower
 

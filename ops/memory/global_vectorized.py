@@ -49,14 +49,14 @@ def suits(array, spec, rows, cols):
     return spec.layout == "row" and rows < cols and (spec.dtype.itemsize == 1) == (size == 1)
 
 
-def check(name, array, spec, aligned, loads=False):
-    """TypeError if the kernel cannot promise `aligned` for tiles of type `spec` and this array. loads: the access is a load,
+def check(name, array, spec, aligned, is_load=False):
+    """TypeError if the kernel cannot promise `aligned` for tiles of type `spec` and this array. is_load: the access is a load,
     which takes vectors, too, and no promise of less than 16 bytes."""
     size = SCALARS[array.dtype].itemsize
-    if aligned not in (False, True) and (loads or aligned not in PROMISED or size != 2):
+    if aligned not in (False, True) and (is_load or aligned not in PROMISED or size != 2):
         kinds = ", ".join(map(str, PROMISED))
         raise TypeError(f"{name}: aligned must be True, or for stores to bf16 and fp16 arrays one of {kinds}, got {aligned}")
-    if loads and isinstance(spec, rv):
+    if is_load and isinstance(spec, rv):
         return
     if isinstance(spec, rt) and spec.layout == "line":
         return lines.check(name, array, spec, aligned)
@@ -103,7 +103,7 @@ class _LanePosition:
     width: BuilderValue
     is_wide: BuilderValue | None = None
 
-    def moved(self, b, down, across):
+    def shifted_by(self, b, down, across):
         """The position this many rows further down and columns further right."""
         start = _address(b, self.start, [b.zext(down, i64), b.zext(across, i64)], [self.line, self.column])
         return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
@@ -136,11 +136,11 @@ def _visible_range(b, at, extent, limit):
     """(begin, end) of the rows or columns, among the first `limit` of a tile at index `at`, that lie inside the array."""
     zero, limit = i64(0), i64(limit)
 
-    def within(x):
+    def clamp(x):
         x = b.select(b.icmp_signed("<", x, limit), x, limit)
         return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
 
-    return within(b.sub(zero, at)), within(b.sub(extent, at))
+    return clamp(b.sub(zero, at)), clamp(b.sub(extent, at))
 
 
 def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
@@ -164,7 +164,7 @@ def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, 
         is_wide = b.and_(is_wide, b.icmp_unsigned("==", strides[c], i64(size)))
     zero = b.u32(0)
     inside = b.sub(zero, top), b.sub(zero, left), b.sub(bottom, top), b.sub(right, left)
-    return _LanePosition(start, line, strides[c], *inside, ptx.vote_all(b, is_wide)).moved(b, row, zero)
+    return _LanePosition(start, line, strides[c], *inside, ptx.vote_all(b, is_wide)).shifted_by(b, row, zero)
 
 
 def _accesses(b, exchange, spec, place, recompute=False, column=None):
@@ -222,7 +222,7 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
             return store(place)
         with b.if_else(place.is_wide) as (at_once, by_words):
             with at_once:
-                store(place.moved(b, exchange.first_row(b), exchange.first_column(b)))
+                store(place.shifted_by(b, exchange.first_row(b), exchange.first_column(b)))
             with by_words:
                 words = [in_pairs(b, [words_at[at] for at in four]) for four in words_of(exchange, stored)]
                 values = [[b.bitcast(x, i32) for x in four] for four in words]
@@ -242,14 +242,14 @@ def lower_store_bytes(ty, spec, rows, cols, first_row):
         runs = [[elements[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, like)]
         words = [[b.quad(stored_dtype, *run[k : k + 4]) for k in (0, 4)] for run in runs]
         place = _check_at_run_time(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
-        mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
+        mine = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
         with b.if_else(place.is_wide) as (at_once, by_bytes):
             with at_once:
                 for (fits, address), pair in zip(_accesses(b, exchange, stored, mine), words, strict=True):
                     b.do(HALF_STORE, address, *pair, fits)
             with by_bytes:
                 for k in range(8):
-                    shifted = mine.moved(b, b.u32(0), b.u32(k))
+                    shifted = mine.shifted_by(b, b.u32(0), b.u32(k))
                     strided = _accesses(b, exchange, stored, shifted, column=shifted.column)
                     for (fits, address), pair in zip(strided, words, strict=True):
                         b.do(f"{{{GUARD}{STORE[1]}}}", address, b.lshr(pair[k // 4], b.u32(8 * (k % 4))), fits)
@@ -277,7 +277,7 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
         else:
 
             def at_once():
-                mine = place.moved(b, exchange.first_row(b), exchange.first_column(b))
+                mine = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
                 return [*itertools.chain(*load(mine))]
 
             def word_by_word():
@@ -327,7 +327,7 @@ def _four_rounds(b, exchange, spec, place, accesses, move):
     def move_one_word(number, words):
         bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
         rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
-        position = place.moved(b, rows, b.add(first, cols))
+        position = place.shifted_by(b, rows, b.add(first, cols))
         line = ptx.opaque(
             b, position.start
         )  # each address is made of the one before: none is kept in a register over the rounds

@@ -1,8 +1,8 @@
 """A warp's tile in global memory in the order in which its lanes hold it: sums that many blocks add to, and that a later kernel
 loads.
 
-    add_held(sums, part, (pair, row, 0))
-    part = load_held(sums, rt(16, 64, fp32), (pair, row, 0))
+    add_fragment(sums, part, (pair, row, 0))
+    part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0))
 
 The lanes' first elements are adjacent, then their second ones, and so on: each instruction of a warp adds or loads 128 adjacent
 bytes, from one address. Only a load of the same type knows the order of rows and columns.
@@ -10,8 +10,8 @@ bytes, from one address. Only a load of the same type knows the order of rows an
 A warpgroup's tile can go through a shared tile, from which TMA adds it. There a lane's elements are adjacent by fours, 16
 bytes:
 
-    warpgroup.store_held(tile, part)
-    part = load_held(sums, rt(16, 64, fp32), (pair, row, 0), 4)"""
+    warpgroup.store_fragment(tile, part)
+    part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0), 4)"""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from tiles.compiling import ptx
 from tiles.compiling.builder import f32, i64, struct
 from tiles.compiling.numba_types import SCALARS, void
 from tiles.dtypes import fp32
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
 from tiles.numba_names import types
@@ -30,55 +30,58 @@ from ..threads.warps import FOUR_WARPS
 from .shared_tiles import describe_index
 
 QUAD = 4  # elements of a lane that are adjacent in shared memory
-ROW = 8 * QUAD  # columns of the shared tile of store_held: eight lanes' elements, a row of all banks
+ROW = 8 * QUAD  # columns of the shared tile of store_fragment: eight lanes' elements, a row of all banks
 
 
-def _line(array, spec, at, together):
+def _line(array, spec, at, vector_elements):
     """The elements of a global array, from index `at` on, that a tile takes."""
     flat, start = np.asarray(array), int(np.dot([int(i) for i in at], array.strides)) // fp32.itemsize
     if not flat.flags.c_contiguous:
-        raise current_warp().hazard(f"held tiles lie in C-ordered arrays, and this one's strides are {array.strides}")
+        raise current_warp().hazard(
+            f"add_fragment, load_fragment: the array must be C-ordered, its strides are {array.strides}"
+        )
     if not 0 <= start <= flat.size - LANES * spec.elements:
         raise current_warp().hazard(f"index {at} and a tile behind it are out of range for an array of shape {array.shape}")
     line = flat.reshape(-1)[start : start + LANES * spec.elements]
-    if line.ctypes.data % (together * fp32.itemsize):
+    if line.ctypes.data % (vector_elements * fp32.itemsize):
         raise current_warp().hazard(
-            f"{together} elements go together, and those at index {at} begin at {line.ctypes.data:#x}, no multiple"
+            f"{vector_elements} adjacent elements are accessed at once, and those at index {at} begin at "
+            f"{line.ctypes.data:#x}, no multiple"
         )
     return line
 
 
-def _places(spec, together=1):
+def _places(spec, vector_elements=1):
     """The position among them of each of a tile's elements, with so many adjacent ones of a lane."""
     lane, index = np.arange(LANES)[:, None], np.arange(spec.elements)
     places = np.empty(spec.shape, np.int64)
-    places[spec.element(lane, index)] = (LANES * (index // together) + lane) * together + index % together
+    places[spec.element(lane, index)] = (LANES * (index // vector_elements) + lane) * vector_elements + index % vector_elements
     return places
 
 
 @op
-def add_held(target, value, at, together=1):
+def add_fragment(target, value, at, vector_elements=1):
     """Add an fp32 tile in registers to a global array, from index `at` on, in the order in which the lanes hold it. Each
     element is added atomically, and nothing waits for the sums. target: C-ordered, fp32; a tile takes as many elements as it
-    has. together: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
-    line = _line(target, value.spec, at, together)
-    current_warp().touches(target, READ)  # too: two blocks that add to one place must not do so at once
-    line[_places(value.spec, together)] += value.array
-    note(Touched, line, True)
+    has. vector_elements: 4 adds four elements of a lane at once, which are then adjacent (sm_90 and later)."""
+    line = _line(target, value.spec, at, vector_elements)
+    current_warp().note_access(target, READ)  # too: two blocks that add to one place must not do so at once
+    line[_places(value.spec, vector_elements)] += value.array
+    note(AccessStep, line, True)
 
 
 @op
-def load_held(source, spec, at, together=1):
-    """The tile of type `spec` that was added by add_held. together: 4 if it came through a shared tile."""
-    line = _line(source, spec, at, together)
-    note(Touched, line, False)
-    return line[_places(spec, together)]
+def load_fragment(source, spec, at, vector_elements=1):
+    """The tile of type `spec` that was added by add_fragment. vector_elements: 4 if it came through a shared tile."""
+    line = _line(source, spec, at, vector_elements)
+    note(AccessStep, line, False)
+    return line[_places(spec, vector_elements)]
 
 
 @op(takes_operands=True)
-def store_held(tile, value):
+def store_fragment(tile, value):
     """A shared tile = the warps' fp32 tiles in the order in which their lanes hold them, one below the other. TMA then copies
-    it to an array with the same columns, from which `load_held` loads. tile: fp32, 32 columns."""
+    it to an array with the same columns, from which `load_fragment` loads. tile: fp32, 32 columns."""
     values = np.empty(value.array.size, np.float32)
     values[_places(value.spec, QUAD)] = value.array
     rows = tile.shape[0] // WARPGROUP
@@ -96,12 +99,12 @@ def _check(name, array, spec, at):
         )
 
 
-def _first(b, array, value, at, together=1):
+def _first(b, array, value, at, vector_elements=1):
     """The address of this lane's first element."""
     address, _, strides = b.array(array, value)
     for index, stride in zip(b.unpack(at), strides, strict=True):
         address = b.add(address, b.mul(b.sext(index, i64) if index.type.width < 64 else index, stride))
-    return ptx.opaque(b, b.add(address, b.zext(b.mul(b.lane(), b.u32(together * fp32.itemsize)), i64)))
+    return ptx.opaque(b, b.add(address, b.zext(b.mul(b.lane(), b.u32(vector_elements * fp32.itemsize)), i64)))
 
 
 def _addresses(b, array, value, spec, at):
@@ -110,15 +113,15 @@ def _addresses(b, array, value, spec, at):
     return [b.add(address, i64(LANES * fp32.itemsize * k)) for k in range(spec.elements)]
 
 
-@lowers(add_held)
-def _(target, value, at, together: int):
-    _check("add_held", target, value, at)
-    if together not in (1, QUAD):
-        raise TypeError(f"add_held: 1 or {QUAD} of a lane's elements lie together, got {together}")
+@lowers(add_fragment)
+def _(target, value, at, vector_elements: int):
+    _check("add_fragment", target, value, at)
+    if vector_elements not in (1, QUAD):
+        raise TypeError(f"add_fragment: 1 or {QUAD} of a lane's elements are adjacent, got {vector_elements}")
 
     def emit(b, vtarget, registers, vat, _):
         elements = b.unpack(registers)
-        if together == QUAD:
+        if vector_elements == QUAD:
             address = _first(b, target, vtarget, vat, QUAD)
             for k in range(0, value.elements, QUAD):
                 ptx.add_four_global(b, b.add(address, i64(fp32.itemsize * LANES * k)), elements[k : k + QUAD])
@@ -129,14 +132,14 @@ def _(target, value, at, together: int):
     return void, emit
 
 
-@lowers(load_held)
-def _(source, spec: type, at, together: int):
-    _check("load_held", source, spec, at)
-    if together not in (1, QUAD):
-        raise TypeError(f"load_held: 1 or {QUAD} of a lane's elements lie together, got {together}")
+@lowers(load_fragment)
+def _(source, spec: type, at, vector_elements: int):
+    _check("load_fragment", source, spec, at)
+    if vector_elements not in (1, QUAD):
+        raise TypeError(f"load_fragment: 1 or {QUAD} of a lane's elements are adjacent, got {vector_elements}")
 
     def emit(b, vsource, _, vat, __):
-        if together == 1:
+        if vector_elements == 1:
             return b.pack([b.asm(f32, "ld.global.f32 $0, [$1];", "=f,l", a) for a in _addresses(b, source, vsource, spec, vat)])
         address, elements = _first(b, source, vsource, vat, QUAD), []
         for k in range(0, spec.elements, QUAD):
@@ -148,13 +151,13 @@ def _(source, spec: type, at, together: int):
     return spec, emit
 
 
-@lowers(store_held)
+@lowers(store_fragment)
 def _(tile, value):
     if not isinstance(value, rt) or value.dtype is not fp32:
-        raise TypeError(f"store_held: takes a register tile of fp32, got {value}")
+        raise TypeError(f"store_fragment: takes a register tile of fp32, got {value}")
     rows = value.rows * value.cols * WARPGROUP // ROW
     if not isinstance(tile, st) or tile.dtype is not fp32 or tile.shape != (rows, ROW):
-        raise TypeError(f"store_held: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {value}, got {tile}")
+        raise TypeError(f"store_fragment: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {value}, got {tile}")
 
     def emit(b, address, registers):
         lane, registers = b.lane(), b.unpack(registers)

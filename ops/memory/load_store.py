@@ -8,7 +8,8 @@ global_vectorized.py, and global_elements.py for what cannot go by 16 bytes.
 import numpy as np
 
 from tiles.compiling.numba_types import void
-from tiles.interpreter import Touched, current_warp, note
+from tiles.dtypes import DTYPES
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.numba_names import types
 from tiles.op import lowers, op
 from tiles.types import remote, rt, rv, st, sv
@@ -70,7 +71,7 @@ def check_load(name, source, spec, at, rows, cols, is_aligned, warps):
     elif isinstance(source, types.Array):
         global_elements.check(name, source, spec, at, rows, cols)
         if is_aligned:
-            global_vectorized.check(name, source, spec, is_aligned, loads=True)
+            global_vectorized.check(name, source, spec, is_aligned, is_load=True)
     else:
         raise TypeError(
             f"{name}: the source must be a shared tile or vector, or a global array, got {source}{_of_peers(source)}"
@@ -108,8 +109,8 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     at = shifted(value.spec, at, rows, cols, rank)
     view, part = global_elements.window(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
-    current_warp().put(view, array[part].astype(view.dtype))
-    note(Touched, view, True)
+    current_warp().put(view, DTYPES[view.dtype].round(array[part]))
+    note(AccessStep, view, True)
 
 
 def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
@@ -122,7 +123,7 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
     view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
-    note(Touched, view, False)
+    note(AccessStep, view, False)
     return out.reshape(spec.shape)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from tiles.compiling.builder import f32, i32, i64
 from tiles.compiling.numba_types import SCALARS
 from tiles.dtypes import fp32
-from tiles.interpreter import Touched, current_warp, note
+from tiles.interpreter import AccessStep, current_warp, note
 from tiles.numba_names import types
 from tiles.op import integer, lowers, op
 from tiles.types import rt
@@ -25,7 +25,7 @@ def load_number(source, at):
     if not all(0 <= i < size for i, size in zip(at, source.shape, strict=True)):
         raise current_warp().hazard(f"index {tuple(at)} is out of range for an array of shape {source.shape}")
     element = np.asarray(source)[tuple(slice(i, i + 1) for i in at)]
-    note(Touched, element, False)
+    note(AccessStep, element, False)
     return np.float32(element.ravel()[0])
 
 

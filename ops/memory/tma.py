@@ -26,7 +26,7 @@ from .shared_tiles import describe_index
 
 
 def _to_global(warp, target, at, tile, fold=None):
-    FOUR_WARPS.meet(warp)
+    FOUR_WARPS.sync(warp)
     if warp.rank == 0:
         warp.store_async(target, at, tile, fold)
 
@@ -79,14 +79,15 @@ def _check(name, target, at):
         raise TypeError(f"{name}: `at` must be up to {target.rank} integers, got {describe_index(at)}")
 
 
-def rule(name, fold, dtypes=None, meet=FOUR_WARPS.emit_meet, threads=THREADS):
-    """The rule of a copy from shared memory to a tensor: who meets before, and how many threads have a first that does it."""
+def rule(name, fold, dtypes=None, emit_sync=FOUR_WARPS.emit_sync, threads=THREADS):
+    """The rule of a copy from shared memory to a tensor: what synchronises before it, and how many threads have a first that
+    does it."""
 
     def checked(target, at, tile):
         _check(name, target, at)
         if dtypes and target.tile.dtype not in dtypes:
             raise TypeError(f"{name}: TMA does this for {', '.join(map(str, dtypes))}, got {target}")
-        if not (isinstance(tile, (st, sv)) and target.tile.alone == tile.alone):
+        if not (isinstance(tile, (st, sv)) and target.tile.unsliced == tile.unsliced):
             raise TypeError(f"{name}: the target takes {target.tile}, got {tile}")
         if not target.storable:
             raise TypeError(
@@ -95,7 +96,7 @@ def rule(name, fold, dtypes=None, meet=FOUR_WARPS.emit_meet, threads=THREADS):
             )
 
         def emit(b, vtarget, vat, vtile):
-            meet(b)
+            emit_sync(b)
             with b.if_then(elected(b, threads)):
                 ptx.tma_store(b, target, vtarget, b.unpack(vat), tile, vtile, fold)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tiles.compiling.builder import i64
 from tiles.compiling.numba_types import SCALARS, void
-from tiles.dtypes import DTYPES, bf16, fp16
+from tiles.dtypes import DTYPES, bf16
 from tiles.interpreter import current_warp
 from tiles.interpreter.accesses import READ
 from tiles.numba_names import types
@@ -129,7 +129,7 @@ def load_pages(pool, spec, page_rows, at, last):
     warp = current_warp()
     if reason := global_vectorized.misaligned(pool, spec, (0, 0, *at[1:]), pool.ndim - 1):
         raise warp.hazard(f"load_pages: {reason}")
-    warp.touches(pool, READ)
+    warp.note_access(pool, READ)
     values, _ = warp.from_pages(np.asarray(pool), page_rows, at, last, range(spec.rows), spec.cols)
     return values().astype(np.float32)[:, quad_exchange.order(spec, spec.dtype)]
 
@@ -178,11 +178,8 @@ def _(pool, spec: type, page_rows, at, last):
 
 
 def _widened(b, spec, words, to):
-    """Words of four fp8 elements each, as words of two of dtype `to`. fp16 represents them exactly."""
-    if to is fp16:
-        return [b.halves(spec.dtype, word, part) for word in words for part in ("lo", "hi")]
-    elements = b.elements(spec, b.pack(words))
-    return [b.pair(to, *elements[k : k + 2]) for k in range(0, len(elements), 2)]
+    """Words of four elements of one byte each, as words of two of dtype `to`, exactly."""
+    return [half for word in words for half in b.widened(spec.dtype, word, to)]
 
 
 @lowers(store_widened)

@@ -9,8 +9,8 @@ from tiles.layout import WARPGROUP
 from tiles.op import integer, lowers, op
 from tiles.types import st
 
-from ..threads.warpgroups import emit_meet, meet
-from ..threads.warps import MOST_GROUPS, THREADS
+from ..threads.warpgroups import emit_sync_warpgroups, sync_warpgroups
+from ..threads.warps import MAX_GROUPS, THREADS
 
 CHUNK_BYTES = 16  # that a thread writes at once
 
@@ -29,13 +29,13 @@ def zero_first_rows(tile, end, groups=1):
     _zero(tile, range(min(max(end, 0), tile.rows)), groups)
 
 
-def _zero(tile, gone, groups):
+def _zero(tile, zeroed, groups):
     """The meaning of both, of the rows in a range."""
     warp, count = current_warp(), WARPGROUP * groups
-    share, mine = -(-len(gone) // count), warp.index if groups > 1 else warp.rank
-    if rows := gone[share * mine : share * (mine + 1)]:
+    rows_per_warp, rank = -(-len(zeroed) // count), warp.index if groups > 1 else warp.rank
+    if rows := zeroed[rows_per_warp * rank : rows_per_warp * (rank + 1)]:
         warp.write(tile, np.zeros((len(rows), tile.cols), np.float32), rows)
-    meet(warp, groups)
+    sync_warpgroups(warp, groups)
 
 
 @lowers(zero_rows)
@@ -50,26 +50,26 @@ def _(tile, end, groups: int):
 
 def _lowered(name, side, tile, bound, groups):
     """The rule of both: `side` compares the rows that become 0 with the bound."""
-    if not isinstance(tile, st) or not integer(bound) or not 1 <= groups <= MOST_GROUPS:
+    if not isinstance(tile, st) or not integer(bound) or not 1 <= groups <= MAX_GROUPS:
         raise TypeError(
-            f"{name}: takes a shared tile, an integer and 1 to {MOST_GROUPS} warpgroups, got {tile}, {bound} and {groups}"
+            f"{name}: takes a shared tile, an integer and 1 to {MAX_GROUPS} warpgroups, got {tile}, {bound} and {groups}"
         )
     threads = THREADS * groups
     chunks = tile.width // CHUNK_BYTES
 
     def emit(b, address, row, _):
-        mine, nothing = b.special("tid.x"), b.u32(0)
+        rank, nothing = b.special("tid.x"), b.u32(0)
         if groups == 1:
-            mine = b.and_(mine, b.u32(THREADS - 1))
+            rank = b.and_(rank, b.u32(THREADS - 1))
         for panel in range(tile.panels):
             for start in range(0, tile.rows * chunks, threads):
-                chunk = b.add(mine, b.u32(start))
-                gone = b.icmp_signed(side, b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))
+                chunk = b.add(rank, b.u32(start))
+                zeroed = b.icmp_signed(side, b.lshr(chunk, b.u32(chunks.bit_length() - 1)), b.u32(row))
                 if start + threads > tile.rows * chunks:  # not all threads have one left
-                    gone = b.and_(gone, b.icmp_signed("<", chunk, b.u32(tile.rows * chunks)))
-                with b.if_then(gone):
+                    zeroed = b.and_(zeroed, b.icmp_signed("<", chunk, b.u32(tile.rows * chunks)))
+                with b.if_then(zeroed):
                     at = b.add(address, b.add(b.mul(chunk, b.u32(CHUNK_BYTES)), b.u32(panel * tile.panel_bytes)))
                     b.do("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", at, nothing)
-        emit_meet(b, groups)
+        emit_sync_warpgroups(b, groups)
 
     return void, emit

@@ -33,14 +33,14 @@ VOTES: WeakKeyDictionary = WeakKeyDictionary()  # barrier: {how often it had ope
 
 def reduced(group, kind, x, scratch):
     """The meaning of a reduction across the group's warps, element by element."""
-    warp, ufunc, room = current_warp(), FOLDS[kind][0], _room(x)
+    warp, ufunc, elements = current_warp(), FOLDS[kind][0], _element_count(x)
     rank, size = group.rank(warp), group.size(warp)
-    if size * room > scratch.length:
-        raise warp.hazard(f"{size} warps bring {room} elements each, and scratch is {scratch.spec}")
-    group.meet(warp, fence=False)
-    warp.write(scratch, np.broadcast_to(_wide(x), room), range(room * rank, room * (rank + 1)))
-    group.meet(warp, fence=False)
-    parts = warp.read(scratch, range(room * size), fence=False).reshape(size, room)
+    if size * elements > scratch.length:
+        raise warp.hazard(f"{size} warps bring {elements} elements each, and scratch is {scratch.spec}")
+    group.sync(warp, fence=False)
+    warp.write(scratch, np.broadcast_to(_wide(x), elements), range(elements * rank, elements * (rank + 1)))
+    group.sync(warp, fence=False)
+    parts = warp.read(scratch, range(elements * size), fence=False).reshape(size, elements)
     out = ufunc.reduce(parts, axis=0)
     return out.reshape(x.spec.shape) if hasattr(x, "spec") else out[0]
 
@@ -49,9 +49,9 @@ def voted(group, decide, flag):
     """What any and all mean: decide(the flags of all warps)."""
     warp = current_warp()
     barrier = group.barrier(warp)
-    flags = VOTES.setdefault(barrier, {}).setdefault(barrier.opened, [])
+    flags = VOTES.setdefault(barrier, {}).setdefault(barrier.generation, [])
     flags.append(bool(flag))
-    barrier.meet(warp, LANES * group.size(warp), description=f"the {group.name}'s vote: ", vote=True)
+    barrier.sync(warp, LANES * group.size(warp), description=f"the {group.name}'s vote: ", vote=True)
     return decide(flags)
 
 
@@ -66,14 +66,14 @@ def _wide(x):
     return x.array.astype(np.float32).ravel() if hasattr(x, "array") else np.float32(x)
 
 
-def _room(x):
+def _element_count(x):
     """The elements of a warp's part of scratch."""
     return x.length if hasattr(x, "length") else CELL
 
 
 def _sync(group):
     def rule(fenced: int):
-        return void, lambda b, _: group.emit_meet(b, fence=not fenced)
+        return void, lambda b, _: group.emit_sync(b, fence=not fenced)
 
     return rule
 
@@ -97,25 +97,25 @@ def _reduction(group, name, kind):
     def rule(x, scratch):
         if not (number(x) or (isinstance(x, rv) and not x.partial)):
             raise TypeError(f"{group.name}.{name}: takes a number or a whole vector of each warp, got {x}")
-        room = _room(x)
-        if not (isinstance(scratch, sv) and scratch.dtype is fp32 and scratch.length >= room * (group.warps or 1)):
-            least = f"{group.warps} x {room} elements or more" if group.warps else f"{room} elements a warp"
+        elements = _element_count(x)
+        if not (isinstance(scratch, sv) and scratch.dtype is fp32 and scratch.length >= elements * (group.warps or 1)):
+            least = f"{group.warps} x {elements} elements or more" if group.warps else f"{elements} elements a warp"
             raise TypeError(f"{group.name}.{name}: scratch must be an fp32 shared vector of {least}, got {scratch}")
         stored = replace(x, dtype=fp32) if isinstance(x, rv) else None
-        parts = group.warps or scratch.length // room
+        parts = group.warps or scratch.length // elements
 
         def at(b, address, part):
-            return b.add(address, b.mul(b.u32(part), b.u32(room * fp32.itemsize)))
+            return b.add(address, b.mul(b.u32(part), b.u32(elements * fp32.itemsize)))
 
         def lower(b, value, address):
-            group.emit_meet(b, fence=False)
+            group.emit_sync(b, fence=False)
             own_address = at(b, address, group.emit_rank(b))
             if stored:
                 shared_vectors.lower_store(scratch, stored, lambda b: b.u32(0))(b, own_address, b.pack(b.elements(x, value)))
             else:
                 with b.if_then(elected(b, LANES)):
                     b.do("st.shared.f32 [$0], $1;", own_address, b.real(value))
-            group.emit_meet(b, fence=False)
+            group.emit_sync(b, fence=False)
             size, folded = group.emit_warps(b), None
             for k in range(parts):
                 values = at(b, address, k)

@@ -24,7 +24,7 @@ from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
 from tiles.op import lowers, op
-from tiles.types import rt, rv, st, sv, whole
+from tiles.types import finished_type, rt, rv, st, sv
 from tiles.values import SharedTile
 
 from ..elementwise.arithmetic import fadd, fmax, fmin, fmul
@@ -111,7 +111,7 @@ def _fold(b, elements, combine):
     return fold(combine, [fold(combine, elements[c::CHAINS]) for c in range(min(CHAINS, len(elements)))])
 
 
-def _held(name, tile):
+def _register_tile(name, tile):
     """The type of a register tile with the elements of a shared one."""
     if tile.dtype in OPERANDS:
         raise TypeError(f"{name}: tiles of {tile.dtype} are only for products: load it and convert it, fp32(x); got {tile}")
@@ -173,7 +173,7 @@ def _reduction(name, axis, combine):
     def rule(tile, running):
         if not isinstance(tile, (rt, st)):
             raise TypeError(f"{name}: takes a register tile or a shared one, got {tile}")
-        out = _vector(tile if isinstance(tile, rt) else _held(name, tile), axis)
+        out = _vector(tile if isinstance(tile, rt) else _register_tile(name, tile), axis)
         if running not in (None, out):
             raise TypeError(f"{name}: the running value of {tile} must be {out}, got {running}")
 
@@ -259,7 +259,7 @@ def finish_sum(vector):
 def _(vector):
     if not (isinstance(vector, rv) and vector.partial):
         raise TypeError(f"finish_sum: takes a partial sum (from lane_sum), got {vector}")
-    out = whole(vector)
+    out = finished_type(vector)
     return out, lambda b, v: b.from_elements(out, _across(b, b.elements(vector, v), _sharers(out), fadd))
 
 
@@ -320,7 +320,7 @@ def tile_all(mask):
 
 def _all_elements(name, x):
     """The bits of a lane's number: lanes that differ in them hold different elements, and together the whole tile or vector."""
-    if isinstance(x, rt) or (isinstance(x, st) and _held(name, x)):
+    if isinstance(x, rt) or (isinstance(x, st) and _register_tile(name, x)):
         return IN_QUAD + OF_QUAD
     if isinstance(x, rv) and not x.partial:
         return OF_QUAD if x.by_quad else IN_QUAD

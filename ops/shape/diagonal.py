@@ -16,7 +16,7 @@ from .transpose import to_quads
 BASE = 16  # rows of a warp
 
 
-def _own(b, registers):
+def _select_quarter(b, registers):
     """This warp's quarter of registers, of which every warp has all four."""
     rank, count = FOUR_WARPS.emit_rank(b), len(registers) // WARPGROUP
     selected = registers[:count]
@@ -27,39 +27,39 @@ def _own(b, registers):
 
 
 @op
-def own_rows(vector):
+def warp_rows(vector):
     """The warp's 16 elements of a row_vec of 64, as the col_vec of its rows. It takes a vector from one side of the warpgroup's
     64 x 64 tile to the other."""
     first = BASE * current_warp().rank
     return np.ascontiguousarray(vector.array[:, first : first + BASE].T)
 
 
-@lowers(own_rows)
+@lowers(warp_rows)
 def _(vector):
     if not isinstance(vector, rv) or vector.partial or vector.by_quad or vector.length != WARPGROUP * BASE:
-        raise TypeError(f"own_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
+        raise TypeError(f"warp_rows: takes a row_vec of {WARPGROUP * BASE} elements, got {vector}")
     out = replace(vector, length=BASE, axis="col_vec" if vector.axis == "row_vec" else "row_vec")
-    return out, lambda b, value: b.pack(to_quads(b, _own(b, b.unpack(value))))
+    return out, lambda b, value: b.pack(to_quads(b, _select_quarter(b, b.unpack(value))))
 
 
 @op
-def own_block(tile):
+def diagonal_block(tile):
     """The 16 x 16 block that this warp's rt(16, 64) has on the diagonal of its warpgroup's 64 x 64 tile."""
     first = BASE * current_warp().rank
     return tile.array[:, first : first + BASE]
 
 
-@lowers(own_block)
+@lowers(diagonal_block)
 def _(tile):
     if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
-        raise TypeError(f"own_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
-    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_own(b, b.unpack(value)))
+        raise TypeError(f"diagonal_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
+    return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_select_quarter(b, b.unpack(value)))
 
 
 @op
 def on_diagonal(block):
     """The warp's rt(16, 64) of the warpgroup's 64 x 64 tile that has the warps' `block` on its diagonal and 0 elsewhere: the
-    inverse of own_block."""
+    inverse of diagonal_block."""
     out, first = np.zeros((BASE, WARPGROUP * BASE), block.array.dtype), BASE * current_warp().rank
     out[:, first : first + BASE] = block.array
     return out

@@ -40,11 +40,11 @@ def _(upper, lower, by: int):
             tile, below = divmod(half, 2)
             return halves[tile][HALF * below, col]
 
-        def moved(half, col):
+        def shift_half(half, col):
             if not rows:
                 return register(half, col)
             return ptx.shuffle(b, b.select(is_wrapped, register(half + 1, col), register(half, col)), source)
 
-        return b.pack([moved(first + below // HALF, col) for below, col in places])
+        return b.pack([shift_half(first + below // HALF, col) for below, col in places])
 
     return upper, emit

@@ -56,7 +56,7 @@ def _resized(spec, axis, extent):
     return replace(spec, **{"length" if isinstance(spec, rv) else ("rows", "cols")[axis]: extent})
 
 
-def _moved(at, axis, by):
+def _shift(at, axis, by):
     return tuple(x + by * (k == axis) for k, x in enumerate(at))
 
 
@@ -80,7 +80,7 @@ def _part(op_function, axis):
             registers = b.unpack(value)
             registers_at = dict(zip(register_coordinates(tile, len(registers)), registers, strict=True))
             coordinates = register_coordinates(out, len(registers) * out.elements // tile.elements)
-            return b.pack([registers_at[_moved(at, axis, index * count)] for at in coordinates])
+            return b.pack([registers_at[_shift(at, axis, index * count)] for at in coordinates])
 
         return out, emit
 
@@ -103,7 +103,7 @@ def _stack(op_function, axis):
             for tile, value, by in zip((first, second), values, (0, first.shape[axis]), strict=True):
                 registers = b.unpack(value)
                 registers_at |= {
-                    _moved(p, axis, by): r for p, r in zip(register_coordinates(tile, len(registers)), registers, strict=True)
+                    _shift(p, axis, by): r for p, r in zip(register_coordinates(tile, len(registers)), registers, strict=True)
                 }
             return b.pack([registers_at[at] for at in register_coordinates(out, len(registers_at))])
 

@@ -5,7 +5,7 @@
 
 A part may be loaded, stored, multiplied and copied by TMA like a tile of its own. Swizzles repeat every 8 rows, so
 a part of 8, 16, ... rows has the memory layout of such a tile. Only its panels have the stride of the whole tile's
-(`st.whole`). Columns come by whole panels:
+(`st.parent_rows`). Columns come by whole panels:
 
     state = warpgroup.mma_AtB(state, subtile(k.wait(j), ROWS, 0, 64, warpgroup.id()), v.wait(j))     # 64 rows of K^T V
 

@@ -1,4 +1,4 @@
-"""Several warpgroups of a block: they meet, or take turns. Some warps that wait for others. Ops of `ops.warpgroup`."""
+"""Several warpgroups of a block: they synchronise, or take turns. Some warps that wait for others. Ops of `ops.warpgroup`."""
 
 from dataclasses import dataclass
 
@@ -8,38 +8,38 @@ from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.op import integer, lowers, op
 
-from .warps import FOUR_WARPS, MOST_GROUPS, THREADS, TOGETHER
+from .warps import FOUR_WARPS, MAX_GROUPS, SEVERAL, THREADS
 
 
 @op
 def sync_several(groups):
-    """The block's first `groups` warpgroups meet, 1 (each by itself) to 8. What they wrote to shared memory is then visible to
-    all of them, to their wgmmas and to TMA."""
-    meet(current_warp(), groups)
+    """Synchronise the block's first `groups` warpgroups, 1 (each by itself) to 8. What they wrote to shared memory is then
+    visible to all of them, to their wgmmas and to TMA."""
+    sync_warpgroups(current_warp(), groups)
 
 
 @lowers(sync_several)
 def _(groups: int):
-    if not 1 <= groups <= MOST_GROUPS:
-        raise TypeError(f"sync_several: takes 1 to {MOST_GROUPS} warpgroups, got {groups}")
-    return void, lambda b, _: emit_meet(b, groups)
+    if not 1 <= groups <= MAX_GROUPS:
+        raise TypeError(f"sync_several: takes 1 to {MAX_GROUPS} warpgroups, got {groups}")
+    return void, lambda b, _: emit_sync_warpgroups(b, groups)
 
 
-def meet(warp, groups):
-    """The block's first `groups` warpgroups come here, or the warp's own alone."""
+def sync_warpgroups(warp, groups):
+    """Synchronise the block's first `groups` warpgroups; with `groups` = 1 the warp's own."""
     if groups == 1:
-        return FOUR_WARPS.meet(warp)
+        return FOUR_WARPS.sync(warp)
     threads = THREADS * groups
     warp.fence_async()
-    warp.block.named(TOGETHER, threads).meet(warp, threads, description=f"the meeting of {groups} warpgroups: ")
+    warp.block.named(SEVERAL, threads).sync(warp, threads, description=f"the sync of {groups} warpgroups: ")
 
 
-def emit_meet(b, groups):
-    """Emit the code of `meet` for so many warpgroups."""
+def emit_sync_warpgroups(b, groups):
+    """Emit the code of `sync_warpgroups`."""
     if groups == 1:
-        return FOUR_WARPS.emit_meet(b)
+        return FOUR_WARPS.emit_sync(b)
     ptx.fence_async(b)
-    ptx.named_barrier(b, b.u32(TOGETHER), b.u32(THREADS * groups))
+    ptx.named_barrier(b, b.u32(SEVERAL), b.u32(THREADS * groups))
 
 
 # ---- taking turns --------------------------------------------------------------------------------------------------
@@ -53,36 +53,36 @@ class ping_pong:
     first: int = 1
 
     def __post_init__(self):
-        if self.players < 2 or self.first < 1 or self.first + self.players > TOGETHER:
+        if self.players < 2 or self.first < 1 or self.first + self.players > SEVERAL:
             raise ValueError(
-                f"ping_pong: 2 or more players on named barriers 1 to {TOGETHER - 1}, got {self.players} from {self.first} on"
+                f"ping_pong: 2 or more players on named barriers 1 to {SEVERAL - 1}, got {self.players} from {self.first} on"
             )
 
     def __str__(self):
         return f"ping_pong({self.players} players)"
 
-    def _arrive(self, warp, player, sync):
+    def _arrive(self, warp, player, wait):
         if not 0 <= player <= self.players:
             raise warp.hazard(f"{self} has no player {player}")
         player %= self.players
         description = f"the turn of player {player} (`begin` grants the first, `give` the next): "
-        warp.block.named(self.first + player, 2 * THREADS).meet(warp, 2 * THREADS, sync, description)
+        warp.block.named(self.first + player, 2 * THREADS).sync(warp, 2 * THREADS, wait, description)
 
     @op
     def begin(self, me):
         """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
         if me == self.players - 1:
-            self._arrive(current_warp(), 0, sync=False)
+            self._arrive(current_warp(), 0, wait=False)
 
     @op
     def take(self, me):
         """Wait for the turn of player `me`."""
-        self._arrive(current_warp(), me, sync=True)
+        self._arrive(current_warp(), me, wait=True)
 
     @op
     def give(self, me):
         """Grant the next player its turn."""
-        self._arrive(current_warp(), me + 1, sync=False)
+        self._arrive(current_warp(), me + 1, wait=False)
 
 
 def _needs_player(name, me):
@@ -130,29 +130,29 @@ class named_barrier:
     first: int = 1
 
     def __post_init__(self):
-        if self.warps < 2 or not 1 <= self.first < TOGETHER:
+        if self.warps < 2 or not 1 <= self.first < SEVERAL:
             raise ValueError(
-                f"named_barrier: 2 or more warps at barriers from 1 to {TOGETHER - 1}, got {self.warps} from {self.first} on"
+                f"named_barrier: 2 or more warps at barriers from 1 to {SEVERAL - 1}, got {self.warps} from {self.first} on"
             )
 
     def __str__(self):
         return f"named_barrier({self.warps} warps)"
 
-    def _meet(self, warp, group, sync):
-        if not 0 <= group < TOGETHER - self.first:
+    def _arrive_at(self, warp, group, wait):
+        if not 0 <= group < SEVERAL - self.first:
             raise warp.hazard(f"{self} has no group {group}")
         threads = LANES * self.warps
-        warp.block.named(self.first + group, threads).meet(warp, threads, sync, f"the named barrier of group {group}: ")
+        warp.block.named(self.first + group, threads).sync(warp, threads, wait, f"the named barrier of group {group}: ")
 
     @op
     def arrive(self, group=0):
         """This warp has written its part; it does not wait."""
-        self._meet(current_warp(), group, sync=False)
+        self._arrive_at(current_warp(), group, wait=False)
 
     @op
     def sync(self, group=0):
         """Wait until the others have arrived."""
-        self._meet(current_warp(), group, sync=True)
+        self._arrive_at(current_warp(), group, wait=True)
 
 
 def _barrier_rule(name, sync):

@@ -54,7 +54,10 @@ def noted(monkeypatch, gpu):
         actual.extend(
             [PlannedLaunch(step.config, arrays_by_name, step.kernel_args) for step in plan.steps if hasattr(step, "config")]
         )
-        out = [arrays_by_name[name] if arrays_by_name.get(name) is not None else made(*problem.made(name)) for name in results]
+        out = [
+            arrays_by_name[name] if arrays_by_name.get(name) is not None else made(*problem.result_form(name))
+            for name in results
+        ]
         return out[0] if len(out) == 1 else tuple(out)
 
     with monkeypatch.context() as patched:

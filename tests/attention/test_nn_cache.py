@@ -16,7 +16,7 @@ CASES = {
     "norms without rotary": dict(heads=2, kv_heads=1, head_dim=16, causal=True, qk_norm=True),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("name", CASES)
-PIECES = 11, 0, 1, 1, 3, 4  # new tokens of each call: a prompt, none, single ones, drafts
+CALL_TOKENS = 11, 0, 1, 1, 3, 4  # new tokens of each call: a prompt, none, single ones, drafts
 
 
 def layer_of(name, device="cpu", dtype=torch.bfloat16):
@@ -54,7 +54,7 @@ def test_generates_in_pieces(name):
     other tokens."""
     module, x = layer_of(name), inputs()
     cache, expected = module.new_cache(2, TOKENS + 2), exact(module, x)
-    assert_near(torch.cat([module(part, cache=cache) for part in x.split(PIECES, 1)], 1), expected, name)
+    assert_near(torch.cat([module(part, cache=cache) for part in x.split(CALL_TOKENS, 1)], 1), expected, name)
     assert cache.lengths.tolist() == [TOKENS] * 2 and cache.max_length == TOKENS + 2
     cache.lengths.sub_(4)
     assert_near(module(x[:, -4:], cache=cache), expected[:, -4:], "after a rewind")
@@ -77,6 +77,25 @@ def test_sequences_of_several_lengths():
     out = module(**packed((4, 12), (10, 11), (6, 6)), cache=cache)
     assert_near(out[0], torch.cat([expected[0, 4:12], expected[1, 10:11]]), "packed")
     assert cache.lengths.tolist() == [12, 11, 6]
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.int8, 0.02), (torch.float8_e4m3fn, 0.1)], ids=str)
+def test_caches_of_one_byte(dtype, limit):
+    """Each token and head has a descale, which calls write; a step of one token is also that of a pool."""
+    module, x = layer_of("all"), inputs()
+    cache, expected = module.new_cache(2, TOKENS, dtype), exact(module, x)
+    out = torch.cat([module(part, cache=cache) for part in x.split(CALL_TOKENS, 1)], 1)
+    assert (out - expected).abs().max() < limit * expected.abs().max() and (cache.k_descale > 0).all()
+    with pytest.raises(TypeError, match="v_descale: must not be passed with a cache, which sets it"):
+        module(x[:, :1], cache=cache, v_descale=cache.v_descale)
+    pools = [torch.zeros(12, 4, 2, 16, dtype=dtype) for _ in "kv"]
+    paged = PagedCache([pools], sequences=2, tokens=32, scaled=True)
+    both = [paged.add(), paged.add()]
+    for part, now in zip(*(y.split((11, 1, TOKENS - 12), 1) for y in (x, out))):
+        paged.extend(both, part.shape[1])
+        pages, _, starts = paged.tables(both)
+        at = AttentionCache(*paged.layers[0], starts.clone(), cache.rotary, pages, **paged.descales[0])
+        assert_near(module(part, cache=at), now.double(), "in pages")
 
 
 def test_pages():
@@ -109,7 +128,7 @@ def test_norms_that_are_others(how):
     else:
         module.k_norm.eps = 0.5
     cache = module.new_cache(2, TOKENS)
-    parts = [module(part, cache=cache) for part in x.split(PIECES, 1)]
+    parts = [module(part, cache=cache) for part in x.split(CALL_TOKENS, 1)]
     assert_near(torch.cat(parts, 1), module(x).double(), how)
 
 
@@ -128,7 +147,7 @@ def test_autocast():
     cache = module.new_cache(2, TOKENS)
     assert cache.k.dtype == torch.bfloat16 and module.new_cache(1, 8, torch.float16).v.dtype == torch.float16
     with torch.autocast("cpu", torch.bfloat16):
-        out = torch.cat([module(part.float(), cache=cache) for part in x.split(PIECES, 1)], 1)
+        out = torch.cat([module(part.float(), cache=cache) for part in x.split(CALL_TOKENS, 1)], 1)
     assert_near(out, exact(module, x), "out")
 
 

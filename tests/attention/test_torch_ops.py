@@ -4,10 +4,12 @@ On torch's CPU wheel all of it runs through the interpreter, on tiny shapes; wha
 
 import subprocess
 import sys
+import types
 
 import pytest
 
 import attention
+from tiles.calls import torch_op
 
 torch = pytest.importorskip("torch")
 import torch.autograd.forward_ad as forward_ad  # noqa: E402
@@ -185,6 +187,17 @@ def test_a_plain_call_pays_a_few_calls(monkeypatch):
     finally:
         sys.setprofile(None)
     assert calls[0] == "__call__" and len(calls) < 20, calls
+
+
+def test_modules_are_found_while_dynamo_traces(monkeypatch):
+    """A second one, too, that was imported since the first was looked for."""
+    monkeypatch.setattr(torch_op, "_MODULES", {})
+    monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
+
+    def function(x):
+        return x + (torch_op.imported_module("torch") is not None) + (torch_op.imported_module("jax") is not None)
+
+    assert torch.compile(function, backend="eager", fullgraph=True)(torch.zeros(1)).item() == 2
 
 
 def test_torch_is_not_imported():

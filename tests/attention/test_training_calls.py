@@ -41,7 +41,7 @@ STEPS = {  # name: (the function, its arguments of a length)
 
 
 def a_step(name, length):
-    """Forward and backward."""
+    """The loss of one forward call and its gradients."""
     function, arguments = STEPS[name]
     out = function(*arguments(length))
     out.backward(torch.zeros_like(out))

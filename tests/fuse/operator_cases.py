@@ -3,7 +3,7 @@
 import numpy as np
 
 from fuse.planning.cost import Card
-from tiles import bf16, fp8e4m3
+from tiles import bf16, fp8e4m3, int8
 
 A100 = Card("NVIDIA A100", 108, 1.7e12, 2.2e14, 1e13, wgmma=False)
 K, N, R = 136, 72, 16
@@ -15,6 +15,7 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
+    "int8_linear": [("m", K), (K, N), (N,)],
     "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
     "linear_cross_entropy": [("m", K), (K, N), ("m",)],
     "lora_linear": [("m", K), (K, N), (K, R), (R, N)],
@@ -35,6 +36,7 @@ INDEX = np.dtype(np.int64)
 DTYPES = {
     ("dropout_residual_layer_norm", 4): INDEX,
     ("fp8_linear", 1): fp8e4m3.np,
+    ("int8_linear", 1): int8.np,
     ("linear_cross_entropy", 2): INDEX,
     ("lora_linear_by_index", 4): INDEX,
 }  # of arguments that have another than the first
@@ -45,7 +47,8 @@ def sample(name, rows, dtype, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [tuple(rows if n == "m" else n for n in shape) for shape in SHAPES[name]]
     result = [rng.standard_normal(shape) / shape[0] ** 0.25 for shape in shapes]
-    return [x.astype(DTYPES.get((name, n), dtype.np)) for n, x in enumerate(result)]
+    dtypes = [DTYPES.get((name, n), dtype.np) for n in range(len(result))]
+    return [(x * (32 if one == int8.np else 1)).astype(one) for x, one in zip(result, dtypes)]
 
 
 def normal(*shape):

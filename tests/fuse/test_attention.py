@@ -232,14 +232,62 @@ def test_keys_in_parts_on_the_card(shapes):
     compare(PLAIN, arrays, to_numpy(PLAIN(*map(to_torch, arrays))))
 
 
-def test_heads_that_share_keys_have_an_axis_of_their_own():
-    """Query heads that are more than the key heads are refused with the remedy, and with the axis they are attention."""
-    rng = np.random.default_rng(0)
-    q, k, gain = (rng.standard_normal(shape, np.float32).astype(bf16.np) for shape in ((1, 4, 8, 64), (1, 2, 8, 64), (64,)))
-    operator = fuse.operators.qk_norm_attention
-    with pytest.raises(ValueError, match=r"^attention: the leading axes .* reshape q to \(B, Hk, H / Hk, S, D\)"):
-        operator.run(q, k, k, gain, gain)
-    grouped = q.reshape(1, 2, 2, 8, 64), k[:, :, None], k[:, :, None], gain, gain
-    assert "attention.decode" in operator.explain(*grouped)
-    difference = np.abs(operator.run(*grouped).astype(float) - operator(*grouped).astype(float)).max()
-    assert difference < 0.05
+GQA = [((1, 4, 8, 64), (1, 2, 40, 64), 64), ((2, 6, 5, 64), (2, 3, 17, 64), 24), ((6, 5, 16), (3, 17, 16), 16)]
+
+
+@pytest.mark.parametrize(("q", "k", "value_dim"), GQA)
+def test_query_heads_that_share_key_heads(q, k, value_dim):
+    """As torch's enable_gqa: the bits of a call in which they have an axis of their own."""
+    operator, kv_heads = operators.qk_norm_attention, k[-3]
+    arrays = sample(q, k, (*k[:-1], value_dim), q[-1:], q[-1:])
+    own_axis = [arrays[0].reshape(*q[:-3], kv_heads, -1, *q[-2:]), *(x[..., None, :, :] for x in arrays[1:3]), *arrays[3:]]
+    out = operator.run(*arrays)
+    grouped = operator.run(*own_axis)
+    assert out.shape == (*q[:-1], value_dim) and (out == grouped.reshape(out.shape)).all()
+    compare(operator, own_axis, grouped)
+    given = np.zeros_like(out)
+    assert operator.run(*arrays, out=given) is not None and (given == out).all()
+    assert (operator(*arrays) == operator(*own_axis).reshape(out.shape)).all()
+    assert "attention.decode" in operator.explain(*arrays) and operator.proof(*arrays).holds
+    dy, *_ = sample(out.shape, seed=1)
+    gradients = operator.gradient(*arrays, dy)
+    assert [x.shape for x in gradients] == [x.shape for x in arrays]
+    for x, y in zip(gradients, operator.gradient(*own_axis, dy.reshape(grouped.shape))):
+        assert (x == y.reshape(x.shape)).all()
+
+
+def test_gradients_of_query_heads_that_share_key_heads():
+    """Through torch, against torch's enable_gqa in float64."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    shapes = (2, 6, 5, 64), (2, 3, 17, 64), (2, 3, 17, 32), (64,), (64,)
+    inputs = [torch.randn(shape, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    norm = lambda x, g: x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * g
+
+    def formula(q, k, v, gq, gk):
+        return torch.nn.functional.scaled_dot_product_attention(norm(q, gq), norm(k, gk), v, enable_gqa=True)
+
+    dout = torch.randn(2, 6, 5, 32, dtype=torch.bfloat16)
+    out, expected, low = operators.qk_norm_attention(*inputs), formula(*doubles), formula(*inputs)
+    assert (out - expected).abs().max() <= 2 * (low - expected).abs().max() + 2**-8 * expected.abs().max()
+    actual, exact, rounded = (torch.autograd.grad(y, xs, dout) for y, xs in ((out, inputs), (expected, doubles), (low, inputs)))
+    for x, y, z in zip(actual, exact, rounded):
+        assert (x - y).abs().max() <= 3 * (z - y).abs().max() + 2**-8 * y.abs().max()
+
+
+def test_heads_that_cannot_be_shared():
+    """The error has the remedy, and an axis of their own is one."""
+    arrays = sample((1, 4, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64))
+    with pytest.raises(
+        ValueError, match=r"^attention: the leading axes .* say enable_gqa=True, or reshape q to \(B, Hk, H / Hk, S, D\)"
+    ):
+        PLAIN.run(*arrays)
+    gain = np.ones(64, bf16.np)
+    with pytest.raises(ValueError, match=r"^attention: .* or the heads of q a multiple of k's, got \(1, 5, 8, 64\)"):
+        operators.qk_norm_attention.run(*sample((1, 5, 8, 64)), *arrays[1:], gain, gain)
+    merged = fuse.kernel(lambda q, k, v: fuse.merge_heads(fuse.attention(q, k, v, 0.125, enable_gqa=True)))
+    with pytest.raises(ValueError, match="^attention: the leading axes"):  # it would merge the heads of a group
+        merged.run(*arrays)
+    shared = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125, enable_gqa=True))
+    assert shared.run(*arrays).shape == (1, 4, 8, 64)

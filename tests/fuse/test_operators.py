@@ -79,7 +79,9 @@ def test_what_was_measured(monkeypatch, tmp_path):
     operator, arrays = fuse.kernel(operators.rms_norm_linear.definition), sample("rms_norm_linear", 3, bf16)
     by_roofline = operator.candidates(*arrays)
     actual = operator.tune(*arrays)
-    assert str(actual[0]).endswith("measured 1.0 us") and actual[0].plan is by_roofline[len(actual[: tune.FEW]) - 1].plan
+    assert (
+        str(actual[0]).endswith("measured 1.0 us") and actual[0].plan is by_roofline[len(actual[: tune.MAX_MEASURED]) - 1].plan
+    )
     assert [str(one) for one in operator.candidates(*arrays)] == [str(one) for one in actual]
 
 
@@ -89,7 +91,7 @@ def test_every_candidate(rows):
     operator, arrays = operators.rms_norm_linear, sample("rms_norm_linear", rows, bf16)
     defaults = [p.default for p in operator.signature.parameters.values()][len(arrays) :]
     actual = operator.trace(operator._flatten_leading(operator._arguments(arrays))[0])
-    for one in candidates(actual, card(None))[: tune.FEW]:
+    for one in candidates(actual, card(None))[: tune.MAX_MEASURED]:
         result, space = generate_module(operator.name, actual, one), {}
         exec(result.text, space)
         written = [np.empty(x.extents, bf16.np) for x in result.written]

@@ -147,7 +147,7 @@ def test_halves(case):
     wide = arrays[0].shape[-1] if len(arrays) == 1 else arrays[1].shape[-1]
     assert got.shape == (*arrays[0].shape[:-1], wide if definition is rotary_of_whole_angles else wide // 2)
     (flat, lead), columns = kernel._flatten_leading(arrays), got.shape[-1]
-    compare(kernel, flat, got.reshape(-1, columns) if lead else got)
+    compare(kernel, flat, got.reshape(*lead.passed, columns) if lead else got)
     assert kernel.proof(*arrays).holds
 
 

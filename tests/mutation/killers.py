@@ -7,6 +7,7 @@ row of own_tests.toml says which tests are a file's own.
 import ast
 import fnmatch
 import functools
+import itertools
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -42,9 +43,12 @@ def table() -> dict[str, list[str]]:
 
 @functools.cache
 def own_tests(path: str) -> tuple[str, ...]:
-    """The test files that must notice a fault of this source: its mirror's, and those of the table's first row for it."""
+    """The test files that must notice a fault of this source: its mirror's, and those of the table's first row for it, and of
+    all rows for it that begin with +."""
     rows = (tests for pattern, tests in table().items() if fnmatch.fnmatchcase(path, pattern))
-    listed = [test for pattern in next(rows, ()) for test in files_of_tests() if fnmatch.fnmatchcase(test, pattern)]
+    more = (tests for pattern, tests in table().items() if pattern[0] == "+" and fnmatch.fnmatchcase(path, pattern[1:]))
+    patterns = itertools.chain(next(rows, ()), *more)
+    listed = [test for pattern in patterns for test in files_of_tests() if fnmatch.fnmatchcase(test, pattern)]
     return tuple(dict.fromkeys([*mirrored(path), *listed]))
 
 

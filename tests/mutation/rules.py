@@ -17,7 +17,7 @@ Faults = Iterator[tuple[str, tuple[Edit | None, ...]]]
 RULES: dict[type, list[Callable[[ast.AST, SourceFile], Faults]]] = defaultdict(list)  # by the kinds of nodes that they match
 
 # calls that order, hand over, clear or check, and give nothing: without them the code runs on
-ORDERS = "fence wait sync commit arrive release meet emit_meet publish reads_done warp_sync mbarrier acquire signal"
+ORDERS = "fence wait sync commit arrive release emit_sync publish reads_done warp_sync mbarrier acquire signal"
 CLEARS = "zero clear fill expect open close add append update store copy give take check needs refuse"
 DROPPED = re.compile(rf"_*({'|'.join((ORDERS + ' ' + CLEARS).split())})(?!_registers)\w*")
 PASSED_THROUGH = re.compile(r"(wait|fence|abs|rounded|round|clip|after)\w*")  # f(x) where x is nearly right
@@ -40,6 +40,10 @@ EMITTED |= {"urem": "udiv", "icmp_signed": "icmp_unsigned", "sext": "zext", "zex
 EMITTED_EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SYMMETRIC = re.compile(r"min|max|minimum|maximum|add|fadd|mul|fmul|and_|or_|xor|print|zip|isinstance|product|gcd|lcm|all_same")
 MARKS = {"strict", "effect"}  # options that assert, or that let the compiler leave out what nobody uses
+PROMISES = {  # the place of the argument that is a promise: without it code is slower and does the same
+    **dict.fromkeys(("load", "store"), 5),  # aligned
+    **{"sync": 0, "publish": 1},  # fenced
+}
 PLACES = ast.Name | ast.Attribute
 
 
@@ -284,27 +288,32 @@ def forgets_a_condition(node, source) -> Faults:
 
 @rule(ast.keyword, ast.Return, ast.Call)
 def flips_a_flag(node, source) -> Faults:
-    """True becomes False, and False becomes True."""
+    """True becomes False, and False becomes True, but for promises."""
     flags = {True: b"False", False: b"True"}
     match node:
+        case ast.keyword(arg="aligned", value=ast.Constant(value=True)):
+            pass
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name not in MARKS:
             yield f"flip-{name}", (source.replaced(constant, flags[value]),)
         case ast.Return(value=ast.Constant(value=bool(value)) as constant):
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)
         case ast.Call(args=arguments):
-            for constant in arguments:
-                if isinstance(constant, ast.Constant) and isinstance(constant.value, bool):
+            for place, constant in enumerate(arguments):
+                promise = place == PROMISES.get(called(node)) and getattr(constant, "value", False)
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, bool) and not promise:
                     yield f"pass-{not constant.value}", (source.replaced(constant, flags[constant.value]),)
 
 
 @rule(ast.Call)
 def forgets_an_option(node, source) -> Faults:
-    """A keyword argument is not passed on."""
+    """A keyword argument is not passed on. A load's fence, which is there by default, is missing."""
     if called(node) in ("dict", "replace", "_replace"):  # which have no defaults
         return
     for keyword in node.keywords:
         flag = isinstance(keyword.value, ast.Constant) and isinstance(keyword.value.value, bool)
-        if keyword.arg and not flag:
+        if keyword.arg == "fenced" and not flag:
+            yield "unfenced", (source.replaced(keyword.value, b"False"),)
+        elif keyword.arg and keyword.arg != "aligned" and not flag:
             start, end = source.span(keyword)
             after, before = re.match(rb"\s*,\s*", source.data[end:]), re.search(rb",\s*$", source.data[:start])
             if after:

@@ -261,5 +261,5 @@ def test_a_warp_that_stays_away():
         if cuda.threadIdx.x // 32 != 2:
             warpgroup.reduce_sum(1.0, scratch)
 
-    with pytest.raises(Hazard, match="the warpgroup's meeting: named barrier 15, where 96 of 128 threads have arrived"):
+    with pytest.raises(Hazard, match="the warpgroup's sync: named barrier 15, where 96 of 128 threads have arrived"):
         meaning(body, warps=4, shared=plan)

@@ -8,7 +8,7 @@ from numba import cuda
 
 import tiles
 from ops import commit_group, copy_async, copy_pages, load, look_up, store, subtile, truncate, wait_group, warpgroup
-from tiles import bf16, fp8e4m3, fp16, fp32, inlined, pipeline, ring, rt, st, sv
+from tiles import bf16, fp8e4m3, fp16, fp32, inlined, int8, pipeline, ring, rt, st, sv
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import parameter
 from tiles.testing import blank, pairs, ptx
@@ -22,13 +22,13 @@ def padded(x, columns, skip=0):
     return root[:, skip : skip + x.shape[1]]
 
 
-SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3], [16, 8, 4, 16]), (128, bf16, 2), (64, fp16, 2), (32, bf16, 2)]
+SHAPES = [*pairs(WIDTHS, [*DTYPES, fp8e4m3, int8], [16, 8, 4, 16]), (128, bf16, 2), (64, fp16, 2), (32, bf16, 2)]
 
 
-@pytest.mark.parametrize(("width", "dtype", "piece"), SHAPES)
-def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
-    """Tiles begin at each multiple of a piece, also left of the array; a panel, or part of a chunk, may lie before it."""
-    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(piece // dtype.itemsize, 1)
+@pytest.mark.parametrize(("width", "dtype", "vector_bytes"), SHAPES)
+def test_tiles_ragged_on_every_side(run, sample, width, dtype, vector_bytes):
+    """Tiles begin at each multiple of vector_bytes, also left of the array; a panel, or part of a chunk, may lie before it."""
+    S, T, step = st(16, 64, dtype, min(width, 64 * dtype.itemsize)), rt(16, 64, dtype), max(vector_bytes // dtype.itemsize, 1)
     aligned = [(row, col // step * step) for row, col in (*PLACES, (0, -1), (1, -43))]
     n = len(aligned)
     smem = tiles.shared(a=S)
@@ -37,13 +37,13 @@ def test_tiles_ragged_on_every_side(run, sample, width, dtype, piece):
     def body(x, at, out):
         (a,) = smem.open()
         for i in range(n):
-            copy_async(a, x, (at[i, 0], at[i, 1]), piece=piece)
+            copy_async(a, x, (at[i, 0], at[i, 1]), vector_bytes=vector_bytes)
             commit_group()
             wait_group()
             store(out, load(a, T), (i, 0, 0))
             cuda.syncthreads()
 
-    x = padded(sample((37, 45), dtype), 64 + (piece == 2), skip=piece // dtype.itemsize)
+    x = padded(sample((37, 45), dtype), 64 + (vector_bytes == 2), skip=vector_bytes // dtype.itemsize)
     out = blank((n, 16, 64), dtype)
     run(body, x, np.array(aligned, np.int32), out, shared=smem)
     for i, at in enumerate(aligned):
@@ -78,9 +78,9 @@ def test_a_pipeline_brings_every_tile(run, sample, warps, stages, width):
 
 
 @pytest.mark.parametrize(
-    ("size", "piece", "dtype"), [(1, 16, np.int32), (5, 4, np.int64), (16, 2, np.int32), (100, 8, np.int32)]
+    ("size", "vector_bytes", "dtype"), [(1, 16, np.int32), (5, 4, np.int64), (16, 2, np.int32), (100, 8, np.int32)]
 )
-def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
+def test_rows_that_lie_in_pages(run, sample, size, vector_bytes, dtype):
     """Of two sequences, each in pages of its own in any order, from any row on: every warp reads its own rows, meeting nobody.
     Neither rows past the end nor the numbers of their pages are read; columns behind a page's are zeros."""
     S, stages, columns, last = st(32, 128, bf16), 2, 72, 75
@@ -93,14 +93,14 @@ def test_rows_that_lie_in_pages(run, sample, size, piece, dtype):
         warp = cuda.threadIdx.x // 32
         for j in range(stages):
             actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * j), last)
-            k.fill_pages(j, pool, actual, (3 + 32 * j, 2, 0), last, count, piece)
+            k.fill_pages(j, pool, actual, (3 + 32 * j, 2, 0), last, count, vector_bytes)
         for j in range(count):
-            store(out, load(k.own(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
+            store(out, load(k.wait_warp(j, stages - 1), rt(16, 128, bf16)), (32 * j + 16 * warp, 0))
             cuda.syncwarp()
             actual = k.look_up(pages, pool.shape[1], (1, 3 + 32 * (j + stages)), last)
-            k.fill_pages(j + stages, pool, actual, (3 + 32 * (j + stages), 2, 0), last, count, piece)
+            k.fill_pages(j + stages, pool, actual, (3 + 32 * (j + stages), 2, 0), last, count, vector_bytes)
 
-    pool = np.full((2 * most + 1, size, 3, columns + 8), np.nan, bf16.np)[..., piece // 2 : piece // 2 + columns]
+    pool = np.full((2 * most + 1, size, 3, columns + 8), np.nan, bf16.np)[..., vector_bytes // 2 : vector_bytes // 2 + columns]
     rows, pages = sample((last, columns), bf16), np.full((2, most), -(2**20), dtype)
     used = -(-last // size)
     pages[1, :used] = np.random.default_rng(1).permutation(2 * most + 1)[:used]
@@ -135,7 +135,7 @@ def test_vectors_of_numbers_any_stride_apart(run, sample, size, warps):
         for j in range(stages):
             fill(d, j, x, pages)
         for j in range(count):
-            store(out, load(d.own(j, stages - 1), OWN), (length * j + 48 * warp,))
+            store(out, load(d.wait_warp(j, stages - 1), OWN), (length * j + 48 * warp,))
             cuda.syncwarp()
             fill(d, j + stages, x, pages)
 
@@ -214,7 +214,7 @@ def test_memory_that_is_used_again(run, sample):
     def body(x, out):
         _, k = smem.open()
         k.fill(0, x, (0, 0))
-        mine = load(k.own(0), rt(16, 64, bf16))
+        mine = load(k.wait_warp(0), rt(16, 64, bf16))
         cuda.syncthreads()
         room = k.reuse(ROOM)
         store(subtile(room, 16, cuda.threadIdx.x // 32), fp32(mine))
@@ -262,24 +262,24 @@ def test_a_warps_copy_asks_each_bank_once(sample):
 TURNS = {"backwards": np.s_[::-1], "every third row, backwards": np.s_[::-3], "one row for all": None}
 
 
-@pytest.mark.parametrize("piece", [16, 4, 2])
+@pytest.mark.parametrize("vector_bytes", [16, 4, 2])
 @pytest.mark.parametrize("turn", TURNS)
-def test_rows_in_any_order(run, sample, turn, piece):
+def test_rows_in_any_order(run, sample, turn, vector_bytes):
     """Strides are negative or 0, in whole tiles and in ragged ones."""
-    S, skip = st(16, 64, bf16), piece // 2
+    S, skip = st(16, 64, bf16), vector_bytes // 2
     smem = tiles.shared(a=S)
 
     @cuda.jit
     def body(x, out):
         (a,) = smem.open()
         for i in range(2):
-            copy_async(a, x, (16 * i, 0), piece=piece)
+            copy_async(a, x, (16 * i, 0), vector_bytes=vector_bytes)
             commit_group()
             wait_group()
             store(out, load(a, rt(16, 64, bf16)), (16 * i, 0))
             cuda.syncthreads()
 
-    root = padded(sample((90, 64), bf16), 64 + 8 * 2 + (piece == 2), skip)
+    root = padded(sample((90, 64), bf16), 64 + 8 * 2 + (vector_bytes == 2), skip)
     x = np.broadcast_to(root[:1], (25, 64)) if TURNS[turn] is None else root[TURNS[turn]][:25]
     assert x.strides[0] <= 0
     out = blank((32, 64), bf16)
@@ -287,16 +287,16 @@ def test_rows_in_any_order(run, sample, turn, piece):
     assert (out[:25] == x).all() and (out[25:] == 0).all()
 
 
-@pytest.mark.parametrize("piece", [16, 2])
+@pytest.mark.parametrize("vector_bytes", [16, 2])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
-def test_pipelines_compile_for_every_gpu(arch, piece):
+def test_pipelines_compile_for_every_gpu(arch, vector_bytes):
     S = st(64, 128, bf16)
     smem = tiles.shared(k=pipeline(S, 2, 4))
 
     @cuda.jit
     def body(x, n):
         (k,) = smem.open()
-        k.fill(0, x, (0, 0), end=n, piece=piece)
+        k.fill(0, x, (0, 0), end=n, vector_bytes=vector_bytes)
         k.wait(0)
 
     actual = compile_kernel(body, [parameter("x", blank((64, 128), bf16)).type, parameter("n", 1).type], arch)
@@ -321,18 +321,18 @@ def test_mistakes():
         copy_async(smem.open()[0], x, (0,))
 
     @cuda.jit
-    def piece(x):
-        copy_async(smem.open()[0], x, (0, 0), piece=6)
+    def vector_bytes(x):
+        copy_async(smem.open()[0], x, (0, 0), vector_bytes=6)
 
     WORDS = tiles.shared(a=st(16, 64, fp32))
 
     @cuda.jit
     def half(x):
-        copy_async(WORDS.open()[0], x, (0, 0), piece=2)
+        copy_async(WORDS.open()[0], x, (0, 0), vector_bytes=2)
 
     refused(dtype, "the source must be a global array of bf16", blank((16, 64), fp32))
     refused(index, "`at` must be 2 integers", blank((16, 64), bf16))
-    refused(piece, r"piece must be one of \(16, 8, 4, 2\) bytes for bf16, got 6", blank((16, 64), bf16))
-    refused(half, r"piece must be one of \(16, 8, 4\) bytes for fp32, got 2", blank((16, 64), fp32))
+    refused(vector_bytes, r"vector_bytes must be one of \(16, 8, 4, 2\) bytes for bf16, got 6", blank((16, 64), bf16))
+    refused(half, r"vector_bytes must be one of \(16, 8, 4\) bytes for fp32, got 2", blank((16, 64), fp32))
     with pytest.raises(ValueError, match="each warp copy as many rows, got 2 stages and 3 warps"):
         pipeline(S, 2, 3)

@@ -8,7 +8,7 @@ from numba import cuda
 
 import tiles
 from ops import load, store, warpgroup
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, tensor, tf32
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, ring, rt, st, tensor, tf32
 from tiles.compiling.compiler import compile_kernel
 from tiles.dtypes import _to_tf32
 from tiles.launching.arguments import parameter
@@ -30,7 +30,7 @@ def corners(to):
 
 
 def values(dtype):
-    """All finite numbers of an fp8 dtype, ascending from 0, and whether the last bit of each is 0."""
+    """All finite numbers of a dtype of one byte, ascending from 0, and whether the last bit of each is 0."""
     bits = np.arange(128, dtype=np.uint8)
     actual = wide(bits.view(dtype.np))
     return actual[np.isfinite(actual)], bits[np.isfinite(actual)] % 2 == 0
@@ -45,6 +45,8 @@ def rounded(x, to):
     if to.itemsize > 1:
         with np.errstate(over="ignore"):
             return wide(x.astype(np.float32).astype(to.np))
+    if to is int8:
+        return np.where(np.isnan(x), 0.0, np.clip(np.rint(x), -128, 127)) + 0.0  # there is no -0
     ladder, even = values(to)
     low = np.clip(np.searchsorted(ladder, np.abs(x), side="right") - 1, 0, len(ladder) - 2)
     below, above = np.abs(x) - ladder[low], ladder[low + 1] - np.abs(x)
@@ -53,7 +55,7 @@ def rounded(x, to):
 
 
 def decisive(dtype):
-    """Numbers that decide the rounding to fp8, as many as 64 x 32 take."""
+    """Numbers that decide the rounding to fp8 or int8, as many as 64 x 32 take."""
     ladder, _ = values(dtype)
     middles = (ladder[1:] + ladder[:-1]) / 2
     end = ladder[-1]
@@ -62,13 +64,13 @@ def decisive(dtype):
     return np.resize(np.concatenate([numbers, -numbers]).astype(np.float32), (64, 32))
 
 
-ALL = [fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2]
-NARROW = [(a, b) for a, b in itertools.product(ALL, ALL) if {a, b} & {tf32, fp8e4m3, fp8e5m2}]
+ALL = [fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2, int8]
+NARROW = [(a, b) for a, b in itertools.product(ALL, ALL) if {a, b} & {tf32, fp8e4m3, fp8e5m2, int8}]
 
 
 @pytest.mark.parametrize(("source_and_target", "layout"), pairs(NARROW, ["row", "col", "col"]), ids=str)
 def test_every_dtype_to_every_other(run, sample, source_and_target, layout):
-    """fp8 rounds ties to even and saturates; tf32 rounds ties away from zero, also when it is loaded."""
+    """fp8 and int8 round ties to even and saturate; tf32 rounds ties away from zero, also when it is loaded."""
     source, to = source_and_target
     T = rt(64, 32, source, layout)
 
@@ -102,12 +104,12 @@ def test_vectors_of_every_dtype_to_every_other(run, sample, source_and_target, a
 
 
 SHARED = pytest.mark.parametrize(
-    ("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2], ["row", "col", "col", "row"], [64, 32, 128])
+    ("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2, int8], ["row", "col", "col", "row"], [64, 32, 128])
 )
 
 
 @SHARED
-def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
+def test_bytes_through_shared_memory(run, sample, dtype, layout, width):
     """A tile is rounded in registers, stored, loaded and widened."""
     T, narrow = rt(32, 128, fp32, layout), rt(32, 128, dtype, layout)
     smem = tiles.shared(a=st(32, 128, dtype, width))
@@ -125,8 +127,8 @@ def test_fp8_through_shared_memory(run, sample, dtype, layout, width):
 
 
 @SHARED
-def test_loads_and_stores_convert_fp8(run, sample, dtype, layout, width):
-    """fp32 goes into an fp8 tile, fp8 into a tf32 tile, each to fp8, bf16 and back."""
+def test_loads_and_stores_convert_bytes(run, sample, dtype, layout, width):
+    """fp32 goes into a tile of bytes, bytes into a tf32 tile, each to bytes, bf16 and back."""
     T, H, narrow = rt(32, 128, fp32, layout), rt(32, 128, bf16, layout), rt(32, 128, dtype, layout)
     smem = tiles.shared(a=st(32, 128, dtype, width), b=st(32, 128, tf32))
 
@@ -145,7 +147,20 @@ def test_loads_and_stores_convert_fp8(run, sample, dtype, layout, width):
     assert (out == np.tile(rounded(x, dtype), (2, 1))).all()
 
 
-@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
+@pytest.mark.parametrize(("dtype", "layout"), pairs([fp8e4m3, int8, fp8e5m2], ["row", "col"]))
+def test_a_store_to_an_array_of_bytes_saturates(run, dtype, layout):
+    T = rt(64, 32, fp32, layout)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, load(x, T, (0, 0)), (0, 0))
+
+    x, out = decisive(dtype), blank((64, 32), dtype)
+    run(body, x, out)
+    assert np.array_equal(wide(out), rounded(x, dtype), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, int8, tf32])
 def test_by_four_warps(run, sample, dtype):
     T, narrow, S = rt(16, 64, fp32), rt(16, 64, dtype), st(64, 64, dtype)
     smem = tiles.shared(a=S)
@@ -162,7 +177,7 @@ def test_by_four_warps(run, sample, dtype):
     assert (out == rounded(x, dtype)).all()
 
 
-@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, tf32])
+@pytest.mark.parametrize("dtype", [fp8e4m3, fp8e5m2, int8, tf32])
 def test_by_tma(run, sample, dtype):
     """TMA copies bytes, or rounds to tf32 on the way in."""
     T, S = rt(16, 64, dtype), st(64, 64, dtype)

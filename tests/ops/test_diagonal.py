@@ -10,12 +10,12 @@ from tiles import bf16, fp32, rt
 from tiles.testing import blank
 
 
-def test_own_rows(run, sample):
+def test_warp_rows(run, sample):
     V = rt(16, 64, fp32).row_vec
 
     @cuda.jit
     def body(x, y):
-        warpgroup.store(y, warpgroup.own_rows(load(x, V, (0,))), (0,))
+        warpgroup.store(y, warpgroup.warp_rows(load(x, V, (0,))), (0,))
 
     x, y = sample(64), blank(64)
     run(body, x, y, warps=4)
@@ -23,12 +23,12 @@ def test_own_rows(run, sample):
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16])
-def test_own_block(run, sample, dtype):
+def test_diagonal_block(run, sample, dtype):
     T = rt(16, 64, dtype)
 
     @cuda.jit
     def body(x, y):
-        warpgroup.store(y, warpgroup.own_block(warpgroup.load(x, T, (0, 0))), (0, 0))
+        warpgroup.store(y, warpgroup.diagonal_block(warpgroup.load(x, T, (0, 0))), (0, 0))
 
     x, y = sample((64, 64), dtype), blank((64, 16), dtype)
     run(body, x, y, warps=4)
@@ -69,10 +69,10 @@ def test_what_is_no_block_on_the_diagonal(run):
         run(body, np.zeros((64, 64), np.float32), warps=4)
 
 
-def test_own_block_of_one_warp_is_refused(run):
+def test_diagonal_block_of_one_warp_is_refused(run):
     @cuda.jit
     def body(x):
-        warpgroup.own_block(load(x, rt(16, 16, fp32), (0, 0)))
+        warpgroup.diagonal_block(load(x, rt(16, 16, fp32), (0, 0)))
 
-    with pytest.raises(TypeError, match=r"own_block: takes rt\(16, 64\) in row layout, got rt\(16, 16, fp32\)"):
+    with pytest.raises(TypeError, match=r"diagonal_block: takes rt\(16, 64\) in row layout, got rt\(16, 16, fp32\)"):
         run(body, np.zeros((16, 16), np.float32), warps=4)

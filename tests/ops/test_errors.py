@@ -25,6 +25,7 @@ from ops import (  # fmt: skip
     row_index,
     row_max,
     row_sum,
+    store,
     tanh,
     tile_any,
     tile_sum,
@@ -33,7 +34,7 @@ from ops import (  # fmt: skip
     where,
     zeros,
 )
-from tiles import bf16, fp8e4m3, fp16, fp32, ring, rt, st, tf32
+from tiles import bf16, fp8e4m3, fp16, fp32, int32, ring, rt, st, tf32
 from tiles.testing import ptx
 
 says = RefusedKernels()
@@ -285,6 +286,16 @@ def a_maximum_of_tf32(x, g):
     row_max(tf32(zeros(T)))
 
 
+@says("add: tiles of int32 are sums of products: convert it, fp32(x); got rt(16, 64, int32)")
+def adding_sums_of_products(x, g):
+    zeros(rt(16, 64, int32)) + 1.0
+
+
+@says("store: tiles of int32 are sums of products: convert it, fp32(x); got rt(16, 64, int32)")
+def storing_sums_of_products(x, g):
+    store(x, zeros(rt(16, 64, int32)), (0, 0))
+
+
 @says("row_index: tiles of fp8e4m3 are only for products: convert fp32, got rt(16, 64, fp8e4m3)")
 def row_numbers_of_fp8(x, g):
     row_index(E)
@@ -312,10 +323,10 @@ def test_mistakes(backend, mistake, message):
         (lambda: rt(16.0, 16, fp32), "rt: rows and cols must be positive multiples of 16, got 16.0 x 16"),
         (lambda: rt(16, 16, tiles.fp8e5m2), "rt: cols of rt(16, 16, fp8e5m2) must be a multiple of 32"),
         (lambda: rt(16, 32, tiles.fp8e5m2, "col"), "rt: rows of rt(16, 32, fp8e5m2, col) must be a multiple of 32"),
-        (lambda: tiles.sv(32, "fp8"), "sv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got 'fp8'"),
+        (lambda: tiles.sv(32, "fp8"), "sv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2, int8), got 'fp8'"),
         (
             lambda: tiles.types.rv(32, "fp8", "row_vec"),
-            "rv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2), got",
+            "rv: dtype must be one of (fp32, fp16, bf16, tf32, fp8e4m3, fp8e5m2, int8), got",
         ),
         (lambda: st(64, 64, bf16, 256), "st: width must be one of (128, 64, 32) and divide a row of 128 bytes, got 256"),
         (lambda: st(64, 24, bf16), "a shared tile's row must be a multiple of 32 bytes, got 48"),

@@ -6,7 +6,7 @@ from numba import cuda
 
 import tiles
 from ops import cluster, copy_async, lane_sum, load, mma_AB, mma_ABt, mma_AtB, raw, row_max, store, subtile, warpgroup, zeros
-from tiles import bf16, fp16, fp32, rt
+from tiles import bf16, fp16, fp32, int8, rt
 
 says = RefusedKernels()
 H = rt(16, 64, fp16)
@@ -96,6 +96,30 @@ def leaving_fewer_than_none_in_flight(x, g):
 def product_of_unequal_dtypes(x, g):
     s, v, _, _ = smem.open()
     warpgroup.mm_AB(s, v)
+
+
+@says(
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, fp16), st(64, 64, fp8e4m3): fp16 and fp8e4m3 are not multiplied with each "
+    "other by this op; convert b, fp16(load(b, ..)), or multiply a of fp16 by b as it is, mma_ABt_unzipped; takes acc"
+)
+def product_by_shared_bytes(x, g):
+    mma_ABt(zeros(T), zeros(H), smem.open()[2])
+
+
+@says(
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, bf16), rt(64, 64, int8): bf16 and int8 are not multiplied with each other by "
+    "this op; convert b, bf16(b); takes acc"
+)
+def product_by_bytes_in_registers(x, g):
+    mma_ABt(zeros(T), zeros(B), zeros(rt(64, 64, int8)))
+
+
+@says(
+    "mma_ABt: got rt(16, 64, fp32), rt(16, 64, int8), rt(64, 64, int8): acc must be int32; the sum is converted, as bf16(acc); "
+    "takes acc"
+)
+def sums_of_int8_in_fp32(x, g):
+    mma_ABt(zeros(T), zeros(rt(16, 64, int8)), zeros(rt(64, 64, int8)))
 
 
 @says("warpgroup.mm_ABt: got rt(16, 64, fp16), st(64, 48, fp16): k is 64 of a and 48 of b; takes a")

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 from ops import load, store, warpgroup
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, rt
 from tiles.compiling import sass
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import parameter
@@ -15,9 +15,9 @@ COLS = 16, 48, *range(32, 257, 32)
 HALVES, DTYPES = [bf16, fp16], [bf16, fp16, fp32]
 
 
-def placed(shape, at, tile):
-    """The contents of an array of this shape, NaN everywhere, after a 2-d tile was stored to it at `at`."""
-    out = np.full(shape, np.nan, np.float32)
+def placed(shape, at, tile, dtype=fp32):
+    """The contents of a blank array of this shape after a 2-d tile was stored to it at `at`, as fp32."""
+    out = blank(shape, dtype).astype(np.float32)
     rows, cols = (np.arange(size) + start for size, start in zip(tile.shape, at, strict=True))
     r, c = (rows >= 0) & (rows < shape[0]), (cols >= 0) & (cols < shape[1])
     out[np.ix_(rows[r], cols[c])] = tile[np.ix_(r, c)]
@@ -69,10 +69,10 @@ def test_fp32_comes_by_four_columns(run, sample):
 
 
 @pytest.mark.parametrize(
-    ("cols", "dtype", "tile_dtype"), pairs([32, 64, 96, 128], [fp8e4m3, fp8e5m2], [fp8e4m3, fp8e5m2, fp8e5m2])
+    ("cols", "dtype", "tile_dtype"), pairs([32, 64, 96, 128], [fp8e4m3, int8, fp8e5m2], [fp8e4m3, fp8e5m2, int8, int8])
 )
-def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, tile_dtype):
-    """Tiles are loaded from an array of one fp8 dtype and stored to one of the other, at every edge."""
+def test_bytes_come_by_sixteen_columns(run, sample, cols, dtype, tile_dtype):
+    """Tiles are loaded from an array of one dtype of a byte and stored to one of another, at every edge."""
     shape, places = (37, cols + 48), [(0, 0), (3, 16), (-7, -16), (30, 48), (-32, 0), (0, cols), (100, 32)]
     T, n = rt(32, cols, tile_dtype), len(places)
 
@@ -95,7 +95,7 @@ def test_fp8_comes_by_sixteen_columns(run, sample, cols, dtype, tile_dtype):
     for i, at in enumerate(places):
         tile = np.nan_to_num(placed((32, cols), (-at[0], -at[1]), x.astype(np.float32)), nan=0)
         tile = dtype.round(tile).astype(np.float32)
-        assert same(y[i], tile) and same(z[i], placed(shape, at, tile)), f"at {at}"
+        assert same(y[i], tile) and same(z[i], placed(shape, at, tile, dtype)), f"at {at}"
 
 
 @pytest.mark.parametrize(("cols", "tile_dtype", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))

@@ -11,8 +11,8 @@ import ops
 import tiles
 from ops import commit_group, copy_async, load, matmul, store, wait_group, zeros
 from ops.matmul.product import product
-from ops.matmul.supported import TRANSPOSED, cells, transposed_in
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st, tf32
+from ops.matmul.supported import TRANSPOSED, cells, sums_of, transposed_in
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, int32, rt, st, tf32
 from tiles.compiling.compiler import compile_kernel
 from tiles.compiling.sass import main_loop
 from tiles.launching.arguments import parameter
@@ -38,7 +38,7 @@ def kernel_of(name, m, n, k, dtypes, placed):
     """acc + a b by the op `name`, with a and b in registers ("r") or shared memory ("s"), and its shared memory."""
     op, form = getattr(ops, name), transposed_in(name)
     left, right = (m, k)[:: -1 if form.left else 1], (k, n)[:: -1 if form.right else 1]
-    A, B, C = rt(*left, dtypes[0], form.layouts[0]), rt(*right, dtypes[1], form.layouts[1]), rt(m, n, fp32)
+    A, B, C = rt(*left, dtypes[0], form.layouts[0]), rt(*right, dtypes[1], form.layouts[1]), rt(m, n, sums_of(dtypes[0]))
     smem = tiles.shared(a=st(*left, dtypes[0]), b=st(*right, dtypes[1]))
     a_shared, b_shared = (place == "s" for place in placed)
 
@@ -58,14 +58,16 @@ def kernel_of(name, m, n, k, dtypes, placed):
             acc = op(acc, left, b)
         else:
             acc = op(acc, left, right)
-        store(out, acc, (0, 0))
+        store(out, fp32(acc), (0, 0))
 
     return body, smem, left, right
 
 
 def products():
     """Every place of the operands in every form, dtypes and shapes in turn: (op, dtypes of a and b, places, (m, n, k))."""
-    turns = [itertools.cycle(actual) for actual in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE)]
+    turns = [
+        itertools.cycle(actual) for actual in (((bf16, bf16), (fp16, fp16)), [(tf32, tf32)], MIXED + ALIKE, [(int8, int8)])
+    ]
     shapes = {itemsize: itertools.cycle(actual) for itemsize, actual in SHAPES.items()}
     for form in TRANSPOSED:
         actual = cells(f"mma_{form}")
@@ -80,11 +82,30 @@ def test_products(run, sample, name, dtypes, placed, shape):
     m, n, k = shape
     body, smem, left, right = kernel_of(name, *shape, dtypes, placed)
     a, b, c = sample(left, dtypes[0]), sample(right, dtypes[1]), sample((m, n))
+    if dtypes[0] is int8:
+        c = np.rint(1e5 * c)
     out = blank((m, n))
     run(body, a, b, c, out, shared=smem)
     form = transposed_in(name)
     want, atol = exact(a.T if form.left else a, b.T if form.right else b, wide(c))
-    close(out, want, atol=atol)
+    close(out, want, atol=0 if dtypes[0] is int8 else atol)
+
+
+def test_sums_of_int8_are_exact(run):
+    """Where fp32 would round them; they become fp32 by one rounding."""
+    T, O = rt(16, 64, int8), rt(16, 16, int32)
+
+    @cuda.jit
+    def body(a, b, out, n):
+        acc = zeros(O)
+        for _ in range(n):
+            acc = ops.mma_ABt(acc, load(a, T, (0, 0)), load(b, T, (0, 0)))
+        store(out, fp32(acc), (0, 0))
+
+    a, b = np.full((16, 64), 127, np.int8), np.full((16, 64), 127, np.int8)
+    a[:, 0], out = np.arange(16), blank((16, 16))
+    run(body, a, b, out, 1001)
+    assert (out == (1001 * (a.astype(np.int64) @ b.T.astype(np.int64))).astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("form", TRANSPOSED)

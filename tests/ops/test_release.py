@@ -13,7 +13,7 @@ from tiles import Hazard, bf16, fp16, fp32, ring, rt, st, tensor
 from tiles.compiling import sass
 from tiles.compiling.builder import i32
 from tiles.compiling.compiler import Lowered, compile_kernel
-from tiles.compiling.ptx import computed
+from tiles.compiling.ptx import wait_for_registers
 from tiles.emulator import emulate
 from tiles.launching.arguments import parameter
 from tiles.op import lowers, op
@@ -102,7 +102,7 @@ def said(vector):
 
 @lowers(said)
 def _(vector):
-    return types.int32, lambda b, vector: b.zext(computed(b, b.unpack(vector)), i32)
+    return types.int32, lambda b, vector: b.zext(wait_for_registers(b, b.unpack(vector)), i32)
 
 
 @cuda.jit

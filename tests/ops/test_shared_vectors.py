@@ -7,11 +7,11 @@ from numba import cuda
 
 import tiles
 from ops import exp, last_element, load, load_row, load_row_of_group, store, tile_max, warpgroup, zeros
-from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, st, sv, tensor, tf32
+from tiles import Hazard, bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, ring, rt, st, sv, tensor, tf32
 from tiles.interpreter import interpret
 from tiles.testing import blank, meaning, pairs, ptx, wide
 
-DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16, fp8e4m3, fp8e5m2, tf32], ["col_vec", "row_vec"], ["row", "col"]
+DTYPES, AXES, LAYOUTS = [fp32, bf16, fp16, fp8e4m3, fp8e5m2, int8, tf32], ["col_vec", "row_vec"], ["row", "col"]
 
 
 # ---- registers -----------------------------------------------------------------------------------------------------

@@ -16,16 +16,18 @@ WHOLES = pairs(WIDTHS, [bf16, fp16, fp32, bf16], [32, 16, 32], [64, 96, 32, 64])
 
 def test_of_types():
     S = st(192, 128, bf16)
-    part = st(64, 128, bf16, whole=192)
+    part = st(64, 128, bf16, parent_rows=192)
     assert str(part) == "st(64, 128, bf16) of 192 rows" and part != st(64, 128, bf16)
-    assert part.alone == st(64, 128, bf16) and S.alone == S == st(192, 128, bf16, whole=192)
+    assert part.unsliced == st(64, 128, bf16) and S.unsliced == S == st(192, 128, bf16, parent_rows=192)
     assert part.panel_bytes == S.panel_bytes == 192 * 128 and part.nbytes == 64 * 256
     rows = np.arange(64)
     for k in range(3):
         assert (part.offsets() + 64 * k * S.width == S.offsets(rows + 64 * k)).all()
-    for whole in (32, 68):
-        with pytest.raises(ValueError, match=f"st: whole must be a multiple of 8 and at least the 64 rows, got {whole}"):
-            st(64, 128, bf16, whole=whole)
+    for parent_rows in (32, 68):
+        with pytest.raises(
+            ValueError, match=f"st: parent_rows must be a multiple of 8 and at least the 64 rows, got {parent_rows}"
+        ):
+            st(64, 128, bf16, parent_rows=parent_rows)
 
 
 @pytest.mark.parametrize(("width", "dtype", "rows", "cols"), WHOLES)
@@ -85,7 +87,7 @@ def test_by_four_warps_and_tma(run, sample, width, dtype):
     """Filled whole by TMA, each part loaded and stored by four warps, and copied out by TMA: to a tensor of its type, and to
     one of such tiles by themselves."""
     S, T = st(128, 128, dtype, width), rt(16, 128, dtype)
-    PART, ALONE = st(64, 128, dtype, width, whole=128), st(64, 128, dtype, width)
+    PART, ALONE = st(64, 128, dtype, width, parent_rows=128), st(64, 128, dtype, width)
     smem = tiles.shared(x=ring(S, 1), y=S)
 
     @cuda.jit

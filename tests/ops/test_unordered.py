@@ -6,7 +6,7 @@ from numba import cuda
 
 import tiles
 from ops import load, load_pages, load_unordered, look_up, row_sum, store, store_unordered, store_widened, subtile
-from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, rt, st
+from tiles import bf16, fp8e4m3, fp8e5m2, fp16, fp32, int8, rt, st
 from tiles.testing import blank, meaning, ptx
 
 FORMS = [  # (shape, held, dtype, first): of each three of these all combinations; first: by 16 bytes, or word by word
@@ -81,18 +81,22 @@ def test_vectors_along_columns(run, sample, array_dtype, dtype, first):
     assert (z[:, first : first + width] == expected.astype(array_dtype.np)).all() and (z[:, y.shape[1] : first + 96] == 0).all()
 
 
-@pytest.mark.parametrize(("first", "rows"), [(0, 16), (0, 9), (1, 16)], ids=["eight bytes", "fewer rows", "byte by byte"])
-def test_to_bytes(run, sample, first, rows):
-    """16-bit tiles are rounded and stored as fp8, saturated to its greatest number."""
+@pytest.mark.parametrize(
+    ("first", "rows", "dtype"),
+    [(0, 16, fp8e4m3), (0, 9, int8), (1, 16, fp8e4m3)],
+    ids=["eight bytes", "fewer rows", "byte by byte"],
+)
+def test_to_bytes(run, sample, first, rows, dtype):
+    """16-bit tiles are rounded and stored as fp8 or int8, saturated to the greatest number."""
     T = rt(16, 64, bf16)
 
     @cuda.jit
     def kernel(x, y):
         store_unordered(y, fp32(load_unordered(x, T, (0, 0))) * 100.0, (0, first))
 
-    x, y = sample((16, 64)).astype(bf16.np), np.full((rows, 64), np.nan, fp8e4m3.np)
+    x, y = sample((16, 64)).astype(bf16.np), blank((rows, 64), dtype)
     run(kernel, x, y)
-    expected = fp8e4m3.round(x.astype(np.float32) * np.float32(100))
+    expected = dtype.round(x.astype(np.float32) * np.float32(100))
     assert (y[:, first:] == expected[:rows, : 64 - first]).all() and np.isnan(y[:, :first].astype(np.float32)).all()
 
 
@@ -130,7 +134,9 @@ def test_what_is_refused():
             meaning(wrong, np.zeros((16, 16), bf16.np))
 
 
-@pytest.mark.parametrize(("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (fp8e4m3, fp16), (fp8e5m2, fp16)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "to"), [(fp8e4m3, bf16), (fp8e5m2, bf16), (int8, bf16), (fp8e4m3, fp16), (int8, fp16)], ids=str
+)
 def test_bytes_become_16_bits_on_their_way_to_shared_memory(run, sample, dtype, to):
     """From an array, and from pages; rows past the end are 0, and their pages are not looked up."""
     HELD, WIDE, PART, LAST, SIZE = rt(16, 128, dtype), rt(16, 128, to), st(16, 128, dtype, 64), 27, 3

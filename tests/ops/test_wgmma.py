@@ -6,8 +6,8 @@ from numba import cuda
 
 import tiles
 from ops import warpgroup, zeros
-from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED
-from tiles import bf16, fp16, fp32, ring, rt, st, tensor, tf32
+from ops.matmul.supported import FP8, SUPPORTED, TRANSPOSED, sums_of
+from tiles import bf16, fp16, fp32, int8, ring, rt, st, tensor, tf32
 from tiles.testing import EPS, blank, close, pairs, wide
 
 EVERY_N = range(16, 257, 16)
@@ -43,6 +43,7 @@ CASES = [  # each n in two forms; as compiled each form with both dtypes, and wi
     for i, case in enumerate(products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N[turn % 2 :: 2], EVERY_K))
 ]
 CASES += [(case, True) for case in products("ABt", [(tf32, tf32)], [16, 64, 176, 256], [16, 32, 64, 48])]
+CASES += [(case, True) for case in products("ABt", [(int8, int8)], [16, 176, 256, 48], [32, 64, 128, 160])]
 EIGHTS = enumerate(products("ABt", FP8, [16, 64, 176, 256, 80, 128, 32, 48], [32, 64, 96, 128, 160]))
 CASES += [(case, i < len(FP8)) for i, case in EIGHTS]
 RUNS = [
@@ -59,7 +60,7 @@ def test_products(run, sample, form, n, k, dtypes, width, left_width, registers)
     mm, mma, (left_turned, turned) = getattr(warpgroup, f"mm_{form}"), getattr(warpgroup, f"mma_{form}"), TRANSPOSED[form]
     A = st(*((k, 64) if left_turned else (64, k)), dtypes[0], left_width)
     B = st(*((n, k) if turned else (k, n)), dtypes[1], width)
-    T, O = rt(16, k, dtypes[0]), rt(16, n, fp32)
+    T, O = rt(16, k, dtypes[0]), rt(16, n, sums_of(dtypes[0]))
     smem = tiles.shared(a=ring(A, 1), b=ring(B, 1))
     plain_from_registers, added_from_registers = registers == "plain", registers == "added"
 
@@ -73,20 +74,22 @@ def test_products(run, sample, form, n, k, dtypes, width, left_width, registers)
             product = mm(warpgroup.load(left, T), right)
         else:
             product = mm(left, right)
-        warpgroup.store(plain, warpgroup.wait(product), (0, 0))
+        warpgroup.store(plain, fp32(warpgroup.wait(product)), (0, 0))
         acc = warpgroup.load(C, O, (0, 0))
         if added_from_registers:
             total = mma(acc, warpgroup.load(left, T), right)
         else:
             total = mma(acc, left, right)
-        warpgroup.store(added, warpgroup.wait(total), (0, 0))
+        warpgroup.store(added, fp32(warpgroup.wait(total)), (0, 0))
 
     a, b, c = sample(A.shape, dtypes[0]), sample(B.shape, dtypes[1]), sample((64, n))
+    if dtypes[0] is int8:
+        c = np.rint(1e5 * c)
     plain, added = blank((64, n)), blank((64, n))
     run(body, tensor(a, A), tensor(b, B), c, plain, added, warps=4, shared=smem)
     for out, acc in ((plain, 0.0), (added, wide(c))):
         want, atol = exact(a.T if left_turned else a, b.T if turned else b, acc)
-        close(out, want, atol=atol)
+        close(out, want, atol=0 if dtypes[0] is int8 else atol)
 
 
 CHAINS = [("AB", False), ("ABt", True), ("AB", True), ("ABt", False), ("AtB", False), ("AtBt", False)]

@@ -151,7 +151,7 @@ def give():
     "a vote that half of the warps take for a meeting",
     instead("bar.red", f"{HALF}@h bar.sync 15, 128;\n@!h bar.red"),
     "collective",
-    "named barrier 15 is met at by some, and voted at by others",
+    "named barrier 15: some warps sync, others vote",
     "@",
     4,
     X,

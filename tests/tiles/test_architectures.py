@@ -11,12 +11,12 @@ from attention.kernels import mla_fp8 as mla_quantised
 from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
 from attention.parts.decode.key_window import KeyWindow
 from attention.parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PartialOutput
-from attention.parts.decode.products import Fp8Products, SameDtypeProducts
+from attention.parts.decode.products import QuantizedProducts, SameDtypeProducts
 from attention.parts.decode.splits import FixedSplits, StreamKSplits
 from attention.parts.variant import Variant
 from attention.parts.visibility import FULL
 from fuse.planning.cost import card_of
-from tiles import bf16
+from tiles import bf16, fp8e4m3, int8
 from tiles.targets import LARGE, MEDIUM, SMALL, parse_target
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ def test_what_is_shipped_for_it(arch):
     for module in (decode_ampere, decode_combine, mla_ampere):
         configs = list(module.space(target, True))
         assert configs and {config.overlaps_previous for config in configs} == {early}
-    assert any(type(c.product) is Fp8Products for c in decode_ampere.space(target, False)) == fp8 == card_of(arch).fp8
+    assert any(c.product.cache_dtype is fp8e4m3 for c in decode_ampere.space(target, False)) == fp8 == card_of(arch).fp8
     assert bool([*mla_quantised.space(target, True)]) == fp8
     names = {f"{name} {config}" for name, _, config in inspect.configurations(False, arch, ("append",))}
     assert any("fp8" in name or "e4m3" in name for name in names) == fp8, names
@@ -63,7 +63,7 @@ def test_more_shared_memory_than_today_s(monkeypatch):
     def chosen(room):
         yield from (forward_ampere.config_for(dim, bf16, FULL, room) for dim in (64, 128, 192, 256))
         for dim in (64, 96, 128, 192, 256):
-            for product in (SameDtypeProducts(bf16), Fp8Products(bf16, True)):
+            for product in (SameDtypeProducts(bf16), QuantizedProducts(bf16, int8, True)):
                 for split in (FixedSplits, StreamKSplits):
                     for tall in (False, True):
                         kind = product, Variant(), window, DenseLoader(16), result, Variant(), split

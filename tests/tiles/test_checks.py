@@ -27,7 +27,7 @@ SCHEMA = Schema(
     cu_seqlens_k  (ends)                           ends_k       optional
     lengths_k     (batch)                          key_lengths  optional
     b             (batch)                          real         optional
-    out           (seqlen_q, head_dim)             real         made
+    out           (seqlen_q, head_dim)             real         output
     """,
 )
 

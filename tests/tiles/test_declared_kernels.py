@@ -17,7 +17,7 @@ from tiles.compiling.compiler import Compiled
 from tiles.launching import loaded_code
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
 from tiles.launching.arrays import Operand, c_ordered
-from tiles.profile.card import origin, rehearsed
+from tiles.profile.card import count_on_host, launch_origin
 
 launching = sys.modules["tiles.launching.launch"]
 
@@ -132,17 +132,17 @@ def test_a_launch_on_a_card_is_counted_here(gpu):
     operands = Operand(0, c_ordered(x.shape, "float32", 0)), Operand(1, c_ordered((4,), "int32", 0))
     bound = kernel.bind(4, gX=operands[0], gEnds=operands[1], first=0)
     addresses = x.ctypes.data, ends.ctypes.data
-    counts, record = rehearsed(bound, None, addresses)
+    counts, record = count_on_host(bound, None, addresses)
     assert (counts.read, counts.counted, list(record)) == (10 * 1024 + 4 * 4, 4, [((0, 0, 0), 0)])
     assert counts.once == x.nbytes + ends.nbytes
-    counts, _ = rehearsed(bound, None, addresses, sample=1)
+    counts, _ = count_on_host(bound, None, addresses, sample=1)
     assert (counts.read, counts.counted, counts.clusters) == (4 * (3 * 1024 + 4), 1, 4)
     by_hand, y = tiles.launch(scale, 1, 32), on_device(16, 16)
     parts = parameters(scale, (y, y, 2.0))
-    counts, _ = rehearsed(by_hand._bind(parts), origin(by_hand, parts), [y.array.ctypes.data] * 2)
+    counts, _ = count_on_host(by_hand._bind(parts), launch_origin(by_hand, parts), [y.array.ctypes.data] * 2)
     assert (counts.read, counts.written, counts.once) == (1024, 1024, 2048)
     with pytest.raises(LookupError, match="was bound before it was profiled"):
-        rehearsed(by_hand.bind(on_device(16, 16), on_device(16, 16), 2.0), None, (1, 2))
+        count_on_host(by_hand.bind(on_device(16, 16), on_device(16, 16), 2.0), None, (1, 2))
 
 
 def test_other_elements_are_other_code(gpu, monkeypatch):

@@ -103,7 +103,7 @@ def test_picture(tile, tmp_path, capsys):
         ("st 8 8 fp8e4m3", "a shared tile's row must be a multiple of 32 bytes"),
         ("rt 16 16 fp32 --access column", "--width and --access are for st"),
         ("st 64 64 bf16 --layout col", "--layout is for rt"),
-        ("st 64 64 int8", "invalid choice: 'int8'"),
+        ("st 64 64 int32", "invalid choice: 'int32'"),
         ("st 64 64 bf16 --svg /dev/null/tile.svg", "Not a directory"),
     ],
 )

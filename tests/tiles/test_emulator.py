@@ -296,7 +296,7 @@ def product_of_own_panels(a, b, c):
     warpgroup.store(left, warpgroup.load(a, rt(16, 64, bf16), (0, 0)))
     warpgroup.store(right, warpgroup.load(b, rt(16, 128, bf16), (0, 0)))
     warpgroup.sync()
-    warpgroup.store(c, warpgroup.wait(warpgroup.mm_AB(left, cluster.own(right))), (64 * cuda.blockIdx.x, 0))
+    warpgroup.store(c, warpgroup.wait(warpgroup.mm_AB(left, cluster.unmap(right))), (64 * cuda.blockIdx.x, 0))
 
 
 def test_an_own_tile_has_no_blocks_number():

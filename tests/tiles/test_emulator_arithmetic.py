@@ -270,6 +270,22 @@ for kind in ("e4m3", "e5m2"):
     case(f"cvt.rn.satfinite.{kind}x2.f32", "b16", "f32 f32", paired(kind, np.uint16, lambda x, end=end: np.clip(x, -end, end)))
     case(f"cvt.rn.f16x2.{kind}x2", "b32", "b16", lambda x, k=kind: x.view(TYPES[k]).astype(np.float16).view(np.uint32))
 case("cvt.rna.tf32.f32", "b32", "f32", to_tf32)
+case("sub.rn.f16x2", "b32", "b32 b32", halves("f16", np.subtract), keep=finite)
+
+
+def packed(high, low, rest):
+    """Two integers as bytes, in the lower half of the result; the lower half of the rest in the upper one."""
+    high, low = (np.clip(x, -128, 127).astype(np.uint32) & 255 for x in (high, low))
+    return rest << 16 | high << 8 | low
+
+
+def near_bytes(high, low, rest):
+    """Half of the numbers are near the range of bytes."""
+    for x in (high, low):
+        x[::2] = x[::2] % 400 - 200
+
+
+case("cvt.pack.sat.s8.s32.b32", "b32", "s32 s32 b32", packed, keep=near_bytes)
 
 
 # ---- the tests -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from numba import cuda
 from ops import raw, store, zeros
 from tiles import Hazard, bf16, fp32, rt, shared, st, tensor
 from tiles.emulator import emulate
-from tiles.emulator.barriers import the_lane
+from tiles.emulator.barriers import only_lane
 from tiles.emulator.table import meaning
 
 S = st(16, 64, bf16)
@@ -43,9 +43,9 @@ def lanes(*active, **more):
 
 
 def test_tma_is_told_by_one_lane():
-    assert the_lane(lanes(3), "the TMA load") == 3
+    assert only_lane(lanes(3), "the TMA load") == 3
     with pytest.raises(Hazard, match="the TMA load by 2 lanes: each would do it once"):
-        the_lane(lanes(3, 4), "the TMA load")
+        only_lane(lanes(3, 4), "the TMA load")
 
 
 def test_bulk_groups_are_a_lanes_own():

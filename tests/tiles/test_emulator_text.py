@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tiles.emulator.flow import meets, pressure
+from tiles.emulator.flow import pressure, reconvergence_points
 from tiles.emulator.table import TYPES, literal, meaning
 from tiles.emulator.text import Address, Imm, Reg, Symbol, read
 
@@ -115,7 +115,7 @@ def test_an_instruction_without_a_meaning_is_named():
 def met(body):
     """The instruction, by its text, before which the lanes that part at each guarded branch meet."""
     actual = program(".reg .pred p, q;\n" + body)
-    where = meets(actual)
+    where = reconvergence_points(actual)
     name = lambda k: actual.code[k].text if k < len(actual.code) else "the end"
     return [name(where[k]) for k, at in enumerate(actual.code) if at.guard is not None]
 

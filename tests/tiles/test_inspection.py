@@ -18,8 +18,8 @@ from tiles.compiling.compiler import Compiled, CompileError, Lowered, compile_ke
 from tiles.compiling.line_table import SourcePlace
 from tiles.inspect import figures as look
 from tiles.inspect.code import function_at
-from tiles.inspect.compare import ComparedRow, aligned
-from tiles.inspect.figures import measured
+from tiles.inspect.compare import ComparedRow, align_rows
+from tiles.inspect.figures import measure_code
 from tiles.inspect.occupancy import Occupancy, occupancy
 from tiles.launching.arguments import INT, array, tiled
 from tiles.numba_names import types
@@ -121,15 +121,15 @@ def test_difference(found, changed):
 
 
 def test_rows_are_aligned():
-    assert list(aligned("abd", "acd", str)) == [
+    assert list(align_rows("abd", "acd", str)) == [
         ComparedRow("a", "a"),
         ComparedRow("b", None),
         ComparedRow(None, "c"),
         ComparedRow("d", "d"),
     ]
-    assert [row.mark for row in aligned("abd", "acd", str)] == [" ", "-", "+", " "]
+    assert [row.mark for row in align_rows("abd", "acd", str)] == [" ", "-", "+", " "]
     often = "ab" * 150  # what comes up often is aligned, too
-    assert [row.mark for row in aligned(f"x{often}", f"{often}y", str)] == ["-", *" " * 300, "+"]
+    assert [row.mark for row in align_rows(f"x{often}", f"{often}y", str)] == ["-", *" " * 300, "+"]
 
 
 def test_functions_are_found_by_their_lines(tmp_path):
@@ -273,7 +273,7 @@ def test_figures_are_remembered(monkeypatch, tmp_path, request):
         )
 
     module = python.getmodule(look)
-    request.addfinalizer(module.reading.cache_clear)
+    request.addfinalizer(module.reader_digest.cache_clear)
     monkeypatch.setattr(module, "compile_kernel", counting)
     monkeypatch.setattr(module.sass, "listing", lambda cubin: ())
     monkeypatch.setattr(module.sass, "instructions", lambda cubin: {"NOP": 1})
@@ -293,7 +293,7 @@ def test_figures_are_remembered(monkeypatch, tmp_path, request):
     monkeypatch.setattr(module.sass, "version", lambda: "another")
     look(make(2), (array(1),), "sm_90a")  # another disassembler,
     monkeypatch.setattr(module, "__file__", __file__)
-    module.reading.cache_clear()
+    module.reader_digest.cache_clear()
     look(make(2), (array(1),), "sm_90a")  # or another way to read it is another key
     assert compiled == ["sm_90a", "sm_90a", "sm_80", "sm_90a", "sm_90a"]
 
@@ -307,6 +307,6 @@ def test_digest_does_not_depend_on_what_was_compiled_before():
             x[0] = x[1] // x[2]
 
         arguments = (types.Array(types.int64, 1, "A"),)
-        return measured(kernel, "sm_90a", compile_kernel(kernel, arguments, "sm_90a"))["digest"]
+        return measure_code(kernel, "sm_90a", compile_kernel(kernel, arguments, "sm_90a"))["digest"]
 
     assert digest() == digest()

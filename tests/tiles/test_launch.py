@@ -114,6 +114,16 @@ def test_torch_tensors_in_host_memory():
     assert (y == 3).all()
 
 
+def test_an_array_without_memory_is_refused():
+    """A planner bound the kernel to a result that this call neither passes nor allocates: its address is 0."""
+    x = np.zeros((16, 16), np.float32)
+    bound = tiles.launch(scale, 1, 32).bind(x, x, 3.0)
+    with pytest.raises(ValueError, match=r"^scale: target has no memory, but elements: shape=\(16, 16\); bind .* None if"):
+        bound(0, x.ctypes.data, 0)
+    empty = tiles.launch(scale, 1, 32).bind(x[:0], x[:0], 3.0)
+    empty(0, 0, 0)
+
+
 def test_a_kernel_without_arrays_runs_in_the_interpreter(capsys):
     @cuda.jit
     def hello(n):

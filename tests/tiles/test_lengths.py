@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiles.launching.frameworks import persistent_blocks
-from tiles.launching.lengths import Length, Trace, Untraceable, follows, watched_call
+from tiles.launching.lengths import Length, Trace, Untraceable, watched_call, watched_function
 
 
 def watched(planner, *values):
@@ -99,7 +99,7 @@ def test_a_function_that_follows():
     """Is called again, with numbers; without lengths it is an ordinary one."""
     calls = []
 
-    @follows
+    @watched_function
     @functools.cache
     def search(n, limit):
         """The greatest divisor of n up to a limit."""

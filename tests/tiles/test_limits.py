@@ -161,7 +161,7 @@ def more_threads_than_there_are():
     raw.named_sync(1, 512)  # guilty
 
 
-@broken("collective", "named barrier 15 is met at by some, and voted at by others", range(4), None, 128)
+@broken("collective", "named barrier 15: some warps sync, others vote", range(4), None, 128)
 def a_vote_that_some_take_for_a_meeting():
     """PTX has no meaning for bar.red and bar.sync at one barrier."""
     if cuda.threadIdx.x // 32 < 2:

@@ -16,7 +16,7 @@ from tiles.launching import loaded_code
 from tiles.launching.arguments import array
 
 launching = sys.modules["tiles.launching.launch"]
-COPIES = Schema("copies", "x (seqlen, head_dim) float32\n out (seqlen, head_dim) float32 made")
+COPIES = Schema("copies", "x (seqlen, head_dim) float32\n out (seqlen, head_dim) float32 output")
 
 
 @cuda.jit

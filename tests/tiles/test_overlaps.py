@@ -11,7 +11,7 @@ from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Schema
 
-ROWS = Schema("rows", "x (seqlen, head_dim) tile\ny (seqlen, head_dim) tile\nout (seqlen, head_dim) tile made")
+ROWS = Schema("rows", "x (seqlen, head_dim) tile\ny (seqlen, head_dim) tile\nout (seqlen, head_dim) tile output")
 
 
 @program(ROWS)

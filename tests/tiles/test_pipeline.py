@@ -79,7 +79,13 @@ def filled_past_the_last(array):
         k.fill(j + 1, array, (0, 32, 0))  # guilty
 
 
-@broken("bounds", "copy in pieces of 16 bytes: column 1 does not begin at a multiple of 16 bytes; piece=4 copies it$", 0, X, 32)
+@broken(
+    "bounds",
+    "copy in pieces of 16 bytes: column 1 does not begin at a multiple of 16 bytes; vector_bytes=4 copies it$",
+    0,
+    X,
+    32,
+)
 def column_not_aligned(array):
     (x,) = X.open()
     copy_async(x, array, (0, 0, 1))  # guilty

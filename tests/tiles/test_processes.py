@@ -32,7 +32,7 @@ def forks(request, monkeypatch):
     """Both ways, however small a launch is; the processes that were forked, or None where none may be."""
     monkeypatch.setenv("TILES_CHECK", "0")
     monkeypatch.setenv("TILES_JOBS", "2" if request.param == "in processes" else "1")
-    monkeypatch.setattr(processes, "WORTH", -1)
+    monkeypatch.setattr(processes, "MIN_SECONDS", -1)
     result, fork = [], os.fork
     monkeypatch.setattr(os, "fork", lambda: result.append(fork()) or result[-1])
     yield result if request.param == "in processes" else None

@@ -37,7 +37,7 @@ from tiles.calls.schema import Schema
 from tiles.launching import nvtx as ranges
 from tiles.op import OPS
 from tiles.profile import COPIES, TENSOR, Model, ncu
-from tiles.profile.counts import chosen
+from tiles.profile.counts import choose_clusters
 from tiles.profile.model import FREE, NARROW, SPECIAL
 
 A, C = st(64, 64, bf16), rt(16, 64, fp32)
@@ -255,8 +255,8 @@ def test_hazards_are_found_all_the_same():
 
 
 def test_which_blocks_stand_for_all():
-    assert chosen((8, 1, 1), (1, 1, 1), 4) == [[(1, 0, 0)], [(3, 0, 0)], [(5, 0, 0)], [(7, 0, 0)]]
-    assert chosen((4, 1, 1), (2, 1, 1)) == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)]]
+    assert choose_clusters((8, 1, 1), (1, 1, 1), 4) == [[(1, 0, 0)], [(3, 0, 0)], [(5, 0, 0)], [(7, 0, 0)]]
+    assert choose_clusters((4, 1, 1), (2, 1, 1)) == [[(0, 0, 0), (1, 0, 0)], [(2, 0, 0), (3, 0, 0)]]
 
 
 def test_the_model_names_ops_that_exist():
@@ -288,7 +288,7 @@ def test_command(tmp_path, capsys):
         assert ended.value.code == 2 and why in capsys.readouterr().err
 
 
-FILLED = Schema("filled", "x (seqlen, head_dim) float32\nout (seqlen, head_dim) float32 made")
+FILLED = Schema("filled", "x (seqlen, head_dim) float32\nout (seqlen, head_dim) float32 output")
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ RUNS, PLANNED = [], []
 TABLE = """
     x    (seqlen, head_dim)  real
     y    (seqlen, head_dim)  real
-    out  (seqlen, head_dim)  float32  made"""
-SCALED = Schema("scaled", f"{TABLE}\n sums (seqlen) float32 made want_sums")
-PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums (seqlen) float32 made")
+    out  (seqlen, head_dim)  float32  output"""
+SCALED = Schema("scaled", f"{TABLE}\n sums (seqlen) float32 output want_sums")
+PLAIN, BOTH = Schema("plain", TABLE), Schema("both", f"{TABLE}\n sums (seqlen) float32 output")
 
 
 class NotedOperands:

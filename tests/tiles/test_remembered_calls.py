@@ -24,8 +24,8 @@ SUM = """
     x     (seqlen, head_dim)  real
     y     (seqlen, head_dim)  real
     z     (seqlen)            float32  optional
-    out   (seqlen, head_dim)  float32  made
-    sums  (seqlen)            float32  made  want_sums
+    out   (seqlen, head_dim)  float32  output
+    sums  (seqlen)            float32  output  want_sums
 """
 
 

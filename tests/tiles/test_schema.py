@@ -27,7 +27,7 @@ ATTEND = Schema(
     start       (sequences, heads, key_dim, value_dim)                              float32  optional
     scores      (batch, heads, seqlen_q)                                            float32  updated
     out         (batch, seqlen_q, heads, key_dim)                                   tile     in_place
-    state       (sequences, heads, key_dim, value_dim)                              float32  made
+    state       (sequences, heads, key_dim, value_dim)                              float32  output
     """,
 )
 
@@ -64,7 +64,7 @@ def test_a_row_is_an_argument():
 
 @pytest.mark.parametrize("row", ["q (batch, heads) tiles", "q (batch) tile given", "q (batch) optional"])
 def test_a_table_that_says_nonsense(row):
-    with pytest.raises(ValueError, match="^q: must hold one of .*'tile'.* and have a role of .*'made'"):
+    with pytest.raises(ValueError, match="^q: must hold one of .*'tile'.* and have a role of .*'output'"):
         Schema("wrong", row)
 
 
@@ -81,9 +81,9 @@ def test_a_row_without_axes(row):
 def test_an_axis_has_a_name_that_axes_py_knows():
     with pytest.raises(ValueError, match="^q: has the axis seqlenq, which tiles/calls/axes.py does not name"):
         Schema("wrong", "q (batch, seqlenq) tile")
-    schema = Schema("own", "x (m, k) tile\nout (m, n) tile made", vary=["m"], n=3)
+    schema = Schema("own", "x (m, k) tile\nout (m, n) tile output", vary=["m"], n=3)
     problem = schema.problem({"x": form_of(zeros(("heads", "key_dim"), bf16))})
-    assert problem("m", "k", "n") == (6, 16, 3) and schema.vary == {"m"} and problem.made("out") == ((6, 3), "bfloat16")
+    assert problem("m", "k", "n") == (6, 16, 3) and schema.vary == {"m"} and problem.result_form("out") == ((6, 3), "bfloat16")
     with pytest.raises(ValueError, match="^x: must have the axes m, k: x.shape=.6,."):
         schema.problem({"x": form_of(zeros(HEADS, bf16))})
 
@@ -124,13 +124,13 @@ def test_a_problem():
     assert p["out"] == Operand(ATTEND.places["out"], c_ordered((2, 5, 6, 16), "bfloat16", None))
     assert p["state"] == Operand(ATTEND.places["state"], c_ordered((2, 6, 16, 8), "float32", None))
     assert p.scratch(1, (3, 5), "float32") == Operand(len(ATTEND.names) + 1, c_ordered((3, 5), "float32", None))
-    assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 16, 8), "float32")
+    assert p.result_form("out") == ((2, 5, 6, 16), "bfloat16") and p.result_form("state") == ((2, 6, 16, 8), "float32")
 
 
 @pytest.mark.parametrize("dtype", [bf16, f16])
 def test_tiles_are_made_like_the_first_argument(dtype):
     p = call(q=zeros(Q, dtype), k=zeros(K, dtype), start=zeros(STATE))
-    assert p.dtype == np.dtype(dtype).name == p.made("out")[1] and p.made("state")[1] == "float32"
+    assert p.dtype == np.dtype(dtype).name == p.result_form("out")[1] and p.result_form("state")[1] == "float32"
 
 
 def test_layouts_differ_only_in_the_callers_axes():
@@ -140,7 +140,7 @@ def test_layouts_differ_only_in_the_callers_axes():
     assert bhsd.forms == bshd.forms and bhsd.extents == bshd.extents
     assert bhsd.shape("k") == (2, 3, 7, 16) and bshd.shape("k") == (2, 7, 3, 16)
     made = call("bhsd", **turned | {"out": None})
-    assert made.made("out") == ((2, 6, 5, 16), "bfloat16"), "C-ordered as the caller sees it"
+    assert made.result_form("out") == ((2, 6, 5, 16), "bfloat16"), "C-ordered as the caller sees it"
     assert made["out"].form == form_of(zeros(("batch", "heads", "seqlen_q", "key_dim"), bf16).swapaxes(1, 2))
 
 
@@ -160,7 +160,7 @@ def test_sequences_are_batches_or_what_the_ends_say():
     one = dict(q=zeros(Q, bf16, batch=1), k=zeros(K, bf16, batch=1), scores=zeros(SCORES, batch=1))
     p = call(**one, cu_seqlens=zeros(ENDS, np.int64), start=zeros(STATE, sequences=3))
     assert p("batch", "sequences", "ends") == (1, 3, 4)
-    assert p.made("state")[0] == (3, 6, 16, 8) and p["cu_seqlens"].form.dtype == "int64"
+    assert p.result_form("state")[0] == (3, 6, 16, 8) and p["cu_seqlens"].form.dtype == "int64"
 
 
 def test_inputs_may_overlap_and_broadcast():
@@ -217,7 +217,7 @@ SMALL = dict(k=zeros(K, bf16, key_dim=8), scores=zeros(SCORES, seqlen_q=1, heads
 @pytest.mark.parametrize("empty", [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0)])
 def test_empty_arrays(empty):
     p = call(q=zeros(Q, bf16, **empty), k=zeros(K, bf16, **empty), scores=zeros(SCORES, **empty))
-    assert p.made("out")[0] == tuple((EXTENTS | empty)[axis] for axis in Q)
+    assert p.result_form("out")[0] == tuple((EXTENTS | empty)[axis] for axis in Q)
 
 
 def test_strides_of_axes_of_extent_one_do_not_matter():
@@ -360,14 +360,14 @@ def test_results_like_an_argument_that_are_asked_for_by_a_word():
     schema = Schema("f", """
         q   (batch, seqlen_q, heads, head_dim)  tile
         x   *                                   any      optional
-        dq  (batch, seqlen_q, heads, head_dim)  tile     made
-        dx  =x                                  float32  made  grads:dx
+        dq  (batch, seqlen_q, heads, head_dim)  tile     output
+        dx  =x                                  float32  output  grads:dx
     """)  # fmt: skip
     q, x = (form_of(np.zeros(shape, dtype)) for shape, dtype in (((1, 2, 3, 8), bf16), ((4, 5), np.int32)))
     for grads, results in (("", ["dq"]), ("dx dy", ["dq", "dx"]), ("dxx", ["dq"])):
         assert schema.results({"grads": grads}) == results
     problem = schema.problem({"q": q, "x": x})
-    assert problem.made("dx") == ((4, 5), "float32") and problem["dx"].form.shape == (4, 5)
+    assert problem.result_form("dx") == ((4, 5), "float32") and problem["dx"].form.shape == (4, 5)
     assert schema.shapes({"q": (1, 2, 3, 8), "x": (4, 5)}, "bshd") == {"dq": [1, 2, 3, 8], "dx": [4, 5]}
     assert schema.shapes({"q": (1, 2, 3, 8)}, "bshd") == {"dq": [1, 2, 3, 8]}
     with pytest.raises(ValueError, match="^dx: must have x's shape"):
@@ -390,10 +390,10 @@ def test_a_number_where_an_array_belongs():
 
 def test_what_has_one_element():
     schema = Schema(
-        "f", "q (batch, heads) tile\nseed (1) index optional\nlast (heads, 1) float32 optional\nmore (heads, 1) float32 made"
+        "f", "q (batch, heads) tile\nseed (1) index optional\nlast (heads, 1) float32 optional\nmore (heads, 1) float32 output"
     )
     q, two, last = (form_of(np.zeros(shape, dtype)) for shape, dtype in (((2, 3), bf16), ((2,), np.int32), ((3, 2), f32)))
-    assert schema.problem({"q": q, "seed": two._replace(shape=(1,))}).made("more") == ((3, 1), "float32")
+    assert schema.problem({"q": q, "seed": two._replace(shape=(1,))}).result_form("more") == ((3, 1), "float32")
     for name, form, where in ("seed", two, ""), ("last", last, " along its last axis"):
         with pytest.raises(V, match=f"^{name}: must have one element{where}: {name}.shape="):
             schema.problem({"q": q, name: form})

@@ -34,7 +34,11 @@ def regions(plan):
     for name, item in plan.items.items():
         if isinstance(item, ring):
             for s in range(item.stages):
-                yield item.slot(s), item.slot(s) + item.tile.nbytes, min(item.tile.room & -item.tile.room, item.tile.align)
+                yield (
+                    item.slot(s),
+                    item.slot(s) + item.tile.nbytes,
+                    min(item.tile.stage_bytes & -item.tile.stage_bytes, item.tile.align),
+                )
             yield item.start, item.start, item.tile.align
             yield item.barriers, item.barriers + 2 * BARRIER_BYTES * item.stages, BARRIER_BYTES
         else:

@@ -13,7 +13,7 @@ TABLE = """
     x      (seqlen, head_dim)  real
     scale  (seqlen)            float32  optional
     sums   (seqlen)            float32  updated
-    out    (seqlen, head_dim)  float32  made
+    out    (seqlen, head_dim)  float32  output
 """
 
 
@@ -34,9 +34,9 @@ def test_the_signature():
 def test_several_results_are_a_list_of_those_that_were_asked_for():
     table = """
         x     (seqlen, head_dim)  real
-        out   (seqlen, head_dim)  float32  made
-        sums  (seqlen)            float32  made  twice
-        both  (seqlen)            index    made  twice  name
+        out   (seqlen, head_dim)  float32  output
+        sums  (seqlen)            float32  output  twice
+        both  (seqlen)            index    output  twice  name
     """
     result = Program(Schema("test_results", table), planner)
     result.op()
@@ -56,7 +56,7 @@ def test_what_cannot_be_an_op_is_said():
     with pytest.raises(TypeError, match="factor: an option of a torch op must be one of.*bare's annotation is None"):
         Program(Schema("test_bare", TABLE), bare).op()
     with pytest.raises(TypeError, match="test_both: torch makes no functional op"):
-        Program(Schema("test_both", TABLE + "more (seqlen) float32 made"), planner).op()
+        Program(Schema("test_both", TABLE + "more (seqlen) float32 output"), planner).op()
 
 
 def test_versions_say_what_was_written():

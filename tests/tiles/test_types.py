@@ -9,7 +9,7 @@ import pytest
 
 from tiles import barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, gl, pending, rt, rv, st, sv, tf32
 from tiles.dtypes import DTYPES, dtype_of
-from tiles.types import whole
+from tiles.types import finished_type
 
 
 @pytest.mark.parametrize("dtype", [fp32, tf32, fp16, bf16, fp8e4m3, fp8e5m2], ids=str)
@@ -97,7 +97,7 @@ def test_a_register_tile_knows_its_vectors():
     assert (tile.shape, tile.elements) == ((32, 64), 64)
     assert (tile.col_vec, tile.col_vec.shape, tile.col_vec.elements) == (rv(32, fp16, "col_vec"), (32, 1), 4)
     assert (tile.row_vec, tile.row_vec.shape, tile.row_vec.elements) == (rv(64, fp16, "row_vec"), (1, 64), 16)
-    assert whole(rv(32, fp16, "col_vec", partial=True)) == tile.col_vec
+    assert finished_type(rv(32, fp16, "col_vec", partial=True)) == tile.col_vec
 
 
 def test_a_shared_tile_knows_its_panels():
@@ -108,7 +108,7 @@ def test_a_shared_tile_knows_its_panels():
 
 
 def test_a_shared_vector_knows_its_parts():
-    assert (sv(48, bf16).panels, sv(48, bf16).nbytes, sv(48, bf16).room) == (1, 96, 128)
+    assert (sv(48, bf16).panels, sv(48, bf16).nbytes, sv(48, bf16).stage_bytes) == (1, 96, 128)
     assert [(sv(n, fp32).panels, sv(n, fp32).panel_cols) for n in (256, 384, 512)] == [(1, 256), (3, 128), (2, 256)]
     assert (sv(32, bf16).offsets() == 2 * np.arange(32)).all() and gl(sv(32, bf16), 3, None, 1).origin((1, 2, 3)) == (1, 64, 3)
 

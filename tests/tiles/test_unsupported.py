@@ -226,7 +226,7 @@ def test_numpy_numbers_from_the_left():
 
 
 def test_a_part_cannot_be_laid_out():
-    part = st(64, 64, bf16, whole=128)
+    part = st(64, 64, bf16, parent_rows=128)
     words = r"st\(64, 64, bf16\) of 128 rows is a part; lay out the whole"
     with pytest.raises(ValueError, match="shared: " + words):
         shared(a=part)

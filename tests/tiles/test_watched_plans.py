@@ -13,7 +13,7 @@ from tiles.calls import watched_plans  # noqa: E402
 from tiles.calls.plan import Plan  # noqa: E402
 from tiles.launching.lengths import Trace, watched_call  # noqa: E402
 
-MANY = "x (batch, seqlen, head_dim) real\n y (batch, seqlen, head_dim) real\n out (batch, seqlen, head_dim) float32 made"
+MANY = "x (batch, seqlen, head_dim) real\n y (batch, seqlen, head_dim) real\n out (batch, seqlen, head_dim) float32 output"
 
 
 @pytest.fixture

@@ -18,9 +18,10 @@ HOLDS = {
     "bfloat16": ("bfloat16",),
     "float16": ("float16",),
     "fp8": ("float8_e4m3fn",),
+    "int8": ("int8",),
     "tile8": ("float8_e4m3fn",),
     "half": ("bfloat16", "float16"),
-    "cache": ("bfloat16", "float16", "float8_e4m3fn"),
+    "cache": ("bfloat16", "float16", "float8_e4m3fn", "int8"),
     "log": REAL,
     "rate": REAL,
     "ends": INDEX,
@@ -30,7 +31,7 @@ HOLDS = {
     "key_lengths": INDEX,
     "key_starts": INDEX,
 }
-ROLES = "", "optional", "made", "in_place", "updated", "updated?"
+ROLES = "", "optional", "output", "in_place", "updated", "updated?"
 Axes = tuple[str, ...]
 FREE: tuple[Axes, ...] = tuple(("*",) * rank for rank in range(1, 6))  # axes of any extents
 ROW = re.compile(r"(\w+)\s+(=\w+|\*|\([\w\s,]*\)(?:\s*\|\s*\([\w\s,]*\))*)\s+(\S.*)")
@@ -59,12 +60,12 @@ class Argument(NamedTuple):
     @property
     def written(self) -> bool:
         """Does a kernel write it, so that it must not overlap any other argument?"""
-        return self.role in ("made", "in_place", "updated", "updated?")
+        return self.role in ("output", "in_place", "updated", "updated?")
 
     @property
     def result(self) -> bool:
         """Is it returned, and allocated where the caller leaves it out?"""
-        return self.role in ("made", "in_place")
+        return self.role in ("output", "in_place")
 
     def choices(self, layout: str) -> dict[int, Axes]:
         """{number of axes: the axes in the caller's order}"""

@@ -50,7 +50,7 @@ def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, l
             stream = None if buffers[0].__dlpack_device__()[0] in HOST else context.stream
             program.run(stream, tuple([known.get(name) for name in schema.names]), options, layout)
 
-        shapes = [jax.ShapeDtypeStruct(*problem.made(name)) for name in results]
+        shapes = [jax.ShapeDtypeStruct(*problem.result_form(name)) for name in results]
         return tuple(_buffer_callback()(run, shapes, vmap_method="sequential")(*values))
 
     if program.gradient is None:

@@ -3,7 +3,7 @@ through the tables (of known shapes, of plans for new sequence lengths) and says
 
     SCALED = Schema("scaled", '''
         x    (seqlen, head_dim)  float32
-        out  (seqlen, head_dim)  float32  made
+        out  (seqlen, head_dim)  float32  output
     ''')
 
     @program(SCALED)
@@ -270,13 +270,13 @@ class Program:
     ) -> PreparedCall:
         """The PreparedCall of this form: from a function of lengths, or planned, and traced for other lengths."""
         key = self, kinds, options, layout
-        traced_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
+        cached_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
         traced: TracedPlan | None
-        for traced in traced_plans:
+        for traced in cached_plans:
             prepared = traced.function(lengths)
             if prepared:
-                if traced is not traced_plans[0]:  # growing lengths use the same one again
-                    TRACED_PLANS.put(key, (traced, *[other for other in traced_plans if other is not traced]))
+                if traced is not cached_plans[0]:  # growing lengths use the same one again
+                    TRACED_PLANS.put(key, (traced, *[other for other in cached_plans if other is not traced]))
                 if eager and descriptions is None:
                     declined = GUARDED_CALLS.get((self, options, layout)) or ()
                     if call := traced.write_guarded_call(self.names, prepared, arrays, lengths, declined):
@@ -286,11 +286,11 @@ class Program:
             read_one_by_one = descriptions is not None
             descriptions = descriptions or self._describe_arrays(arrays)
             prepared, traced = self._plan_and_compile(descriptions, options, layout), None
-            if len(traced_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
+            if len(cached_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
                 with suppress(TypeError, ValueError):  # Untraceable: the planner works on numbers, but not on Lengths
                     traced = self._trace_plan(descriptions, not read_one_by_one, options, layout)
                     traced.last = lengths
-                    TRACED_PLANS.put(key, (*traced_plans, traced))
+                    TRACED_PLANS.put(key, (*cached_plans, traced))
         REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, traced))
         return prepared
 
@@ -308,7 +308,7 @@ class Program:
         assert self.prepare_next is not None
         arrays, named = {name: x for name, x in zip(self.names, descriptions) if x}, dict(zip(self.options, options))
         problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
-        results = {name: c_ordered(*problem.made(name), problem.device) for name in self.schema.results(named)}
+        results = {name: c_ordered(*problem.result_form(name), problem.device) for name in self.schema.results(named)}
         self.prepare_next(arrays, results, named, layout)
 
     def prepare(self, forms: dict[str, Form], options: tuple, layout: str = "bshd") -> None:
@@ -322,7 +322,9 @@ class Program:
         order, kind = self.schema.places, first.kind
         placement = kind.placement(first)
         allocators = [
-            (order[name], kind.watched_allocator(placement, *problem.made(name))) for name in results if name not in forms
+            (order[name], kind.watched_allocator(placement, *problem.result_form(name)))
+            for name in results
+            if name not in forms
         ]
         parts: Any = [x for x in scratch if isinstance(x, ArrayView)]
         memory: Any = scratch[len(parts) :]

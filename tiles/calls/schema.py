@@ -5,13 +5,13 @@
         k      (batch, seqlen_k, heads_k, head_dim)  tile
         v      (batch, seqlen_k, heads_k, head_dim)  tile
         alibi  (heads)|(alibi_batch, heads)          float32  optional
-        out    (batch, seqlen_q, heads, head_dim)    tile     made
-        lse    (batch, heads, seqlen_q)              float32  made      return_lse
+        out    (batch, seqlen_q, heads, head_dim)    tile     output
+        lse    (batch, heads, seqlen_q)              float32  output    return_lse
     ''')
 
     problem = FORWARD.problem(forms)                         {name: form} of the caller's arrays: checked, or refused
     batch, heads = problem("batch", "heads")                 extents; one of them is problem.extents["batch"]
-    kernel.bind(grid, gQ=problem["q"], gO=problem["out"])    arrays; a result that the caller left out will be made
+    kernel.bind(grid, gQ=problem["q"], gO=problem["out"])    arrays; a result that the caller left out is allocated
 
 A row is an argument. Its columns:
 
@@ -37,9 +37,10 @@ What it holds:
     bfloat16  that
     float16   that
     fp8       that of e4m3, float8_e4m3fn
+    int8      that
     tile8     the same, as tiles that kernels move, like `tile`
     half      bfloat16 or float16; results are bfloat16
-    cache     what a cache keeps of tiles: bfloat16, float16 or fp8
+    cache     what a cache keeps of tiles: bfloat16, float16, fp8 or int8
 
 and, with values that a step of the program checks (checks.py):
     log          real, the logarithm of the part of a state that is kept: never above 0
@@ -54,8 +55,8 @@ and, with values that a step of the program checks (checks.py):
 Its role:
     (none)    it must be given
     optional  it may be left out
-    made      a result: written, and created if the caller leaves it out
-    in_place  likewise; the caller may also give the first argument itself, to be overwritten
+    output    a result: written, and allocated if the caller leaves it out
+    in_place  an output; the caller may also pass the first argument itself, to be overwritten
     updated   it must be given, and is written in place
     updated?  likewise, but it may be left out
 """
@@ -121,7 +122,7 @@ class Problem:
         extents = self.extents
         return tuple([extents[axis] for axis in axes])
 
-    def made(self, name: str) -> tuple[tuple[int, ...], str]:
+    def result_form(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape and dtype of a result, in the caller's axes."""
         axes, _, dtype = self.schema.written_rows[self.layout][name]
         like = self.schema.arguments[name].like

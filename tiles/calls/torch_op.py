@@ -43,17 +43,15 @@ def imported_module(name: str) -> Any:
 
 
 def _find(name: str) -> bool:
-    """Is a module imported? Then it is in _MODULES."""
-    if name in _MODULES:
-        return True
-    module = sys.modules.get(name)
-    if module is None:
-        return False
-    _MODULES[name] = module
-    return True
+    """Is a module imported? Then it is in _MODULES, and so are all others of LOOKED_FOR: what is added to a dict after Dynamo's
+    trace has read it, the trace does not see."""
+    if name not in _MODULES:
+        _MODULES.update({other: sys.modules[other] for other in (*LOOKED_FOR, name) if sys.modules.get(other) is not None})
+    return name in _MODULES
 
 
 _find._dynamo_marked_constant = True  # type: ignore[attr-defined]
+LOOKED_FOR = "torch", "jax"
 _MODULES: dict[str, Any] = {}
 
 

@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba.cuda import cgutils, nvvmutils, types
 from numba.cuda.descriptor import cuda_target
 
-from ..dtypes import bf16, fp32, tf32
+from ..dtypes import bf16, fp16, fp32, int8, int32, tf32
 from ..layout import LANES, WARPGROUP
 from ..types import rt, rv
 
@@ -42,6 +42,8 @@ class Builder(ir.IRBuilder):
     def elements(self, spec, value):
         """A tile's or vector's elements in this lane, as fp32."""
         parts = self.unpack(value)
+        if spec.dtype is int32:
+            return [self.sitofp(x, f32) for x in parts]
         if isinstance(spec, rv) or spec.dtype.itemsize == 4:
             return parts
         if spec.dtype is bf16:
@@ -49,14 +51,47 @@ class Builder(ir.IRBuilder):
             pairs = [(self.shl(r, self.u32(16)), self.and_(r, high)) for r in parts]
             return [self.bitcast(x, f32) for pair in pairs for x in pair]
         if spec.dtype.itemsize == 1:
-            parts = [self.halves(spec.dtype, r, part) for r in parts for part in ("lo", "hi")]
-        halves = [self.bitcast(r, ir.VectorType(ir.HalfType(), 2)) for r in parts]
-        return [self.fpext(self.extract_element(h, self.u32(k)), f32) for h in halves for k in (0, 1)]
+            parts = [half for r in parts for half in self.widened(spec.dtype, r)]
+        return [element for r in parts for element in self._fp16_pair(r)]
 
-    def halves(self, dtype, register, part):
-        """Two fp8 elements, the lower or the upper ones of a register, as fp16."""
-        text = f"{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\ncvt.rn.f16x2.{dtype.ptx}x2 $0, {part};}}"
-        return self.asm(i32, text, "=r,r", register, effect=False)
+    def widened(self, dtype, register, to=fp16, order=(0, 1, 2, 3)):
+        """The four elements of a register of one byte each as two registers of dtype `to`, fp16 or bf16: exactly, as these hold
+        all numbers of fp8e4m3, fp8e5m2 and int8. order: which elements these are, (0, 1, 2, 3) or (0, 2, 1, 3)."""
+        if dtype is int8:
+            return [self._int8_pair(register, to, *two) for two in (order[:2], order[2:])]
+        if order != (0, 1, 2, 3):
+            register = self.permuted(register, register, 0x3120)
+        text = "{{.reg .b16 lo, hi;\nmov.b32 {{lo, hi}}, $1;\ncvt.rn.f16x2.{}x2 $0, {};}}"
+        halves = [self.asm(i32, text.format(dtype.ptx, part), "=r,r", register, effect=False) for part in ("lo", "hi")]
+        return halves if to is fp16 else [self.pair(to, *self._fp16_pair(half)) for half in halves]
+
+    def _fp16_pair(self, register):
+        """The two fp16 elements of a register, as fp32."""
+        halves = self.bitcast(register, ir.VectorType(ir.HalfType(), 2))
+        return [self.fpext(self.extract_element(halves, self.u32(k)), f32) for k in (0, 1)]
+
+    def _int8_pair(self, register, to, low, high):
+        """The int8 elements x number `low` and `high` of a register of four, in `to`. A byte becomes the mantissa of a number
+        whose unit is 1, and what that has too much is subtracted:
+
+            fp16    x = (1024 + (x + 128)) - 1152                                   five instructions for four elements
+            bf16    x = (128 + last seven bits of x) - (256 if x < 0 else 128)      eight
+
+        since bf16 has no room for all eight bits."""
+        place = 0x4040 | high << 8 | low  # the bytes, each below one of the exponent's
+        if to is fp16:
+            text, biased = "sub.rn.f16x2 $0, $1, $2;", self.xor(register, self.u32(0x80808080))
+            return self.asm(
+                i32, text, "=r,r,r", self.permuted(biased, self.u32(0x64646464), place), self.u32(0x64806480), effect=False
+            )
+        with_exponent = self.permuted(register, self.u32(0x43434343), place)
+        bits, sign = self.and_(with_exponent, self.u32(0xFF7FFF7F)), self.and_(with_exponent, self.u32(0xFF80FF80))
+        text = "fma.rn.bf16x2 $0, $1, $2, $3;"  # sign times -1: sm_80 has no sub of bf16x2
+        return self.asm(i32, text, "=r,r,r,r", sign, self.u32(0xBF80BF80), bits, effect=False)
+
+    def permuted(self, x, y, select):
+        """Four of the eight bytes of two registers: `select` has four bits for each, the last ones for the lowest (prmt)."""
+        return self.asm(i32, f"prmt.b32 $0, $1, $2, 0x{select:x};", "=r,r,r", x, y, effect=False)
 
     def from_elements(self, spec, elements):
         """The tile or vector with these fp32 elements, each rounded to its dtype."""
@@ -65,6 +100,8 @@ class Builder(ir.IRBuilder):
         if spec.dtype is tf32:
             words = [self.asm(i32, "cvt.rna.tf32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements]
             return self.pack([self.bitcast(word, f32) for word in words])
+        if spec.dtype is int32:
+            return self.pack([self.asm(i32, "cvt.rni.s32.f32 $0, $1;", "=r,f", e, effect=False) for e in elements])
         run, word = spec.dtype.run, self.pair if spec.dtype.run == 2 else self.quad
         if isinstance(spec, rv):
             words = [word(spec.dtype, *[e] * run) for e in elements]
@@ -76,7 +113,11 @@ class Builder(ir.IRBuilder):
         return self.asm(i32, f"cvt.rn.{dtype.ptx}x2.f32 $0, $1, $2;", "=r,f,f", high, low, effect=False)
 
     def quad(self, dtype, *four):
-        """One register of four fp8 elements, rounded from fp32, the first one lowest (sm_89 and later)."""
+        """One register of four elements of one byte, rounded from fp32, the first one lowest (fp8: sm_89 and later)."""
+        if dtype is int8:
+            rounded = "".join(f"cvt.rni.s32.f32 n{k}, ${k + 1};\n" for k in range(4))
+            text = "cvt.pack.sat.s8.s32.b32 hi, n3, n2, 0;\ncvt.pack.sat.s8.s32.b32 $0, n1, n0, hi;"
+            return self.asm(i32, f"{{.reg .b32 n<4>, hi;\n{rounded}{text}}}", "=r,f,f,f,f", *four, effect=False)
         to = f"cvt.rn.satfinite.{dtype.ptx}x2.f32"
         text = f"{{.reg .b16 lo, hi;\n{to} lo, $2, $1;\n{to} hi, $4, $3;\nmov.b32 $0, {{lo, hi}};}}"
         return self.asm(i32, text, "=r,f,f,f,f", *four, effect=False)

@@ -204,11 +204,11 @@ def write(folder: Folder, name: str, content: bytes, max_bytes: int) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
-    cached_bytes = _held.get(folder.path, max_bytes) + len(content)  # where nobody has looked yet, as if it were full
-    _held[folder.path] = cached_bytes if cached_bytes <= max_bytes else shrink(folder.path, max_bytes)
+    cached_bytes = _folder_bytes.get(folder.path, max_bytes) + len(content)  # where nobody has looked yet, as if it were full
+    _folder_bytes[folder.path] = cached_bytes if cached_bytes <= max_bytes else shrink(folder.path, max_bytes)
 
 
-_held: dict[Path, int] = {}  # bytes that this process found in a folder when it last looked, and has written there since
+_folder_bytes: dict[Path, int] = {}  # of a folder: what this process read last, and has written since
 
 
 def shrink(folder: Path, max_bytes: int) -> int:

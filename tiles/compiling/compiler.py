@@ -79,7 +79,7 @@ class CompileError(RuntimeError):
     def __init__(self, title, arch, complaints):
         self.complaints = list(dict.fromkeys(complaints))
         matches = [_LACKS.search(said) for said, _ in self.complaints]
-        self.lacks = list(dict.fromkeys(match[1] for match in matches if match))
+        self.missing_features = list(dict.fromkeys(match[1] for match in matches if match))
         super().__init__(f"{title} cannot be compiled for {arch}:\n{self.text}")
 
     @property
@@ -103,7 +103,7 @@ _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas
 _SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # the lines after the complaints, which are none themselves
 
 
-_alone = threading.RLock()  # Numba cannot compile in two threads at once
+_numba_lock = threading.RLock()  # Numba cannot compile in two threads at once
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def _compiling_for(cc, form="code"):
     the time. Afterwards Numba forgets what a factory made. form: of the functions that are compiled in (helpers_as)."""
     device = SimpleNamespace(compute_capability=cc)
     instead = (dispatcher, "get_current_device", lambda: device), *INSTEAD
-    with _alone, uncollected(), helpers_as(form):
+    with _numba_lock, uncollected(), helpers_as(form):
         before = [getattr(owner, name) for owner, name, _ in instead]
         for owner, name, ours in instead:
             setattr(owner, name, ours)

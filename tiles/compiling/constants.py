@@ -85,13 +85,13 @@ class FoldConstants(Rewrite):
 
     def match(self, func_ir, block, typemap, calltypes):
         """Does the block contain anything that can be replaced?"""
-        self.function, self.block, self.found = func_ir, block, {}
+        self.function, self.block, self.constants = func_ir, block, {}
         for assignment in block.find_insts(ir.Assign):
             if isinstance(assignment.value, ir.Expr) and self._folds(assignment.value):
                 value = _value(func_ir, assignment.value, self.args)
                 if isinstance(value, SCALARS):
-                    self.found[assignment] = value
-        return bool(self.found)
+                    self.constants[assignment] = value
+        return bool(self.constants)
 
     def _folds(self, expression):
         """Attributes of modules and tiles are Numba's and numba_members.py's matter."""
@@ -102,8 +102,8 @@ class FoldConstants(Rewrite):
         block = self.block.copy()
         block.clear()
         for statement in self.block.body:
-            if statement in self.found:
-                value = ir.Const(self.found[statement], statement.loc)
+            if statement in self.constants:
+                value = ir.Const(self.constants[statement], statement.loc)
                 definitions = self.function._definitions[statement.target.name]
                 if len(definitions) == 1:  # of several definitions any may hold
                     definitions[0] = value

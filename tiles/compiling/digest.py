@@ -315,10 +315,10 @@ class Digest:
         plain = getattr(cls, "__dictoffset__", 0) and not hasattr(cls, "__array_interface__")
         if isinstance(value, Op) or not plain or cls.__basicsize__ > object.__basicsize__ + 2 * struct.calcsize("P"):
             raise Undigestible(f"{value!r} of type {cls.__module__}.{cls.__qualname__}")
-        computed = {
+        derived_fields = {
             name for name in vars(value) if isinstance(inspect.getattr_static(cls, name, None), functools.cached_property)
         }
-        items = ((name, item) for name, item in sorted(vars(value).items()) if name not in computed)
+        items = ((name, item) for name, item in sorted(vars(value).items()) if name not in derived_fields)
         return [self(cls, False), *(part for name, item in items for part in (name, self(item, device)))]
 
 

@@ -203,8 +203,8 @@ def _passes(self):
     return _pipelines[key]
 
 
-_seen: dict[int, list[int]] = {}  # of a context's registries: how much each held when they were last read
-_reading: list[int] = []  # the contexts whose registries are being read
+_rule_counts: dict[int, list[int]] = {}  # of a context's registries: how much each held when they were last read
+_contexts_read: list[int] = []  # the contexts whose registries are being read
 
 
 def _refreshed(refresh):
@@ -218,14 +218,14 @@ def _refreshed(refresh):
 
     def refreshed(self):
         key = id(self._registries)  # which a context shares with its copies
-        if key in _seen and (_reading or _seen[key] == count_rules(self)):
+        if key in _rule_counts and (_contexts_read or _rule_counts[key] == count_rules(self)):
             return
-        _reading.append(key)
+        _contexts_read.append(key)
         try:
             refresh(self)
         finally:
-            _reading.pop()
-        _seen[key] = count_rules(self)
+            _contexts_read.pop()
+        _rule_counts[key] = count_rules(self)
 
     return refreshed
 
@@ -266,15 +266,15 @@ def _variables(self, x):
     return variables
 
 
-_hash_of_key, _here = types.Type.__hash__, object()
+_hash_of_key, _this_process = types.Type.__hash__, object()
 
 
 def _hash(self):
     """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable. One that was pickled
     elsewhere, where texts have other hashes, is computed anew."""
     cached = vars(self).get("_hash")
-    if cached is None or cached[0] is not _here:
-        cached = self._hash = _here, _hash_of_key(self)
+    if cached is None or cached[0] is not _this_process:
+        cached = self._hash = _this_process, _hash_of_key(self)
     return cached[1]
 
 

@@ -111,12 +111,12 @@ def _note_selected(find):
     """Numba's search for an implementation by the types of arguments, which notes those that are transient."""
 
     @functools.wraps(find)
-    def found(self, args):
+    def find_and_note(self, args):
         if any(map(_is_transient, args)):
             _transient.append((self._cache, args))
         return find(self, args)
 
-    return found
+    return find_and_note
 
 
 class _Models(weakref.WeakKeyDictionary):

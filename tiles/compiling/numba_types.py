@@ -19,7 +19,7 @@ from numba.cuda.typing import signature
 from numba.cuda.typing.templates import AbstractTemplate, infer_global
 from numba.cuda.typing.typeof import typeof_impl
 
-from ..dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32
+from ..dtypes import bf16, dtype, fp8e4m3, fp8e5m2, fp16, fp32, int8, int32
 from ..op import TypeArgument
 from ..types import barrier, gl, is_static, pending, rt, rv, st, sv
 from .builder import Builder, f32, i32, i64
@@ -35,7 +35,7 @@ class Byte(types.Type):
 
 
 register_model(Byte)(lambda manager, ty: core_models.PrimitiveModel(manager, ty, ir.IntType(8)))
-SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16}
+SCALARS = {types.float32: fp32, types.float16: fp16, types.bfloat16: bf16, types.int8: int8}
 SCALARS |= {Byte(str(d)): d for d in (fp8e4m3, fp8e5m2)}
 CAPTURED = "this array is no argument of the kernel, which Numba has copied into it: pass it to the launch"  # if immutable
 
@@ -87,7 +87,9 @@ def llvm_type(spec):
         case pending(tile):
             return llvm_type(tile)
         case rt(dtype=d):
-            return ir.LiteralStructType([f32 if d.itemsize == 4 else i32] * (spec.elements * d.itemsize // 4))
+            return ir.LiteralStructType(
+                [f32 if d.itemsize == 4 and d is not int32 else i32] * (spec.elements * d.itemsize // 4)
+            )
         case rv():
             return ir.LiteralStructType([f32] * spec.elements)
         case gl():

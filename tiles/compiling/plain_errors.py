@@ -50,7 +50,7 @@ def _no_attribute(name, owner):
     if owner.startswith("type[shared("):
         parts = "`a, b = plan.open()` gives a kernel its parts, in their order"
         return f"{name!r} is not read from a plan: {parts}; got {owner[5:-1]}"
-    if owner.startswith("OpenedMemory("):
+    if owner.startswith("SharedMemory("):
         usage = "`(a,) = plan.open()` takes its one item out, plan.open().a does so by name"
         return f"an opened plan has no item {name!r}: {usage}; got {owner}"
     return f"{owner} has no attribute {name!r}"

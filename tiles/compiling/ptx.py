@@ -4,6 +4,7 @@ for sm_90 where nothing else is said.
 Addresses in shared memory are 32-bit, global ones 64-bit; barriers are addresses of mbarriers.
 """
 
+from ..dtypes import int8
 from .builder import f32, i32, i64, struct
 
 EVICT_FIRST = 0x12F0000000000000  # what createpolicy.fractional.L2::evict_first gives for all of what is read
@@ -64,7 +65,7 @@ def cluster_wait(b):
 
 
 def grid_wait(b, after=None):
-    """Until the grids that this one was launched early after are done, and what they wrote is visible; from sm_90 on. after: a
+    """Until the grids that this one overlaps are done, and what they wrote is visible; from sm_90 on. after: a
     32-bit register that is computed before. ptxas puts a wait before all that it does not order, so it takes a turn by this."""
     with b.if_then(b.since(90)):
         if after is None:
@@ -75,7 +76,7 @@ def grid_wait(b, after=None):
 
 
 def grid_release(b):
-    """A grid that is launched early after this one may begin, once all blocks have said so; from sm_90 on."""
+    """A grid that overlaps this one may begin, once all blocks have said so; from sm_90 on."""
     with b.if_then(b.since(90)):
         b.do("griddepcontrol.launch_dependents;")
 
@@ -224,22 +225,29 @@ def barrier_vote(b, number, threads, fold, flag):
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
 def wgmma(b, dtypes, acc, a, desc, n, rows_are_k, accumulate):
-    """acc (+)= A @ B for m64 n and 32 bytes along k: `acc` is a list of fp32 registers, A a descriptor (one value) or four
-    registers, B a descriptor; dtypes: of A, of B; rows_are_k: of A, of B in shared memory: do its rows run along k? (Of 2-byte
-    elements only.)"""
+    """acc (+)= A @ B for m64 n and 32 bytes along k: `acc` is a list of fp32 registers, of int32 ones if A and B are int8, A a
+    descriptor (one value) or four registers, B a descriptor; dtypes: of A, of B; rows_are_k: of A, of B in shared memory: do
+    its rows run along k? (Of 2-byte elements only.)"""
     regs = len(acc)
     first = 2 * regs
     out = ", ".join(f"${k}" for k in range(regs))
     from_registers = len(a) > 1
     a_text = "{" + ", ".join(f"${first + k}" for k in range(4)) + "}" if from_registers else f"${first}"
-    tail = ", ".join(str(int(x)) for x in (1, 1, *(rows_are_k[from_registers:] if dtypes[0].itemsize == 2 else ())))
+    kind, letter, register = sum_registers(dtypes)
+    numbers = [] if register == i32 else [1, 1, *(rows_are_k[from_registers:] if dtypes[0].itemsize == 2 else ())]
+    tail = "".join(f", {int(x)}" for x in numbers)
     text = (
         f"{{\n.reg .pred p;\nsetp.ne.b32 p, {int(accumulate)}, 0;\n"
-        f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // dtypes[0].itemsize}.f32.{'.'.join(d.ptx for d in dtypes)} "
-        f"{{{out}}}, {a_text}, ${first + len(a)}, p, {tail};\n}}"
+        f"wgmma.mma_async.sync.aligned.m64n{n}k{32 // dtypes[0].itemsize}.{kind}.{'.'.join(d.ptx for d in dtypes)} "
+        f"{{{out}}}, {a_text}, ${first + len(a)}, p{tail};\n}}"
     )
-    constraints = ["=f"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
-    return b.unpack(b.asm(struct([f32] * regs), text, ",".join(constraints), *acc, *a, desc, memory=False))
+    constraints = [f"={letter}"] * regs + [str(k) for k in range(regs)] + (["r"] * 4 if from_registers else ["l"]) + ["l"]
+    return b.unpack(b.asm(struct([register] * regs), text, ",".join(constraints), *acc, *a, desc, memory=False))
+
+
+def sum_registers(dtypes):
+    """(PTX's type, the letter of a constraint, LLVM's type) of the sums of products of these dtypes, of A and of B."""
+    return ("s32", "r", i32) if dtypes[0] is int8 else ("f32", "f", f32)
 
 
 def wgmma_fence(b, registers):
@@ -261,7 +269,8 @@ def wgmma_commit(b):
 
 def wgmma_wait(b, value, registers, newer):
     """Until all groups but the `newer` youngest are done. The registers pass through, so nothing can touch them before."""
-    constraints = ["=f"] * registers + [str(k) for k in range(registers)]
+    letter = "f" if value.type.elements[0] == f32 else "r"
+    constraints = [f"={letter}"] * registers + [str(k) for k in range(registers)]
     return b.asm(value.type, f"wgmma.wait_group.sync.aligned {newer};", ",".join(constraints), *b.unpack(value))
 
 
@@ -304,14 +313,16 @@ def copy_wait(b, newer):
 
 
 def mma(b, dtypes, c, a, right):
-    """c + A @ B for m16 n8 and 32 bytes along k: four fp32 registers of C, four registers of A, two of B, of these dtypes (fp8:
-    from sm_89)."""
+    """c + A @ B for m16 n8 and 32 bytes along k: four fp32 registers of C, int32 ones if A and B are int8, four registers of A,
+    two of B, of these dtypes (fp8: from sm_89)."""
+    kind, letter, register = sum_registers(dtypes)
     text = (
-        f"mma.sync.aligned.m16n8k{32 // dtypes[0].itemsize}.row.col.f32.{'.'.join(d.ptx for d in dtypes)}.f32 "
+        f"mma.sync.aligned.m16n8k{32 // dtypes[0].itemsize}.row.col.{kind}.{'.'.join(d.ptx for d in dtypes)}.{kind} "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
-    out, operands = struct([f32] * 4), [b.bitcast(x, i32) for x in (*a, *right)]
-    return b.unpack(b.asm(out, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", *operands, *c, effect=False))
+    out, operands = struct([register] * 4), [b.bitcast(x, i32) for x in (*a, *right)]
+    constraints = ",".join([f"={letter}"] * 4 + ["r"] * 6 + [letter] * 4)
+    return b.unpack(b.asm(out, text, constraints, *operands, *c, effect=False))
 
 
 # ---- lanes and registers -------------------------------------------------------------------------------------------
@@ -366,7 +377,7 @@ def opaque(b, x):
     return b.asm(x.type, f"mov.b{x.type.width} $0, $1;", f"={letter},{letter}", x, effect=False)
 
 
-def computed(b, registers):
+def wait_for_registers(b, registers):
     """True, as soon as these fp32 registers are computed: compares them with a NaN that no arithmetic makes, which the
     compiler cannot know."""
     true = b.icmp_unsigned("==", b.u32(0), b.u32(0))

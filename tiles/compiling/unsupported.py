@@ -26,7 +26,7 @@ class UnsupportedUse:
     instead: str
     operators: tuple[str, ...] = ()  # as the module `operator` names them
     functions: tuple = ()
-    alone: bool = False  # it is not done with tiles, but may be with what they are given to
+    first_only: bool = False  # may it be done with a tile that is no first argument?
 
     @property
     def methods(self):
@@ -41,7 +41,7 @@ class UnsupportedUse:
 
     def check(self, *specs):
         """TypeError if there is a tile among these types."""
-        tiles = [str(spec) for spec in specs[: 1 if self.alone else None] if isinstance(spec, TILES)]
+        tiles = [str(spec) for spec in specs[: 1 if self.first_only else None] if isinstance(spec, TILES)]
         if tiles:
             raise TypeError(f"a tile cannot be {self.action}: {self.instead}; got {' and '.join(tiles)}")
 
@@ -62,7 +62,7 @@ REFUSED = (
         "its elements are spread over the lanes; store it to an array, or reduce it (row_sum, tile_sum, ...)",
         ("getitem", "setitem"),
         (builtins.len, builtins.sum),
-        alone=True,
+        first_only=True,
     ),
     UnsupportedUse(
         "multiplied with @", "use mma_AB(acc, a, b), or in a warpgroup mm_AB(a, b)", ("matmul",), _in_numpy("matmul")

@@ -21,13 +21,13 @@ import numpy as np
 from ..compiling.compiler import Lowered
 from ..interpreter import clusters
 from ..interpreter.block import Block
-from ..interpreter.cluster import Cluster, Meeting, seeded
+from ..interpreter.cluster import Cluster, ClusterBarrier, random_order
 from ..interpreter.progress import Progress
 from ..interpreter.shadow import Agents
 from ..launching.arguments import parameters, types_of
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
-from .flow import meets
+from .flow import reconvergence_points
 from .memory import BASE, EmulatedSharedMemory, Global
 from .table import meaning
 from .text import PtxProgram, read
@@ -52,8 +52,8 @@ class EmulatedCluster(Cluster):
         other_agents, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
         self.smem, self.agents = None, Agents(lanes, len(indices) * (other_agents + warps) + lanes)
         first = self.agents.new()  # of the agents as which lanes write to a peer's memory: see memory.py
-        self.abroad, self.agents.next = slice(first, first + lanes), first + lanes
-        self.flying, self.barrier = [], Meeting(self)
+        self.peer_writers, self.agents.next = slice(first, first + lanes), first + lanes
+        self.in_flight, self.barrier = [], ClusterBarrier(self)
         self.blocks = [_Block(self, rank, index, ctas_per_sm, smem) for rank, index in enumerate(indices)]
 
     def warp(self, block, index, program, _):
@@ -89,7 +89,7 @@ def program(kernel, types, arch, lowered=None) -> PtxProgram:
         ptx_program = read(lowered.ptx())
         if not getattr(lowered, "lines", True):
             ptx_program.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
-        ptx_program.meets = meets(ptx_program)
+        ptx_program.reconvergence_points = reconvergence_points(ptx_program)
         ptx_program.runs = [
             None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in ptx_program.code
         ]
@@ -144,7 +144,7 @@ def emulate(
     byte_ranges = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     ctas_per_sm = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    rng, memory, counts = seeded(seed), Global(byte_ranges), ExecutionCounts(Counter(), {})
+    rng, memory, counts = random_order(seed), Global(byte_ranges), ExecutionCounts(Counter(), {})
     cluster_indices = list(clusters(grid, cluster))
     progress = Progress(kernel.py_func.__name__, len(cluster_indices), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):

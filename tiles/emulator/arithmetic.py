@@ -161,6 +161,11 @@ def _(match, *registers):
     return (x * y + z).astype(TYPES[match[1]]).view(np.uint32)[:, 0]
 
 
+@pure(r"sub\.rn\.f16x2", "b32", "b32", "b32")
+def _(_, x, y):
+    return (x[:, None].view(np.float16) - y[:, None].view(np.float16)).view(np.uint32)[:, 0]
+
+
 @pure(r"div(?:\.(?:rn|full|approx))?(\.ftz)?\.(f32|f64)", "{2}", "{2}", "{2}")
 def _(match, x, y):
     return flush(flush(x) / flush(y)) if match[1] else x / y
@@ -302,6 +307,13 @@ def _(match, high, low):
 @pure(r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2", "b32", "b16")
 def _(match, x):
     return x[:, None].view(TYPES[match[1]]).astype(np.float16).view(np.uint32)[:, 0]
+
+
+@pure(r"cvt\.pack\.sat\.s8\.s32\.b32", "b32", "s32", "s32", "b32")
+def _(_, high, low, rest):
+    """The two integers, as near as bytes come, in the lower half of the result, the lower half of the rest in the upper one."""
+    pair = np.clip(np.stack([low, high], 1), -128, 127).astype(np.int8).view(np.uint16)[:, 0].astype(np.uint32)
+    return pair | rest << np.uint32(16)
 
 
 @pure(r"cvt\.rna\.tf32\.f32", "b32", "f32")

@@ -1,4 +1,5 @@
-"""Asynchronous copies: cp.async, TMA's loads and stores by tensor maps, st.async. They land as late as the waits allow."""
+"""Asynchronous copies: cp.async, TMA's loads and stores by tensor maps, st.async. They are completed as late as the waits
+allow."""
 
 import math
 
@@ -7,7 +8,7 @@ import numpy as np
 
 from ..interpreter.shadow import VALID, Event
 from ..layout import LANES
-from .barriers import mbarrier, the_lane
+from .barriers import mbarrier, only_lane
 from .moves import address
 from .table import TYPES, means, operand
 
@@ -32,12 +33,12 @@ def _(match, w, at):
         raise w.hazard(f"cp.async of {counts.max()} bytes into {size}")
     sources, memory = address(w, source)[lanes], w.block.cluster.memory
     if (sources % np.uint64(size))[counts > 0].any():
-        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (piece=)")
-    w._allowed(owner.shadow.unwritable(w.asks(lanes), cells), "copies into shared memory")
+        raise w.hazard(f"cp.async of {size} bytes from an address that is no multiple: copy fewer at once (vector_bytes=)")
+    w._check_access(owner.shadow.unwritable(w.knowledge(lanes), cells), "copies into shared memory")
     for n in {int(n) for n in counts} - {0}:
         memory._bytes(w, sources[counts == n], 1), memory._bytes(w, sources[counts == n] + np.uint64(n - 1), 1)
 
-    def land():
+    def complete():
         arrived = np.zeros(cells.shape, np.uint8)
         for n in {int(n) for n in counts} - {0}:
             copies_of_n = counts == n
@@ -46,7 +47,7 @@ def _(match, w, at):
         owner.shadow.bytes[cells] = arrived
         owner.shadow.state[cells] = VALID
 
-    copy = w.block.cluster.start(land, "the copy into shared memory", cells.size, w.place())
+    copy = w.block.cluster.start(complete, "the copy into shared memory", cells.size, w.place())
     copy.awaited = False
     w.copies.append(copy)
     event = Event("copy", f"the end of {copy.operation}", copy.place)
@@ -68,9 +69,9 @@ def _(match, w, at):
         w.copies = []
     newer = int(at.operands[0].text) if at.operands else 0
     done = max(0, len(w.groups) - newer)
-    waited = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
-    w.until(lambda: all(copy.done for copy in waited), lambda: "its copies")
-    for copy in waited:
+    copies = [copy for group in w.groups[:done] for copy in group if not copy.awaited]
+    w.wait_until(lambda: all(copy.done for copy in copies), lambda: "its copies")
+    for copy in copies:
         copy.awaited = True
     lanes = np.arange(LANES)
     w.clocks[lanes, w.copier + lanes] = np.maximum(w.clocks[lanes, w.copier + lanes], done)
@@ -116,17 +117,17 @@ def _map(w, operand_, operation):
     return tensor_map
 
 
-def _box(w, octets, operation):
-    lane = the_lane(w, operation)
-    tensor_map = _map(w, octets, operation)
-    at = [int(operand(x, np.int32)(w)[lane]) for x in octets.coordinates]
+def _box(w, target, operation):
+    lane = only_lane(w, operation)
+    tensor_map = _map(w, target, operation)
+    at = [int(operand(x, np.int32)(w)[lane]) for x in target.coordinates]
     if len(at) != len(tensor_map.encoding.box):
         raise w.hazard(f"{operation}: {len(at)} coordinates for a tensor map of {len(tensor_map.encoding.box)} axes", "plan")
     offsets, inside = (x.reshape(-1) for x in tensor_map.box(at))
     return lane, tensor_map, offsets, inside
 
 
-def _begins(w, first, operation):
+def _check_box_start(w, first, operation):
     """Raises a Hazard if a box may not begin at this address of shared memory."""
     if first % TENSOR_ALIGN:
         raise w.hazard(f"{operation}: shared memory at {first}, which is no multiple of {TENSOR_ALIGN}")
@@ -152,7 +153,7 @@ def _(match, w, at):
         raise w.hazard(f"{operation} brings to one block and tells another's barrier", "plan")
     else:
         owners = [block]
-    _begins(w, first, operation)
+    _check_box_start(w, first, operation)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     for owner in owners:
         _load(w, lane, owner, tensor_map, first, bar_address, tensor_map.pointer + offsets - low, inside, memory, operation)
@@ -172,12 +173,12 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
     thread, shadow = w.threads[lane], owner.shadow
     cells = tensor_map.cells(first)
     extent = slice(first, first + tensor_map.nbytes)
-    w.within(first, first + tensor_map.nbytes, 1, owner)
-    owner.reached(thread, operation)
-    bar = mbarrier(w, owner, bar_address, w.asks_lane(lane, True))
-    w._allowed(shadow.unwritable(w.asks_lane(lane, True), extent), operation)
+    w.check_range(first, first + tensor_map.nbytes, 1, owner)
+    owner.check_reachable(thread, operation)
+    bar = mbarrier(w, owner, bar_address, w.lane_knowledge(lane, True))
+    w._check_access(shadow.unwritable(w.lane_knowledge(lane, True), extent), operation)
 
-    def land():
+    def complete():
         arrived = np.zeros((len(cells), tensor_map.size), np.uint8)
         arrived[inside] = memory[places[inside][:, None] + np.arange(tensor_map.size)]
         if tensor_map.encoding.dtype == "TFLOAT32":
@@ -186,10 +187,10 @@ def _load(w, lane, owner, tensor_map, first, bar_address, places, inside, memory
         shadow.state[extent] = VALID
         bar.end_copy(copy)
 
-    copy = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
+    copy = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     time = bar.begin_copy(thread, copy)
-    for waited in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
-        bar.clock[waited.agent] = max(bar.clock[waited.agent], thread.clock[waited.agent])
+    for waiting in () if owner is w.block else w.block.mbarriers:  # who sees it complete knows what the copy waited for
+        bar.clock[waiting.agent] = max(bar.clock[waiting.agent], thread.clock[waiting.agent])
     shadow.start_filling(bar.agent, time, extent, Event("copy", f"the end of {operation}", copy.place))
 
 
@@ -209,15 +210,15 @@ def _(match, w, at):
     operation = "the TMA store"
     lane, tensor_map, offsets, inside = _box(w, target, operation)
     _, first = w.find_owner(int(address(w, source, np.uint32)[lane]))
-    _begins(w, first, operation)
-    w.within(first, first + tensor_map.nbytes, 1)
+    _check_box_start(w, first, operation)
+    w.check_range(first, first + tensor_map.nbytes, 1)
     low, memory = _array(w, tensor_map, offsets, inside, operation)
     shadow, extent = w.block.shadow, slice(first, first + tensor_map.nbytes)
-    w._allowed(shadow.unreadable(w.asks_lane(lane, True), extent), operation)
+    w._check_access(shadow.unreadable(w.lane_knowledge(lane, True), extent), operation)
     cells, places = tensor_map.cells(first), tensor_map.pointer + offsets - low
     agent, kind, fold = w.block.store_agents[w.index], ELEMENTS[tensor_map.encoding.dtype], match[2]
 
-    def land():
+    def complete():
         octets = shadow.bytes[cells[inside]]
         into = places[inside][:, None] + np.arange(tensor_map.size)
         if fold:
@@ -225,7 +226,7 @@ def _(match, w, at):
             octets = FOLDS[fold](old, octets.view(kind)).astype(kind).view(np.uint8)
         memory[into] = octets
 
-    store = w.block.cluster.start(land, operation, tensor_map.nbytes, w.place())
+    store = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     store.lane = lane
     shadow.note_read(agent, len(w.store_groups) + 1, extent, Event("read", operation, store.place))
     w.stores.append(store)
@@ -245,11 +246,11 @@ def _(match, w, at):
     newer, lanes = int(at.operands[0].text), np.flatnonzero(w.mask)
     group_numbers = [k for k, group in enumerate(w.store_groups, 1) if any(store.lane in lanes for store in group)]
     done = group_numbers[: len(group_numbers) - newer] if newer else group_numbers
-    waited = [store for k in done for store in w.store_groups[k - 1]]
-    w.until(lambda: all(store.done for store in waited), lambda: "its TMA stores")
+    stores = [store for k in done for store in w.store_groups[k - 1]]
+    w.wait_until(lambda: all(store.done for store in stores), lambda: "its TMA stores")
     if done:
         agent = w.block.store_agents[w.index]
-        starters = sorted({store.lane for store in waited})
+        starters = sorted({store.lane for store in stores})
         for lane in starters:  # a lane learns nothing about the groups of other lanes
             if lane in lanes:
                 w.clocks[lane, agent] = max(w.clocks[lane, agent], done[-1])
@@ -264,24 +265,24 @@ def _(match, w, at):
     kind = np.dtype(f"u{np.dtype(TYPES[match[2]]).itemsize}")
     octets = np.concatenate([operand(v, kind)(w)[w.mask][:, None].view(np.uint8) for v in parts], 1)
     owner, lanes, cells = w._cells(address(w, to, np.uint32), octets.shape[1])
-    wheres = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
-    if len(wheres) != 1:
+    bar_addresses = {int(x) for x in address(w, bar, np.uint32)[w.mask]}
+    if len(bar_addresses) != 1:
         raise w.hazard("lanes store and tell different barriers", "divergence")
-    bar_owner, bar_address = w.find_owner(wheres.pop())
+    bar_owner, bar_address = w.find_owner(bar_addresses.pop())
     if bar_owner is not owner:
         raise w.hazard("st.async writes to one block and tells another's barrier", "plan")
     lane, shadow = int(lanes[0]), owner.shadow
     thread = w.threads[lane]
-    owner.reached(thread, "st.async")
-    barrier = mbarrier(w, owner, bar_address, w.asks_lane(lane))
-    w._allowed(shadow.unwritable(w.asks(lanes), cells), "st.async writes shared memory")
+    owner.check_reachable(thread, "st.async")
+    barrier = mbarrier(w, owner, bar_address, w.lane_knowledge(lane))
+    w._check_access(shadow.unwritable(w.knowledge(lanes), cells), "st.async writes shared memory")
 
-    def land():
+    def complete():
         shadow.bytes[cells] = octets
         shadow.state[cells] = VALID
         barrier.end_copy(copy)
 
-    copy = w.block.cluster.start(land, "the store", octets.size, w.place())
+    copy = w.block.cluster.start(complete, "the store", octets.size, w.place())
     time = barrier.begin_copy(thread, copy)
     for each in lanes:
         barrier.learn(w.clocks[each])

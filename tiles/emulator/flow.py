@@ -1,4 +1,4 @@
-"""Control flow: where lanes that diverge at a branch meet again (the branch's immediate postdominator), and how many registers
+"""Control flow: where lanes that diverge at a branch reconverge (the branch's immediate postdominator), and how many registers
 are live at once."""
 
 from .text import Address, PtxProgram, Reg
@@ -6,24 +6,24 @@ from .text import Address, PtxProgram, Reg
 READS = ("st.", "red.", "bar", "cp.", "wgmma.", "nanosleep", "setmaxnreg")  # opcodes whose first operand is read, too
 
 
-def _ways(program):
+def _successors(program):
     """For each instruction, the indices of those that may come next; the end is the number of instructions."""
-    end, follow = len(program.code), []
+    end, successors_of = len(program.code), []
     for k, at in enumerate(program.code):
         leaves = at.opcode in ("ret", "exit")
-        ways = [end] if leaves else [] if at.target is not None and at.guard is None else [k + 1]
-        ways += [at.target] if at.target is not None else [k + 1] if leaves and at.guard is not None else []
-        follow.append(ways)
-    return follow
+        successors = [end] if leaves else [] if at.target is not None and at.guard is None else [k + 1]
+        successors += [at.target] if at.target is not None else [k + 1] if leaves and at.guard is not None else []
+        successors_of.append(successors)
+    return successors_of
 
 
-def meets(program: PtxProgram) -> list[int]:
+def reconvergence_points(program: PtxProgram) -> list[int]:
     """For each instruction, its immediate postdominator: the first one that every path to the end comes through."""
-    end, follow = len(program.code), _ways(program)
+    end, successors_of = len(program.code), _successors(program)
     before: list[list[int]] = [[] for _ in range(end + 1)]
-    for k, ways in enumerate(follow):
-        for way in ways:
-            before[way].append(k)
+    for k, successors in enumerate(successors_of):
+        for successor in successors:
+            before[successor].append(k)
     order: list[int] = []  # each instruction stands after those that lead to it
     rank, todo = [-1] * (end + 1), [(end, iter(before[end]))]
     visited = {end}
@@ -51,12 +51,12 @@ def meets(program: PtxProgram) -> list[int]:
     while changed:  # Cooper, Harvey and Kennedy, "A simple, fast dominance algorithm"
         changed = False
         for k in order[-2::-1]:
-            meeting = -1
-            for way in follow[k]:
-                if rank[way] >= 0 and parent[way] >= 0:
-                    meeting = way if meeting < 0 else common(meeting, way)
-            if meeting != parent[k]:
-                parent[k], changed = meeting, True
+            dominator = -1
+            for successor in successors_of[k]:
+                if rank[successor] >= 0 and parent[successor] >= 0:
+                    dominator = successor if dominator < 0 else common(dominator, successor)
+            if dominator != parent[k]:
+                parent[k], changed = dominator, True
     return [end if p < 0 else p for p in parent[:end]]
 
 
@@ -64,7 +64,7 @@ def pressure(program: PtxProgram) -> int:
     """The most registers of four bytes that are live at once, if instructions stay in the order of the text.
 
     ptxas reorders them and needs some more registers, but a kernel that stays far below the limit here does not spill there."""
-    follow, used, defined = _ways(program), [], []
+    successors_of, used, defined = _successors(program), [], []
     for at in program.code:
         wide = _bits(at.operands[1:] if at.operands else [])
         first = _bits(at.operands[:1])
@@ -79,8 +79,8 @@ def pressure(program: PtxProgram) -> int:
         changed = False
         for k in range(len(program.code) - 1, -1, -1):
             after = 0
-            for way in follow[k]:
-                after |= live[way]
+            for successor in successors_of[k]:
+                after |= live[successor]
             now = after & ~defined[k] | used[k]
             if now != live[k]:
                 live[k], changed = now, True

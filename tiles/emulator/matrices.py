@@ -93,6 +93,17 @@ def _places_of_accumulators(columns):
     return (LANE // 4 + i // 2 % 2 * 8) * columns + i // 4 * 8 + LANE % 4 * 2 + i % 2
 
 
+@means(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32")
+def _(_, w, at):
+    w.converged("mma.sync")
+    out, a, b, c = at.operands
+    left, right = (_fragment(_elements(w, x, "s8"), rows) for x, rows in ((a, 2), (b, 1)))
+    added = np.array([w.get(x) if x.__class__ is Reg else operand(x, np.uint32)(w) for x in c], np.uint32)
+    sums = _accumulators(left @ right.T).astype(np.int32).view(np.uint32) + added
+    for to, value in zip(out, sums, strict=True):
+        w.set(to, value)
+
+
 @means(r"mma\.sync\.aligned\.m16n8k(4|8|16|32)\.row\.col\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)\.f32")
 def _(match, w, at):
     w.converged("mma.sync")
@@ -122,11 +133,11 @@ class WgmmaRegister:
 
 
 class WarpWgmma:
-    """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. held: {slot:
-    value} of A's registers, which must not change before the wait."""
+    """A warp's part of a wgmma, 16 rows. compute: multiplies the operands, from registers and shared memory. a_registers:
+    {slot: value} of A's registers, which must not change before the wait."""
 
     def __init__(self, place, registers, compute, a_registers):
-        self.place, self.compute, self.held = place, compute, a_registers
+        self.place, self.compute, self.a_registers = place, compute, a_registers
         self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
@@ -155,16 +166,17 @@ def _cells(w, descriptor, rows, k_major, size):
     return at[..., None] + np.arange(size)
 
 
-@means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)")
+@means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.[fs]32\.(bf16|f16|tf32|e4m3|e5m2|s8)\.(bf16|f16|tf32|e4m3|e5m2|s8)")
 def _(match, w, at):
     n, k, left, right = int(match[1]), int(match[2]), match[3], match[4]
     acc, a, b, scale, *numbers = at.operands
     size = np.dtype(TYPES[right]).itemsize
     w.converged("wgmma")
-    signs, transposed = [int(x.text) for x in numbers[:2]], [int(x.text) for x in numbers[2:]]
+    signs, transposed = [int(x.text) for x in numbers[:2]] or [1, 1], [int(x.text) for x in numbers[2:]]
+    sums_type = np.int32 if left == "s8" else np.float32
     if k * size != SLICE or len(acc) != n // 2:
         raise w.hazard(f"{at.opcode} with {len(acc)} registers", "language")
-    w.together(f"wgmma {at.number}")
+    w.check_collective(f"wgmma {at.number}")
     accumulate = operand(scale, np.bool_)(w)
     if accumulate.any() != accumulate.all():
         raise w.hazard("the lanes disagree on whether the wgmma accumulates", "divergence")
@@ -172,7 +184,7 @@ def _(match, w, at):
     from_registers = isinstance(a, list)
     w.mmas.append(None)
     agent, time = w.block.mma_agents[w.index], len(w.mma_groups) + 1
-    ask, shadow = w.asks(asynchronous=True), w.block.shadow
+    ask, shadow = w.knowledge(asynchronous=True), w.block.shadow
     b_cells = _cells(w, b, range(n), transposed[-1:] != [1], size)
     reads = [b_cells]
     if from_registers:
@@ -182,8 +194,8 @@ def _(match, w, at):
         reads.append(a_cells)
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
-        w.within(int(cells.min()), int(cells.max()) + 1, 1)
-        w._allowed(shadow.unreadable(ask, cells), "mma reads shared memory")
+        w.check_range(int(cells.min()), int(cells.max()) + 1, 1)
+        w._check_access(shadow.unreadable(ask, cells), "mma reads shared memory")
         shadow.note_read(agent, time, cells, event)
 
     def matrix(cells, kind):
@@ -194,8 +206,8 @@ def _(match, w, at):
         product = signs[0] * rows @ (signs[1] * matrix(b_cells, right).T)
         sums = _accumulators(product)
         if adds:
-            sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(np.float32)
-        return sums.astype(np.float32).view(np.uint32)
+            sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(sums_type)
+        return sums.astype(sums_type).view(np.uint32)
 
     a_registers = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
     mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, a_registers)
@@ -226,7 +238,7 @@ def _(_, w, at):
 @means(r"wgmma\.commit_group\.sync\.aligned")
 def _(_, w, at):
     w.converged("wgmma.commit_group")
-    w.together("wgmma.commit_group")
+    w.check_collective("wgmma.commit_group")
     w.mma_groups.append(w.mmas)
     w.mmas = []
 
@@ -236,17 +248,17 @@ def _(_, w, at):
     w.converged("wgmma.wait_group")
     newer: Imm = at.operands[0]
     done = max(0, len(w.mma_groups) - int(newer.text))
-    group = w.block.crew[w.group * WARPGROUP : (w.group + 1) * WARPGROUP]
-    w.until(
+    group = w.block.warp_list[w.group * WARPGROUP : (w.group + 1) * WARPGROUP]
+    w.wait_until(
         lambda: all(len(other.mma_groups) >= done for other in group),
         lambda: "the other warps of its warpgroup to issue the mma",
     )
     for mmas in w.mma_groups[w.mmas_done : done]:
         for mma in mmas:
-            if any(w.r[slot] is not value for slot, value in mma.held.items()):
+            if any(w.r[slot] is not value for slot, value in mma.a_registers.items()):
                 raise w.hazard("A's registers were written between a wgmma and this wait for it", "in flight", mma.place)
             mma.finish()
     w.mmas_done = max(w.mmas_done, done)
     agent = w.block.mma_agents[w.index]
     w.clocks[:, agent] = np.maximum(w.clocks[:, agent], done)
-    w.redeem()
+    w.resolve_pending()

@@ -10,7 +10,7 @@ import ctypes
 
 import numpy as np
 
-from ..interpreter.shadow import FILLING, NEVER, OVERTAKEN, POISON, VALID
+from ..interpreter.shadow import FILLING, HAZARD_OF_WRITE, NEVER, POISON, VALID
 from ..layout import LANES
 
 LANE = np.arange(LANES, dtype=np.uint32)
@@ -59,8 +59,8 @@ class Global:
 
 
 class EmulatedSharedMemory:
-    """One block's shared memory. Cells are a slice, or an array of indices. `ask.know(agents)` gives the times up to which the
-    one who asks knows these agents' accesses, as an array of the same shape as the cells."""
+    """One block's shared memory. Cells are a slice, or an array of indices. `knowledge.access_times(agents)` gives the times up
+    to which an accessor knows these agents' accesses, as an array of the same shape as the cells."""
 
     def __init__(self, nbytes, agents):
         self.end = BASE + nbytes
@@ -76,14 +76,14 @@ class EmulatedSharedMemory:
     def _order(self, ask, cells):
         """(kind, cause) if the last write of some cell is not known to be over, or None."""
         writer, written = self.writer[cells], self.written[cells]
-        bad = ask.know(writer) < written
+        bad = ask.access_times(writer) < written
         if not np.count_nonzero(bad):  # which takes less than half as long as `any`
             return None
         k = bad.argmax()
         event = self.writes[self.write[cells].flat[k]]
-        if ask.asynchronous and (ask.plainly(writer) >= written).flat[k]:
+        if ask.asynchronous and (ask.known_times(writer) >= written).flat[k]:
             return "fence", f"with no fence.proxy.async after {event}"
-        return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
+        return HAZARD_OF_WRITE[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, ask, cells, plain=False):
         """Why this reader may not read these cells: (kind, cause), or None. plain: cells that nobody has written may be loaded,
@@ -105,15 +105,15 @@ class EmulatedSharedMemory:
             return cause
         for first, (times, lanes) in self.lane_reads.items():
             late, readers = times[cells], lanes[cells]
-            if not np.count_nonzero(late) or ask.knows_warp(first, late):
+            if not np.count_nonzero(late) or ask.knows_lanes(first, late):
                 continue
-            bad = (late[..., None] > ask.know_lanes(first)) & (readers[..., None] >> LANE & 1 != 0)
+            bad = (late[..., None] > ask.lane_access_times(first)) & (readers[..., None] >> LANE & 1 != 0)
             if bad.any():
                 lane = int(bad.any(tuple(range(late.ndim))).argmax())
                 return self._read(ask, bad[..., lane], np.full(late.shape, first + lane), late, first)
         for agent, times in self.reads.items():
             late = times[cells]
-            bad = late > ask.know(np.full(late.shape, agent))
+            bad = late > ask.access_times(np.full(late.shape, agent))
             if np.count_nonzero(bad):
                 return self._read(ask, bad, np.full(late.shape, agent), late, agent)
         return None
@@ -121,7 +121,7 @@ class EmulatedSharedMemory:
     def _read(self, ask, bad, agent, late, key):
         k = bad.argmax()
         event = self.read_events[key, int(late.flat[k])]
-        if ask.asynchronous and (ask.plainly(agent) >= late).flat[k]:
+        if ask.asynchronous and (ask.known_times(agent) >= late).flat[k]:
             return "fence", f"with no fence.proxy.async after {event}"
         return "race", f"and nothing orders this after {event}"
 
@@ -155,8 +155,8 @@ class EmulatedSharedMemory:
         self.bytes[cells] = POISON
 
 
-class Ask:
-    """The knowledge of someone who accesses shared memory: a clock (agents,), or one for each of the `rows` (n,) of clocks
+class Knowledge:
+    """What an accessor of shared memory knows: a clock (agents,), or one for each of the `rows` (n,) of clocks
     (lanes, agents). asynchronous: through the asynchronous proxy, which knows only those ordinary accesses that a fence has
     covered."""
 
@@ -164,24 +164,24 @@ class Ask:
         self.clock, self.ordinary, self.asynchronous = clock, ordinary, asynchronous
         self.rows = None if rows is None else rows[:, None]
 
-    def plainly(self, agents):
+    def known_times(self, agents):
         """The times up to which it knows these agents; those of the asynchronous proxy are agents of their own."""
         return self.clock[agents] if self.rows is None else self.clock[self.rows, agents]
 
-    def know(self, agents):
+    def access_times(self, agents):
         """The times that decide what it may access."""
         if self.asynchronous:
             agents = np.where(agents < self.ordinary, agents + self.ordinary, agents)
-        return self.plainly(agents)
+        return self.known_times(agents)
 
-    def know_lanes(self, first):
-        """The times that `know` gives, for all lanes of a warp, in an axis behind those of the cells."""
+    def lane_access_times(self, first):
+        """The times that `access_times` gives, for all lanes of a warp, in an axis behind those of the cells."""
         first += self.ordinary if self.asynchronous else 0
         if self.rows is None:
             return self.clock[first : first + LANES]
         return self.clock[self.rows, np.arange(first, first + LANES)][:, None]
 
-    def knows_warp(self, first, late):
+    def knows_lanes(self, first, late):
         """Does it know all of a warp's lanes up to these times?"""
         first += self.ordinary if self.asynchronous else 0
         if self.rows is None:

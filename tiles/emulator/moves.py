@@ -134,7 +134,7 @@ def _(match, w, at):
         if place == ".shared":
             result[w.mask] = w.read_shared(where.astype(np.uint32), result.shape[1], plain=True)
         elif place == ".local":
-            result[w.mask] = w.local[w.own_bytes(where, result.shape[1])]
+            result[w.mask] = w.local[w.local_bytes_of(where, result.shape[1])]
         else:
             result[w.mask] = w.block.cluster.memory.load(w, where[w.mask], result.shape[1])
     for k, to in enumerate(targets):
@@ -150,7 +150,7 @@ def _(match, w, at):
         if place == ".shared":
             w.write_shared(where.astype(np.uint32), values[w.mask])
         elif place == ".local":
-            w.local[w.own_bytes(where, values.shape[1])] = values[w.mask]
+            w.local[w.local_bytes_of(where, values.shape[1])] = values[w.mask]
         else:
             w.block.cluster.memory.store(w, where[w.mask], values[w.mask])
 

@@ -7,7 +7,7 @@ r"""How an instruction gets its meaning: a table from opcodes to what they do, w
     @means(r"bar\.warp\.sync")                             # all else: a function of the warp and the instruction
     def _(match, w, at):
         w.converged("bar.warp.sync")
-        w.meet()
+        w.join_lanes()
 
 A pattern must match the whole opcode. A register is 32 numbers, its bits unsigned; `operand` reads one, or a literal, as of a
 type.
@@ -40,7 +40,7 @@ Run = Callable  # of a warp
 
 
 @functools.cache
-def _found(opcode):
+def _find(opcode):
     for pattern, build in TABLE:
         if match := pattern.fullmatch(opcode):
             return build, match
@@ -49,7 +49,7 @@ def _found(opcode):
 
 def _declare(pattern, build):
     TABLE.append((re.compile(pattern), build))
-    _found.cache_clear()
+    _find.cache_clear()
 
 
 def means(pattern):
@@ -86,7 +86,7 @@ def pure(pattern, result, *operands):
 def meaning(at: PtxInstruction) -> Run:
     """The function of the warp that executes an instruction. NotImplementedError, which names the instruction: it is not in the
     table."""
-    row = _found(at.opcode)
+    row = _find(at.opcode)
     if row is None:
         raise NotImplementedError(
             f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; tiles.emulator.table says how one is added"
@@ -102,17 +102,17 @@ def operand(source, kind):
         if size != source.width:
             return lambda w: w.get(source).astype(unsigned).view(kind)
         slot, kind = source.slot, np.dtype(kind)
-        held = kind == unsigned and size > 1  # as registers hold them
+        is_raw = kind == unsigned and size > 1  # as registers hold them
 
         def get(w):
             value = w.r[slot]
             if value.__class__ is not np.ndarray:
                 value = w.get(source)  # a Hazard
-            return value if held else value.view(kind)
+            return value if is_raw else value.view(kind)
 
         return get
     if isinstance(source, Imm):
-        value = _everywhere(source.text, kind)
+        value = _literal_in_all_lanes(source.text, kind)
         return lambda w: value
     raise NotImplementedError(f"an operand {source}")
 
@@ -125,7 +125,7 @@ def _bits_of(kind):
 
 
 @functools.lru_cache(4096)
-def _everywhere(text, kind):
+def _literal_in_all_lanes(text, kind):
     """A literal, in all lanes."""
     value = np.full(LANES, literal(text, kind))
     value.setflags(write=False)

@@ -77,8 +77,8 @@ class PtxProgram:
     """A kernel's text, read. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a thread's
     own memory, of local_bytes. shared: the same of what the kernel itself declares in shared memory. dynamic: names of the
     memory that a launch adds. widths: of each register. runs: the function that executes each instruction; unguarded: those of
-    instructions without a guard. meets: for each instruction, where lanes that diverge there meet again. with_lines: compiles
-    the same instructions with a table of lines, if these have none."""
+    instructions without a guard. reconvergence_points: for each instruction, where lanes that diverge there reconverge.
+    with_lines: compiles the same instructions with a table of lines, if these have none."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class PtxProgram:
     code: list[PtxInstruction] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
     unguarded: list[Any] = field(default_factory=list)
-    meets: list[int] = field(default_factory=list)
+    reconvergence_points: list[int] = field(default_factory=list)
     with_lines: Callable[[], list[PtxInstruction]] | None = None
 
     @functools.cached_property

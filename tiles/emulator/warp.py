@@ -1,7 +1,7 @@
 """A warp that executes PTX: its registers, its lanes' clocks, its branches, and what its lanes do to memory.
 
-A register is an array with an entry a lane, its bits unsigned. Lanes that part at a branch run one side after the other and
-meet where all ways from the branch come together, as ptxas makes them do.
+A register is an array with an entry a lane, its bits unsigned. Lanes that diverge at a branch run one side after the other, and
+reconverge at the branch's immediate postdominator, as ptxas makes them do.
 """
 
 import contextvars
@@ -15,7 +15,7 @@ from ..interpreter.hazard import Hazard, WarpPlace
 from ..interpreter.shadow import POISON, VALID, Event
 from ..interpreter.warp import InterpretedWarp
 from ..layout import LANES, WARPGROUP
-from .memory import LOCAL, WINDOW, Ask
+from .memory import LOCAL, WINDOW, Knowledge
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -30,11 +30,11 @@ def _busiest(at, size):
 
 
 class InstructionPlace(WarpPlace):
-    """A warp and the instruction that it is at; within: its program, the instruction."""
+    """A warp and the instruction that it is at; code_positions: its program, the instruction."""
 
     @property
     def _shown(self):
-        program, at = self.within
+        program, at = self.code_positions
         return program.shown[at.index]
 
     @property
@@ -54,7 +54,7 @@ class Thread:
     def __init__(self, warp, lane):
         self.warp, self.lane, self.block = warp, lane, warp.block
         self.agent, self.clock = warp.first + lane, warp.clocks[lane]
-        self.tick, self.place, self.hazard, self.until = warp.tick, warp.place, warp.hazard, warp.until
+        self.tick, self.place, self.hazard, self.wait_until = warp.tick, warp.place, warp.hazard, warp.wait_until
         self.index = warp.index
 
 
@@ -70,11 +70,11 @@ class EmulatedWarp(greenlet):
         self.agent = self.first = (block.rank * block.size + index) * LANES  # of its lanes
         self.copier = self.agents.warps + self.first  # of their copies by cp.async
         self.clocks = np.zeros((LANES, self.agents.count), np.int64)
-        self.own = np.arange(LANES), self.first + np.arange(LANES)
+        self.lane_agents = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers, self.settings = block.entry_registers, 0
-        self.met, self.waited, self.met_at, self.collectives = 0, 0, None, 0
+        self.cluster_arrivals, self.cluster_waits, self.cluster_arrival_place, self.collectives = 0, 0, None, 0
         self.instruction = program.code[0]
         self.mask, self.full = np.ones(LANES, bool), True
         self.r = [None] * len(program.widths)
@@ -86,20 +86,20 @@ class EmulatedWarp(greenlet):
         self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
 
     # -- time, messages: as in the interpreter
-    until, hazard, together, set_registers, close_deeds = (
-        InterpretedWarp.until,
+    wait_until, hazard, check_collective, set_registers, close_collectives = (
+        InterpretedWarp.wait_until,
         InterpretedWarp.hazard,
-        InterpretedWarp.together,
+        InterpretedWarp.check_collective,
         InterpretedWarp.set_registers,
-        InterpretedWarp.close_deeds,
+        InterpretedWarp.close_collectives,
     )
-    _allowed, __str__ = InterpretedWarp._allowed, InterpretedWarp.__str__
-    _not_awaited = staticmethod(lambda cause: "")  # the instructions say it
+    _check_access, __str__ = InterpretedWarp._check_access, InterpretedWarp.__str__
+    _describe_unawaited = staticmethod(lambda cause: "")  # the instructions say it
 
     def tick(self):
         """A new time of all lanes' clocks."""
         self.time += 1
-        self.clocks[self.own] = self.time
+        self.clocks[self.lane_agents] = self.time
         return self.time
 
     @property
@@ -111,8 +111,8 @@ class EmulatedWarp(greenlet):
         """All lanes know what `clock` knows."""
         np.maximum(self.clocks, clock, out=self.clocks)
 
-    def meet(self):
-        """The lanes meet: each knows what one of them knows."""
+    def join_lanes(self):
+        """The lanes converge: each knows what any of them knows."""
         self.clocks[:] = np.maximum.reduce(self.clocks)
         self.synced = self.time
 
@@ -148,8 +148,8 @@ class EmulatedWarp(greenlet):
             self.r[to.slot] = value
             self.pending.add(to.slot)
 
-    def redeem(self):
-        """Promises that are kept become values, which no fence needs to follow."""
+    def resolve_pending(self):
+        """Replace registers of completed wgmmas by their values, which no fence needs to follow."""
         pending_values = {slot: self.r[slot].value for slot in self.pending if getattr(self.r[slot], "value", None) is not None}
         for slot, value in pending_values.items():
             self.r[slot] = value
@@ -177,9 +177,14 @@ class EmulatedWarp(greenlet):
 
     # -- the program
     def _execute(self):
-        code, runs, meets, unguarded = self.program.code, self.program.runs, self.program.meets, self.program.unguarded
+        code, runs, reconvergence_points, unguarded = (
+            self.program.code,
+            self.program.runs,
+            self.program.reconvergence_points,
+            self.program.unguarded,
+        )
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they meet others, how many
+        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they reconverge, how many
         while stack:
             top = stack[-1]
             pc, mask, until, lanes = top
@@ -208,8 +213,11 @@ class EmulatedWarp(greenlet):
                 elif not count:
                     top[0] = pc + 1
                 else:
-                    top[0], rest = meets[pc], mask & ~mask_of_guard
-                    stack += [[pc + 1, rest, meets[pc], lanes - count], [at.target, mask_of_guard, meets[pc], count]]
+                    top[0], rest = reconvergence_points[pc], mask & ~mask_of_guard
+                    stack += [
+                        [pc + 1, rest, reconvergence_points[pc], lanes - count],
+                        [at.target, mask_of_guard, reconvergence_points[pc], count],
+                    ]
                 continue
             if at.opcode in ("ret", "exit"):
                 for entry in stack:
@@ -232,21 +240,21 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"an address of block {rank} of the cluster, which takes shared::cluster", "bounds")
         return blocks[rank], address & (1 << WINDOW) - 1
 
-    def asks(self, rows=None, asynchronous=False):
-        """The knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
+    def knowledge(self, rows=None, asynchronous=False):
+        """The Knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
         if rows is None:
-            return Ask(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
-        return Ask(self.clocks, self.agents.ordinary, asynchronous, rows)
+            return Knowledge(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
+        return Knowledge(self.clocks, self.agents.ordinary, asynchronous, rows)
 
-    def asks_active(self):
-        """The clock of accesses that all active lanes are ordered after."""
-        return Ask(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
+    def active_knowledge(self):
+        """The Knowledge that all active lanes have in common."""
+        return Knowledge(np.minimum.reduce(self.clocks if self.full else self.clocks[self.mask]), self.agents.ordinary)
 
-    def asks_lane(self, lane, asynchronous=False):
-        """An Ask by what this one lane knows."""
-        return Ask(self.clocks[lane], self.agents.ordinary, asynchronous)
+    def lane_knowledge(self, lane, asynchronous=False):
+        """The Knowledge of one lane."""
+        return Knowledge(self.clocks[lane], self.agents.ordinary, asynchronous)
 
-    def within(self, first, last, align, owner=None):
+    def check_range(self, first, last, align, owner=None):
         """Raises a Hazard unless these bytes lie in shared memory, at a multiple of `align`."""
         shadow = (owner or self.block).shadow
         if first % align:
@@ -255,7 +263,8 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"bytes {first} to {last} of shared memory, which ends at {shadow.end}")
 
     def _cells(self, addresses, size, align=None):
-        """(home, lanes, cells) of what the active lanes reach."""
+        """(owner, lanes, cells) that the active lanes access: the block in whose memory they lie, the lanes' numbers, the bytes
+        of each."""
         lanes = np.flatnonzero(self.mask)
         at = addresses[lanes].astype(np.int64)
         ranks = at >> WINDOW
@@ -265,7 +274,7 @@ class EmulatedWarp(greenlet):
         at &= (1 << WINDOW) - 1
         if np.count_nonzero(at % (align or size)):
             raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
-        self.within(int(at.min()), int(at.max()) + size, 1, owner)
+        self.check_range(int(at.min()), int(at.max()) + size, 1, owner)
         self._count_passes(at, size)
         return owner, lanes, at[:, None] + np.arange(size)
 
@@ -278,10 +287,10 @@ class EmulatedWarp(greenlet):
         """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
         operation = "reads shared memory"
         owner, lanes, cells = self._cells(addresses, size)
-        owner.reached(self.threads[lanes[0]], operation)
-        self._allowed(owner.shadow.unreadable(self.asks(lanes), cells, plain), operation)
+        owner.check_reachable(self.threads[lanes[0]], operation)
+        self._check_access(owner.shadow.unreadable(self.knowledge(lanes), cells, plain), operation)
         time = self.tick()
-        owner.visited(self, time, operation)
+        owner.note_visit(self, time, operation)
         owner.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
         return owner.shadow.bytes[cells]
 
@@ -289,20 +298,20 @@ class EmulatedWarp(greenlet):
         """Store (active lanes, size) bytes."""
         operation = "writes shared memory"
         owner, lanes, cells = self._cells(addresses, values.shape[1])
-        owner.reached(self.threads[lanes[0]], operation)
-        self._allowed(owner.shadow.unwritable(self.asks(lanes), cells), operation)
+        owner.check_reachable(self.threads[lanes[0]], operation)
+        self._check_access(owner.shadow.unwritable(self.knowledge(lanes), cells), operation)
         time, writers = self.tick(), self.first + lanes
         if owner is not self.block:
-            writers = self.block.cluster.abroad.start + writers
+            writers = self.block.cluster.peer_writers.start + writers
             self.clocks[lanes, writers] = time
-        owner.visited(self, time, operation)
+        owner.note_visit(self, time, operation)
         event = Event("store", "the write", self.place())
         owner.shadow.note_write(writers[:, None], time, cells, VALID, event)
         owner.shadow.bytes[cells] = values
         if np.count_nonzero(owner.shadow.bytes[cells] != values):
             raise self.hazard(f"{operation}, and lanes put different numbers in the same place", "race")
 
-    def own_bytes(self, addresses, size):
+    def local_bytes_of(self, addresses, size):
         """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
         at = addresses[self.mask].astype(np.int64) - LOCAL
         end = self.local.shape[1]
@@ -323,4 +332,4 @@ class EmulatedWarp(greenlet):
                 raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.operation}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)
-        self.close_deeds()
+        self.close_collectives()

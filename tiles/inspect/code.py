@@ -28,7 +28,7 @@ class Source(NamedTuple):
 
 
 def mnemonic(text: str) -> str:
-    """Of an instruction's text, what it does: of `@!P0 LDS.64 R2, [R4]` LDS."""
+    """The mnemonic of an instruction's text: LDS for `@!P0 LDS.64 R2, [R4]`."""
     return text[text.startswith("@") and text.index(" ") + 1 :].split(" ", 1)[0].split(".", 1)[0]
 
 

@@ -82,8 +82,8 @@ def find(target: str, args: str | None = None) -> InspectedLaunch:
     if kernel is not None and not hasattr(kernel, "py_func"):
         raise TypeError(f"{target} is no @cuda.jit function but {kernel!r}")
     if kernel and args is not None:
-        words = {**vars(dtypes), **vars(arguments), **names}
-        return InspectedLaunch(kernel, tuple(eval(f"[{args}]", words)), shared)
+        names_in_scope = {**vars(dtypes), **vars(arguments), **names}
+        return InspectedLaunch(kernel, tuple(eval(f"[{args}]", names_in_scope)), shared)
     if kernel and (shared is not None or _declares(kernel)):
         return InspectedLaunch(kernel, (), shared)
     stopped = ""
@@ -133,7 +133,7 @@ def _run(file):
         sys.argv = saved_argv
 
 
-def _look(target, options, arch=None) -> Inspection:
+def _inspect_target(target, options, arch=None) -> Inspection:
     target_kernel = find(target, options.args)
     shared = target_kernel.shared
     if options.shared is not None:
@@ -153,9 +153,12 @@ def _figures(inspection):
 
 def main(arguments) -> int:
     """The command line; the exit code is 1 if there is nothing to look at, and 2 if an option is wrong."""
-    words, _, rest = (__doc__ or "").partition("\n\n")
+    title_line, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m tiles inspect", description=words, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tiles inspect",
+        description=title_line,
+        epilog=rest,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("kernel", metavar="FILE:KERNEL")
     parser.add_argument("--args", help="expressions for the kernel's arguments")
@@ -175,9 +178,9 @@ def main(arguments) -> int:
         except ValueError as error:
             parser.error(f"{option}: {error}")
     try:
-        inspection: Any = _look(options.kernel, options)
+        inspection: Any = _inspect_target(options.kernel, options)
         if options.diff:
-            inspection = inspection - _look(options.kernel if diff else options.diff, options, diff)
+            inspection = inspection - _inspect_target(options.kernel if diff else options.diff, options, diff)
     except (ValueError, TypeError, NameError, RuntimeError, ImportError, OSError, SyntaxError, NumbaError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -8,11 +8,11 @@ from os.path import basename
 from typing import Any, NamedTuple
 
 from .code import SassLine, mnemonic
-from .page import framed, page_of_difference
+from .page import embed_page, page_of_difference
 
 
 class ComparedRow(NamedTuple):
-    """What stands beside each other; None: one side has nothing there."""
+    """Two entries side by side, of the version before and of that after; None: that version has none."""
 
     before: Any
     after: Any
@@ -23,7 +23,7 @@ class ComparedRow(NamedTuple):
         return " " if self.before == self.after else "+" if self.before is None else "-" if self.after is None else "~"
 
 
-def aligned(before: list, after: list, key) -> Iterator[ComparedRow]:
+def align_rows(before: list, after: list, key) -> Iterator[ComparedRow]:
     """Two lists, with entries of equal keys beside each other."""
     for kind, i, j, k, m in SequenceMatcher(None, [*map(key, before)], [*map(key, after)], autojunk=False).get_opcodes():
         if kind == "equal":
@@ -62,12 +62,12 @@ class Difference:
     @property
     def lines(self) -> list[ComparedRow]:
         """Lines of Python beside each other: (file, text, how many instructions it became)."""
-        return list(aligned(_lines(self.before), _lines(self.after), lambda line: line[:2]))
+        return list(align_rows(_lines(self.before), _lines(self.after), lambda line: line[:2]))
 
     def instructions(self, kind: str = "sass") -> list[ComparedRow]:
         """Instructions beside each other, "sass" or "ptx": those of one mnemonic, in whatever registers."""
         before, after = (list(getattr(one, kind)) for one in (self.before, self.after))
-        return list(aligned(before, after, lambda line: line.text if line.text.endswith(":") else mnemonic(line.text)))
+        return list(align_rows(before, after, lambda line: line.text if line.text.endswith(":") else mnemonic(line.text)))
 
     def __str__(self):
         width = max(24, *map(len, self.titles)) + 2
@@ -84,7 +84,7 @@ class Difference:
     __repr__ = __str__
 
     def _repr_html_(self):
-        return framed(self.html())
+        return embed_page(self.html())
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions as a diff, under the lines of Python that they come from."""
@@ -98,7 +98,7 @@ class Difference:
         return "\n".join(parts)
 
     def html(self) -> str:
-        """A page that shows both."""
+        """An HTML page that shows both versions side by side."""
         return page_of_difference(self)
 
 

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache as once
+from functools import cache as memoize
 from pathlib import Path
 from typing import Any
 
@@ -58,25 +58,25 @@ def figures(kernel, types: Sequence[types.Type], arch: str, shared: Any = None, 
     """The figures alone, for Numba types of arguments. They are remembered on disk beside compiled kernels, under a key of all
     that the code is made from, and of what reads it: what did not change is not compiled again."""
     name = digest.key(kernel, types, arch)
-    known = name and f"{name} in figures {reading()} of nvdisasm {sass.version()}"
+    known = name and f"{name} in figures {reader_digest()} of nvdisasm {sass.version()}"
     row = cache.recall(known)
     if row is None:
         compiled = cache.load(name) or compile_kernel(kernel, types, arch)
-        row = {**measured(kernel, arch, compiled), "threads": None}
+        row = {**measure_code(kernel, arch, compiled), "threads": None}
         cache.remember(known, row)
     if shared is not None:
         row["shared_bytes"] += shared.nbytes
-    return Figures(**{**row, "threads": threads(block)})
+    return Figures(**{**row, "threads": count_threads(block)})
 
 
-@once
-def reading() -> str:
-    """A digest of the sources that make figures of machine code, which the key of the code leaves out."""
+@memoize
+def reader_digest() -> str:
+    """A digest of the sources that compute Figures from machine code, which the key of the code does not cover."""
     return hashlib.sha256(b"".join(Path(file).read_bytes() for file in (__file__, sass.__file__))).hexdigest()[:16]
 
 
-def measured(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[str, Any]:
-    """All of Figures but the threads."""
+def measure_code(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[str, Any]:
+    """All fields of Figures but `threads`, as a dict."""
     code = sass.listing(compiled.cubin)
     return {
         "title": title(kernel),
@@ -91,8 +91,8 @@ def measured(kernel, arch: str, compiled: Compiled, shared: Any = None) -> dict[
     }
 
 
-def threads(block: Any) -> int | None:
-    """Threads of a block that is given as to a launch."""
+def count_threads(block: Any) -> int | None:
+    """The number of threads of a block; block: as tiles.launch takes it, None if it is not known."""
     if block is None:
         return None
     return math.prod(block if isinstance(block, tuple) else (block,))

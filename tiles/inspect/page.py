@@ -112,7 +112,7 @@ def page_of_difference(difference: Any) -> str:
     return _document(" and ".join(difference.titles), title, f"<dl>{cards}</dl>", *tables)
 
 
-def framed(document: str) -> str:
+def embed_page(document: str) -> str:
     """A page as a part of another, such as the output of a notebook's cell."""
     return f'<iframe srcdoc="{escape(document)}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
@@ -169,7 +169,7 @@ def _code(lines, numbers):
 
 
 def _tag(number, more=""):
-    """The attributes of a row of the line of that number."""
+    """The HTML attributes of a table row that belongs to the source line with this number, None for none."""
     if number is None:
         return f' class="{more}"' if more else ""
     return f' class="c{number % len(COLOURS)} {more}" data-l="{number}"'

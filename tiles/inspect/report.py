@@ -31,11 +31,11 @@ from ..shared import shared as Plan
 from ..types import gl
 from .code import SassLine, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference
-from .figures import Figures, measured, threads
-from .page import framed, page
+from .figures import Figures, count_threads, measure_code
+from .page import embed_page, page
 
 ARCH = "sm_90a"
-STANDS = types.Type, gl  # what stands for an argument
+TYPE_ARGUMENTS = types.Type, gl  # types that may be passed in place of arguments
 TOP = 4  # mnemonics shown of a line
 
 
@@ -80,7 +80,7 @@ class Inspection(Figures):
     __repr__ = __str__
 
     def _repr_html_(self):
-        return framed(self.html())
+        return embed_page(self.html())
 
     def listing(self, kind: str = "sass") -> str:
         """All instructions, "sass" or "ptx", under their lines of Python."""
@@ -113,18 +113,18 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
     if not hasattr(kernel, "py_func"):
         raise TypeError(f"inspect: kernel must be a @cuda.jit function, got {kernel!r}")
-    types_of_arguments, home = _types_of_arguments(kernel, args)
+    types_of_arguments, ordinal = _types_of_arguments(kernel, args)
     bounds = kernel.targetoptions.get("launch_bounds")
     block = block or (bounds[0] if isinstance(bounds, tuple) else bounds)
-    arch = arch or (ARCH if home is None else device(home).arch)
+    arch = arch or (ARCH if ordinal is None else device(ordinal).arch)
     lowered = Lowered(kernel, types_of_arguments, arch, lines=True)
     compiled = lowered.machine_code()
-    code = measured(kernel, arch, compiled, opened_plan(kernel.py_func) if shared is None else shared)
+    code = measure_code(kernel, arch, compiled, find_opened_plan(kernel.py_func) if shared is None else shared)
     ptx = of_ptx(lowered.ptx(), lowered.name)
-    return Inspection(**code, threads=threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
+    return Inspection(**code, threads=count_threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
 
 
-def opened_plan(function) -> Plan | None:
+def find_opened_plan(function) -> Plan | None:
     """The plan that a kernel's function opens, where its code says `plan.open()` of a global or of a name of the function round
     it; None if it opens none so."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
@@ -142,8 +142,8 @@ def _types_of_arguments(kernel, args) -> tuple[tuple[types.Type, ...], int | Non
     names = code.co_varnames[: code.co_argcount]
     if names and not args:
         return signature(kernel), None
-    if not any(isinstance(arg, STANDS) for arg in args) or len(args) != len(names):
+    if not any(isinstance(arg, TYPE_ARGUMENTS) for arg in args) or len(args) != len(names):
         parameter_types = parameters(kernel, args)
         return types_of(kernel, parameter_types), find_common_device(parameter_types)
-    kinds = (arg if isinstance(arg, STANDS) else parameter(name, arg).type for name, arg in zip(names, args))
+    kinds = (arg if isinstance(arg, TYPE_ARGUMENTS) else parameter(name, arg).type for name, arg in zip(names, args))
     return tuple(Value(kind) if isinstance(kind, gl) else kind for kind in kinds), None

@@ -40,41 +40,41 @@ from ..layout import LANES
 from .accesses import global_accesses
 from .barriers import Mbarrier, NamedBarrier
 from .block import Block
-from .cluster import Cluster, RecordingCluster, seeded
+from .cluster import Cluster, RecordingCluster, random_order
 from .hazard import KINDS, Hazard
 from .language import Bounded, current_warp, getcurrent, rebind
 from .processes import run_all
 from .progress import Progress
-from .record import Arrived, Did, Feeds, Issued, Started, Touched, Waited, note, record, recording
+from .record import AccessStep, ArriveStep, CopyStep, MmaStep, OpStep, SignalStep, WaitStep, is_recording, note, record_op
 from .rings import Slot
 from .shadow import TileCells
 from .warp import InterpretedWarp
 
 __all__ = [
     "KINDS",
-    "Arrived",
+    "AccessStep",
+    "ArriveStep",
     "Block",
     "Cluster",
-    "Did",
-    "Feeds",
+    "CopyStep",
     "Hazard",
     "InterpretedWarp",
-    "Issued",
     "Mbarrier",
+    "MmaStep",
     "NamedBarrier",
+    "OpStep",
+    "SignalStep",
     "Slot",
-    "Started",
     "TileCells",
-    "Touched",
-    "Waited",
+    "WaitStep",
     "current_warp",
     "global_accesses",
     "hazard_line",
     "interpret",
+    "is_recording",
     "note",
-    "record",
+    "record_op",
     "recorded",
-    "recording",
 ]
 
 
@@ -107,7 +107,7 @@ def recorded(kernel, grid, threads, args, shared, which):
     run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
     for n, indices in enumerate(which):
         cluster = run(indices, n, arguments)
-        yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.crew}
+        yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.warp_list}
 
 
 def _runs(kind, kernel, grid, threads, shared, seed):
@@ -120,7 +120,7 @@ def _runs(kind, kernel, grid, threads, shared, seed):
     function = rebind(kernel, rebound)
 
     def run(indices, n, args, accesses=None, tick=Cluster.tick):
-        one = kind(indices, grid, threads // LANES, shared, seeded(seed, n), rebound, ctas_per_sm)
+        one = kind(indices, grid, threads // LANES, shared, random_order(seed, n), rebound, ctas_per_sm)
         one.accesses, one.tick = accesses, tick
         with np.errstate(all="ignore"):
             one.run(function, args)

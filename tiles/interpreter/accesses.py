@@ -75,10 +75,10 @@ class Accesses:
     def shared(self, arrays):
         """Copies of the arrays in memory that processes share, aligned as they are and overlapping where they do; and the
         strict accesses of blocks that run on those, which have their marks in common with these."""
-        rooms, clone = {}, copy.copy(self)
+        buffers, clone = {}, copy.copy(self)
         for start, end, marks in self.regions:
-            rooms[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
-        places = {marks: room.ctypes.data for marks, room in rooms.items()}
+            buffers[marks] = np.frombuffer(mmap.mmap(-1, end - start + PAGE), np.uint8)[start % PAGE :]
+        places = {marks: buffer.ctypes.data for marks, buffer in buffers.items()}
         clone._order((places[marks], places[marks] + end - start, marks) for start, end, marks in self.regions)
         sizes: dict = {}
         for array in arrays:
@@ -91,7 +91,7 @@ class Accesses:
             if region := self.region(array):
                 start, _, marks = region
                 offset = array.__array_interface__["data"][0] - start
-                copies.append(np.ndarray(array.shape, array.dtype, rooms[marks], offset, array.strides))
+                copies.append(np.ndarray(array.shape, array.dtype, buffers[marks], offset, array.strides))
                 copies[-1][...] = array
                 copies[-1].flags.writeable = array.flags.writeable
             else:

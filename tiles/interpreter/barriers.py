@@ -11,7 +11,7 @@ import numpy as np
 from ..layout import LANES
 from ..types import barrier
 from .hazard import Hazard
-from .record import Arrived, Feeds, Waited, note
+from .record import ArriveStep, SignalStep, WaitStep, note
 
 
 class Mbarrier:
@@ -25,7 +25,7 @@ class Mbarrier:
         self.clock = np.zeros(block.agents.count, np.int64)
         self.published = [self.clock.copy()]
         self.arrivals = np.zeros(self.warps, np.int64)
-        self.arrived, self.expected, self.flying = [], None, []  # in this phase: places, the last expectation, copies
+        self.arrived, self.expected, self.copies_in_flight = [], None, []  # in this phase: places, the last expectation, copies
         self.complete = [self.arrivals]  # of each phase: the warps' times at its arrivals; None of one for which bytes came
         self.waits = {}  # warp -> its last wait: (phase, time, place)
         self.last_copy = None
@@ -42,7 +42,7 @@ class Mbarrier:
         arrivals = self.complete[phase] if phase <= self.phase else None
         return arrivals is not None and bool((clock[: self.warps] >= arrivals).all())
 
-    def _enter(self, warp, description, kind):
+    def _check_phase_known(self, warp, description, kind):
         if not self.knows(warp, self.phase):
             raise warp.hazard(
                 f"{description} {self.name}, and nothing orders this after its phase {self.phase}, "
@@ -52,30 +52,30 @@ class Mbarrier:
 
     def arrive(self, warp, nbytes=0):
         """One arrival; `nbytes` more bytes are expected in this phase."""
-        self.block.reached(warp, f"arrives on {self.name}")
-        self._enter(warp, "arrives on", "arrivals")
+        self.block.check_reachable(warp, f"arrives on {self.name}")
+        self._check_phase_known(warp, "arrives on", "arrivals")
         if self.due == 0:
             raise warp.hazard(f"one arrival too many on {self.name}: a phase takes {self.count}", "arrivals")
         place = warp.place()
-        note(Arrived, (self, self.phase + 1))
+        note(ArriveStep, (self, self.phase + 1))
         self.arrivals[warp.agent] = time = warp.tick()
-        self.block.visited(warp, time, f"arrives on {self.name}")
+        self.block.note_visit(warp, time, f"arrives on {self.name}")
         self.arrived.append(place)
         if nbytes:
             self.expected = place
         self.learn(warp.clock)
         self.bytes += nbytes
         self.due -= 1
-        self._settle(warp, place)
+        self._complete_if_ready(warp, place)
 
     def begin_copy(self, warp, copy, after=()):
         """Begin a copy whose bytes count in this phase. Returns the time of the copies' clock at which it is over. after:
         mbarriers that were waited for before: who sees this phase complete also knows what they published."""
         for bar in after:
             self.clock[bar.agent] = max(self.clock[bar.agent], bar.phase)
-        self._enter(warp, "starts a copy that counts on", "bytes")
-        note(Feeds, copy, (self, self.phase + 1))
-        self.flying.append(copy)
+        self._check_phase_known(warp, "starts a copy that counts on", "bytes")
+        note(SignalStep, copy, (self, self.phase + 1))
+        self.copies_in_flight.append(copy)
         self.last_copy = self.phase + 1, copy
         return self.phase + 1
 
@@ -84,16 +84,16 @@ class Mbarrier:
         np.maximum(self.clock, clock, out=self.clock)
 
     def end_copy(self, copy):
-        """Count the bytes of a copy that has landed, and complete the phase if it was the last."""
-        self.flying.remove(copy)
+        """Count the bytes of a copy that is done, and complete the phase if it was the last."""
+        self.copies_in_flight.remove(copy)
         self.bytes -= copy.nbytes
-        self._settle(None, copy.place)
+        self._complete_if_ready(None, copy.place)
 
-    def _settle(self, warp, place):
+    def _complete_if_ready(self, warp, place):
         if self.due:
             return
-        if self.bytes < 0 or (self.bytes == 0 and self.flying):
-            short = -self.bytes or sum(copy.nbytes for copy in self.flying)
+        if self.bytes < 0 or (self.bytes == 0 and self.copies_in_flight):
+            short = -self.bytes or sum(copy.nbytes for copy in self.copies_in_flight)
             raise Hazard(
                 "bytes",
                 f"phase {self.phase + 1} of {self.name} expects {short} bytes less than its copies bring",
@@ -102,19 +102,19 @@ class Mbarrier:
         if self.bytes == 0:
             self._complete(warp, place)
 
-    def _follows(self, index, time):
+    def _is_ordered_after(self, index, time):
         """Is the phase that completes now ordered after what agent `index` did at its `time`?"""
         return self.clock[index] >= time
 
     def _complete(self, warp, place):
-        for index, (phase, time, waited) in self.waits.items():
-            if phase <= self.phase and not self._follows(index, time):
+        for index, (phase, time, waiter) in self.waits.items():
+            if phase <= self.phase and not self._is_ordered_after(index, time):
                 raise Hazard(
                     "phase",
                     f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
-                    f"{waited.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
+                    f"{waiter.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
                     place,
-                    waited,
+                    waiter,
                 )
         self.complete.append(self.arrivals if self.expected is None else None)
         self.phase, self.due, self.expected, self.arrived = self.phase + 1, self.count, None, []
@@ -134,14 +134,14 @@ class Mbarrier:
                 f"before that one is complete, the parity of phase {phases - 2} lets it pass",
                 "phase",
             )
-        self._missed(warp, phases, description)
-        warp.until(lambda: self.phase >= phases, lambda: description + (missing or self._lacks)(phases))
-        self._missed(warp, phases, description)
-        note(Waited, ((self, phases),), name)
+        self._check_not_missed(warp, phases, description)
+        warp.wait_until(lambda: self.phase >= phases, lambda: description + (missing or self._describe_missing)(phases))
+        self._check_not_missed(warp, phases, description)
+        note(WaitStep, ((self, phases),), name)
         warp.learn(self.published[phases])
         self.waits[warp.agent] = phases, warp.tick(), warp.place()
 
-    def _missed(self, warp, phases, description):
+    def _check_not_missed(self, warp, phases, description):
         if self.phase > phases:
             raise warp.hazard(
                 f"{description}waits for phase {phases} of {self.name}, which has completed {self.phase} phases: "
@@ -149,7 +149,7 @@ class Mbarrier:
                 "phase",
             )
 
-    def _lacks(self, phase):
+    def _describe_missing(self, phase):
         parts = []
         if self.due:
             came = ", ".join(sorted({f"warp {p.warp} at {p.line}" for p in self.arrived}))
@@ -174,16 +174,17 @@ class NamedBarrier:
     """A named barrier (bar.sync, bar.arrive)."""
 
     def __init__(self, number, threads, block):
-        self.number, self.threads, self.warps, self.opened, self.vote = number, threads, block.agents.warps, 0, False
+        self.number, self.threads, self.warps, self.generation, self.vote = number, threads, block.agents.warps, 0, False
         self.arrived = {}  # warp -> place, in this generation
         self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
         self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
 
-    def meet(self, warp, threads, sync=True, description="", vote=False):
-        """Arrive, and if `sync` wait until `threads` threads have arrived. vote: by bar.red, which all warps must use then."""
+    def sync(self, warp, threads, wait=True, description="", vote=False):
+        """Arrive (bar.arrive), and with `wait` wait until `threads` threads have arrived (bar.sync). vote: by bar.red, which
+        all warps must use then."""
         place = warp.place()
         if self.arrived and vote != self.vote:
-            cause = f"{description}named barrier {self.number} is met at by some, and voted at by others"
+            cause = f"{description}named barrier {self.number}: some warps sync, others vote"
             raise warp.hazard(cause, "collective", *self.arrived.values())
         if threads != self.threads and self.arrived:
             cause = f"named barrier {self.number} is used with {threads} and {self.threads} threads at once"
@@ -193,20 +194,20 @@ class NamedBarrier:
             raise warp.hazard(cause, "arrivals", self.arrived[warp.index])
         if (warp.clock[: self.warps] < self.before).any():
             cause = f"{description}arrives on named barrier {self.number}, and nothing orders this after"
-            raise warp.hazard(f"{cause} its opening number {self.opened}, for which it might have counted", "arrivals")
-        self.threads, self.vote, generation = threads, vote, self.opened
-        note(Arrived, (self, generation + 1))
+            raise warp.hazard(f"{cause} its opening number {self.generation}, for which it might have counted", "arrivals")
+        self.threads, self.vote, generation = threads, vote, self.generation
+        note(ArriveStep, (self, generation + 1))
         self.arrived[warp.index], self.arrivals[warp.agent] = place, warp.tick()
         np.maximum(self.clock, warp.clock, out=self.clock)
         if LANES * len(self.arrived) == threads:
-            self.opened, self.published[generation + 1] = generation + 1, self.clock.copy()
+            self.generation, self.published[generation + 1] = generation + 1, self.clock.copy()
             self.before, self.arrivals = self.arrivals, np.zeros_like(self.arrivals)
             self.arrived = {}
-        if sync:
-            warp.until(lambda: self.opened > generation, lambda: description + self._lacks())
-            note(Waited, ((self, generation + 1),), description.removesuffix(": ") or f"named barrier {self.number}")
+        if wait:
+            warp.wait_until(lambda: self.generation > generation, lambda: description + self._describe_missing())
+            note(WaitStep, ((self, generation + 1),), description.removesuffix(": ") or f"named barrier {self.number}")
             warp.learn(self.published[generation + 1])
 
-    def _lacks(self):
+    def _describe_missing(self):
         threads = LANES * len(self.arrived)
         return f"named barrier {self.number}, where {threads} of {self.threads} threads have arrived (warps {[*self.arrived]})"

@@ -15,7 +15,7 @@ class Block:
 
     def __init__(self, cluster, rank, index, ctas_per_sm):
         self.cluster, self.rank, self.index, self.size, self.smem = cluster, rank, index, cluster.warps, cluster.smem
-        self.crew, self.agents, self.grid = [], cluster.agents, cluster.grid
+        self.warp_list, self.agents, self.grid = [], cluster.agents, cluster.grid
         groups = -(-self.size // WARPGROUP)
         self.shadow = Shadow(self.smem.nbytes if self.smem else 0, self.agents)
         self.mma_agents = [
@@ -24,7 +24,7 @@ class Block:
         self.store_agents = [self.agents.new() for _ in range(self.size)]
         self.mmas, self.collective_operations = [[] for _ in range(groups)], [[] for _ in range(groups)]
         self.named_barriers = {}
-        self.opened, self.mbarriers, self.slots = None, [], []
+        self.shared_members, self.mbarriers, self.slots = None, [], []
         self.ready = None  # (agent, time) of the warp that has set up the barriers
         self.visits = []  # accesses by warps of peers: (agent, time, event)
         self.entry_registers = min(256, REGISTERS // (LANES * self.size * ctas_per_sm) // 8 * 8)
@@ -40,7 +40,7 @@ class Block:
             raise getcurrent().hazard(text, "collective")
         return self.named_barriers.setdefault(number, NamedBarrier(number, threads, self))
 
-    def check_met(self, warp, nth):
+    def check_registers_ordered(self, warp, nth):
         """A Hazard unless the warps of a warpgroup have met since its setmaxnreg before the `nth` (PTX ISA, "setmaxnreg")."""
         settings = self.settings[warp.group]
         if nth == len(settings):
@@ -56,13 +56,13 @@ class Block:
     def take_registers(self, warp, n):
         """Give `warp` n registers a thread, once the block's pool has them."""
         more = n - warp.registers
-        warp.until(
+        warp.wait_until(
             lambda: self.pool >= more,
             lambda: f"{more} more registers a thread; the block's pool, what others have given back, holds {max(self.pool, 0)}",
         )
         self.pool, warp.registers = self.pool - more, n
 
-    def reached(self, warp, operation):
+    def check_reachable(self, warp, operation):
         """A warp of this block or of a peer accesses this block's shared memory, which must have been set up."""
         if warp.block is self:
             return
@@ -74,17 +74,17 @@ class Block:
                 "lifetime",
             )
 
-    def visited(self, warp, time, operation):
+    def note_visit(self, warp, time, operation):
         """Note that such a warp did so at its `time`: the block must not end before that."""
         if warp.block is not self:
             self.visits.append((warp.agent, time, Event("visit", operation, warp.place())))
 
     def close(self):
         """Check at the block's end that all that was started in it is over, and that no peer came too late."""
-        for part in (*self.crew, *self.mbarriers, *self.slots):
-            part.close(self.crew)
+        for part in (*self.warp_list, *self.mbarriers, *self.slots):
+            part.close(self.warp_list)
         for agent, time, event in self.visits:
-            if max(warp.clock[agent] for warp in self.crew) < time:
+            if max(warp.clock[agent] for warp in self.warp_list) < time:
                 raise Hazard(
                     "lifetime",
                     f"{event.operation} in block {self.index}, and nothing orders that block's end after this: its shared "

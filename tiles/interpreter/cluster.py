@@ -11,18 +11,19 @@ import numpy as np
 
 from .block import Block
 from .hazard import Hazard
-from .record import Arrived, Waited, note
+from .record import ArriveStep, WaitStep, note
 from .shadow import Agents
 from .warp import InterpretedWarp
 
-PATIENCE = 0.5  # with a seed: the probability that a warp gives way, or a copy in flight lands, at each opportunity
+YIELD_PROBABILITY = 0.5  # with a seed: the probability that a warp yields, or work in flight finishes, at each opportunity
 
 
 class AsyncWork:
-    """Asynchronous work that has been started: what it is, how many bytes it moves, who started it."""
+    """Asynchronous work that has been started. complete: a function that does it. operation: its name. nbytes: how many bytes
+    it moves. place: who started it. done: is it over?"""
 
-    def __init__(self, land, operation, nbytes, place):
-        self.land, self.operation, self.nbytes, self.place, self.done = land, operation, nbytes, place, False
+    def __init__(self, complete, operation, nbytes, place):
+        self.complete, self.operation, self.nbytes, self.place, self.done = complete, operation, nbytes, place, False
 
     def __str__(self):
         return self.place.by(self.operation)
@@ -33,57 +34,57 @@ class Cluster:
     source: the functions of the kernel (see language.rebind). ctas_per_sm: blocks for which a multiprocessor must have
     registers.
 
-    accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress. in_turn:
-    whether it has waited for a count, and so for other clusters' stores."""
+    accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress.
+    waits_for_count: has it waited for a count, and so for other clusters' stores?"""
 
-    accesses, tick, in_turn = None, staticmethod(lambda: None), False
+    accesses, tick, waits_for_count = None, staticmethod(lambda: None), False
 
     def __init__(self, indices, grid, warps, smem, rng, source, ctas_per_sm=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
         others = 2 * warps + (smem.barriers if smem else 0)
         self.agents = Agents(len(indices) * warps, len(indices) * others)
-        self.flying, self.codes, self.functions = [], set(), 0
-        self.barrier = Meeting(self)
+        self.in_flight, self.codes, self.functions = [], set(), 0
+        self.barrier = ClusterBarrier(self)
         self.blocks = [Block(self, rank, index, ctas_per_sm) for rank, index in enumerate(indices)]
 
     # -- asynchronous work
-    def start(self, land, operation, nbytes, place):
-        """Start asynchronous work; it finishes when no warp can go on (or, with a seed, whenever it likes)."""
-        work = AsyncWork(land, operation, nbytes, place)
-        self.flying.append(work)
+    def start(self, complete, operation, nbytes, place):
+        """Start asynchronous work; it finishes when no warp can go on (or, with a seed, at a random time)."""
+        work = AsyncWork(complete, operation, nbytes, place)
+        self.in_flight.append(work)
         return work
 
-    def land(self, work):
+    def finish(self, work):
         """Finish asynchronous work that has been started."""
-        self.flying.remove(work)
-        work.land()
+        self.in_flight.remove(work)
+        work.complete()
         work.done = True
 
     # -- the schedule
-    def gives_way(self):
-        """Shall a warp that need not wait let others run first? Only with a seed, at random."""
-        return self.rng is not None and self.rng.random() < PATIENCE
+    def should_yield(self):
+        """Must a warp that need not wait let others run first? Only with a seed, at random."""
+        return self.rng is not None and self.rng.random() < YIELD_PROBABILITY
 
     def run(self, kernel, args):
         """Run the kernel to its end."""
         for block in self.blocks:
-            block.crew = [self.warp(block, k, kernel, args) for k in range(self.warps)]
-        live = [warp for block in self.blocks for warp in block.crew]
+            block.warp_list = [self.warp(block, k, kernel, args) for k in range(self.warps)]
+        live = [warp for block in self.blocks for warp in block.warp_list]
         while live:
             self.tick()
             progressed = False
             for warp in self.rng.sample(live, len(live)) if self.rng else live:
-                if self.flying and self.gives_way():
-                    self.land(self.rng.choice(self.flying))
+                if self.in_flight and self.should_yield():
+                    self.finish(self.rng.choice(self.in_flight))
                     progressed = True
                 if warp.ready is None or warp.ready():
                     warp.switch()
                     progressed = True
             live = [w for w in live if not w.dead]
             if not progressed:
-                if not self.flying:
+                if not self.in_flight:
                     raise self.deadlock(live)
-                self.land(self.rng.choice(self.flying) if self.rng else self.flying[0])
+                self.finish(self.rng.choice(self.in_flight) if self.rng else self.in_flight[0])
         for block in self.blocks:
             block.close()
 
@@ -95,7 +96,7 @@ class Cluster:
         """Free the memory of a cluster that has run. Its blocks, warps and lanes refer to each other, so it would otherwise
         stay until garbage is collected."""
         for block in self.blocks:
-            for warp in block.crew:
+            for warp in block.warp_list:
                 vars(warp).clear()
             vars(block).clear()
         vars(self).clear()
@@ -132,43 +133,45 @@ class RecordingCluster(Cluster):
         return warp
 
 
-class Meeting:
+class ClusterBarrier:
     """The cluster's barrier (barrier.cluster): every warp of every block arrives, and waits, in turn."""
 
     def __init__(self, cluster):
-        self.cluster, self.opened, self.clock = cluster, 0, np.zeros(cluster.agents.count, np.int64)
+        self.cluster, self.generation, self.clock = cluster, 0, np.zeros(cluster.agents.count, np.int64)
         self.arrived, self.published = {}, {}  # warp -> place, in this round; round -> what its opening lets one know
 
     def arrive(self, warp):
         """Announce that this warp has come."""
-        if warp.met > warp.waited:
-            raise warp.hazard("arrives on the cluster's barrier once more, and has not waited since", "arrivals", warp.met_at)
-        warp.met, warp.met_at = warp.met + 1, warp.place()
-        note(Arrived, (self, warp.met))
-        self.arrived[warp.agent] = warp.met_at
+        if warp.cluster_arrivals > warp.cluster_waits:
+            raise warp.hazard(
+                "arrives on the cluster's barrier once more, and has not waited since", "arrivals", warp.cluster_arrival_place
+            )
+        warp.cluster_arrivals, warp.cluster_arrival_place = warp.cluster_arrivals + 1, warp.place()
+        note(ArriveStep, (self, warp.cluster_arrivals))
+        self.arrived[warp.agent] = warp.cluster_arrival_place
         np.maximum(self.clock, warp.clock, out=self.clock)
         if len(self.arrived) == self.cluster.size * self.cluster.warps:
-            self.opened, self.arrived = self.opened + 1, {}
-            self.published[self.opened] = self.clock.copy()
+            self.generation, self.arrived = self.generation + 1, {}
+            self.published[self.generation] = self.clock.copy()
 
     def wait(self, warp):
         """Wait until all blocks of the cluster have arrived."""
-        if warp.met == warp.waited:
+        if warp.cluster_arrivals == warp.cluster_waits:
             raise warp.hazard("waits on the cluster's barrier, and has not arrived", "wait")
-        warp.until(lambda: self.opened >= warp.met, self._lacks)
-        note(Waited, ((self, warp.met),), "the cluster's barrier")
-        warp.waited = warp.met
-        warp.learn(self.published[warp.met])
+        warp.wait_until(lambda: self.generation >= warp.cluster_arrivals, self._describe_missing)
+        note(WaitStep, ((self, warp.cluster_arrivals),), "the cluster's barrier")
+        warp.cluster_waits = warp.cluster_arrivals
+        warp.learn(self.published[warp.cluster_arrivals])
 
-    def _lacks(self):
+    def _describe_missing(self):
         size = self.cluster.warps
-        late = [block.index for block in self.cluster.blocks if any(w.agent not in self.arrived for w in block.crew)]
+        late = [block.index for block in self.cluster.blocks if any(w.agent not in self.arrived for w in block.warp_list)]
         return (
             f"the cluster's barrier, where {len(self.arrived)} of {size * self.cluster.size} warps have arrived; lacking are "
             f"some of {'block' if len(late) == 1 else 'blocks'} {', '.join(map(str, late))} (one that has ended does not count)"
         )
 
 
-def seeded(seed, n=0):
+def random_order(seed, n=0):
     """A random order for the n-th cluster, or None for the strict one."""
     return None if seed is None else random.Random(f"{seed} {n}" if n else seed)

@@ -26,18 +26,18 @@ KINDS = {
 
 
 class WarpPlace(NamedTuple):
-    """A warp and the statement that it executes. within: (code, offset in it) of each function that it is in, the innermost
-    first. code: the instruction, if the kernel runs as compiled."""
+    """A warp and the statement that it executes. code_positions: (code, offset in it) of each function that it is in, the
+    innermost first. code: the instruction, if the kernel runs as compiled."""
 
     block: tuple
     warp: int
-    within: tuple
+    code_positions: tuple
     code: str = ""
 
     @property
     def frames(self):
         """(file, line) in each function. Computed on demand: it takes longer than most ops, and few places are ever shown."""
-        return tuple(_line(*where) for where in self.within)
+        return tuple(_line(*where) for where in self.code_positions)
 
     @property
     def line(self):

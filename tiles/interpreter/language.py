@@ -18,7 +18,7 @@ from ..op import OPS
 from ..types import is_static
 from ..values import Tile
 from .accesses import READ, WRITE
-from .record import Touched, note, recording
+from .record import AccessStep, is_recording, note
 from .warp import InterpretedWarp
 
 
@@ -91,8 +91,8 @@ def _xyz(x, y, z):
 INSTEAD_OF_CUDA = {
     "shared": "lay it out on the host, plan = shared(name=st(...)), and open it, plan.open()",
     "grid": "use tiles and ops, or run it lane by lane, TILES_INTERPRET=ptx",
-    "atomic": "add a shared tile to global memory by warpgroup.tma_add, or sums that ops.load_held reads by ops.add_held; "
-    "count by ops.count_up",
+    "atomic": "add a shared tile to global memory by warpgroup.tma_add, or sums that ops.load_fragment reads by "
+    "ops.add_fragment; count by ops.count_up",
 }
 
 
@@ -108,7 +108,7 @@ class Cuda:
     def syncthreads(self):
         """Every thread of the block meets here."""
         block = current_warp().block
-        block.named(0, LANES * block.size).meet(current_warp(), LANES * block.size, description="syncthreads: ")
+        block.named(0, LANES * block.size).sync(current_warp(), LANES * block.size, description="syncthreads: ")
 
     def syncwarp(self, mask=-1):
         """The lanes of a warp meet. Here they never diverge, so nothing is to be done."""
@@ -139,8 +139,8 @@ class Bounded(np.ndarray):
         self._touched(index, True)
 
     def _touched(self, index, written):
-        if recording():
-            note(Touched, np.asarray(self)[tuple([*index, ...])], written)
+        if is_recording():
+            note(AccessStep, np.asarray(self)[tuple([*index, ...])], written)
 
     def _inside(self, index, access):
         warp = getcurrent()
@@ -155,7 +155,7 @@ class Bounded(np.ndarray):
             if not isinstance(i, slice) and not 0 <= i < size:
                 raise current_warp().hazard(f"index {i} is out of range for axis {axis} of an array of shape {self.shape}")
         if access == WRITE or not any(isinstance(i, slice) for i in index):  # what a slice gives is a view
-            warp.touches(self, access)
+            warp.note_access(self, access)
         return index
 
 
@@ -175,10 +175,10 @@ class Module:
     """A module seen from a kernel: `helpers.step`, `numba.cuda.blockIdx`."""
 
     def __init__(self, module, rebound):
-        self.__dict__.update(_module=module, _seen=rebound)
+        self.__dict__.update(_module=module, _rebound=rebound)
 
     def __getattr__(self, name):
-        value = self.__dict__[name] = _swap(getattr(self._module, name), self._seen)
+        value = self.__dict__[name] = _swap(getattr(self._module, name), self._rebound)
         return value
 
 
@@ -187,14 +187,14 @@ class InterpretedStatic:
     `rebind`). To all other code it is equal to the object itself."""
 
     def __init__(self, value, rebound):
-        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__seen=rebound)
+        self.__dict__.update(_InterpretedStatic__value=value, _InterpretedStatic__rebound=rebound)
 
     __class__ = property(lambda self: type(self.__value))
 
     def __getattr__(self, name):
         op_function = inspect.getattr_static(type(self.__value), name, None)
         if isinstance(op_function, python.FunctionType) and name not in vars(self.__value):
-            call = rebind(op_function, self.__seen) if hasattr(op_function, "dispatcher") else _plain(op_function)
+            call = rebind(op_function, self.__rebound) if hasattr(op_function, "dispatcher") else _plain(op_function)
             attribute = python.MethodType(call, self)
         else:
             getattr(self.__value, name)  # its own AttributeError
@@ -203,7 +203,7 @@ class InterpretedStatic:
             except TypeError as error:
                 raise TypeError(f"{error}\n  at {current_warp()}") from None
             is_code = isinstance(attribute, python.FunctionType) and attribute not in OPS
-            attribute = rebind(attribute, self.__seen) if is_code else _swap(attribute, self.__seen)
+            attribute = rebind(attribute, self.__rebound) if is_code else _swap(attribute, self.__rebound)
         self.__dict__[name] = attribute
         return attribute
 
@@ -315,8 +315,8 @@ def _plain(function):
 
 
 def rebind(function, rebound):
-    """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn; `seen`
-    collects them: plain function -> replaced one."""
+    """The plain function with `cuda`, `print`, modules and every helper in its globals and closure replaced in turn.
+    rebound: {plain function: replaced one}, to which it adds."""
     function = getattr(function, "py_func", function)
     if function in rebound:
         return rebound[function]

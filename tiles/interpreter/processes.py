@@ -1,14 +1,14 @@
 """Runs the clusters of a large grid in several processes, with the same hazards, results and output as one after the other.
 
-The first clusters run in this process. If the rest would take more than WORTH seconds, and no array is both read and written,
+The first clusters run in this process. If the rest would take more than MIN_SECONDS, and no array is both read and written,
 processes are forked that take clusters in order. They work on copies of the arrays, in memory that they share (accesses.py), so
 that nothing counts until it is known to be right:
 
 - If an array turns out to be read by one cluster and written by another, or an element to be stored to by two, the copies are
   thrown away, and all remaining clusters run in this process.
 - If a cluster fails, for whatever reason, those before it are waited for, and it runs once more in this process. Here its
-Hazard
-  is raised, breakpoints stop and debuggers work. A cluster's random order follows from the seed and its number alone, so it
+  Hazard is raised, breakpoints stop and debuggers work. A cluster's random order follows from the seed and its number alone, so
+it
   fails in the same way again.
 - What kernels print is kept, and printed in the order of clusters.
 """
@@ -30,9 +30,9 @@ from greenlet import getcurrent
 
 from .accesses import Accesses
 
-WORTH = 2.0  # seconds of remaining work that make it worth while to fork processes
-PULSE = 0.25  # seconds between two looks at accesses and the time
-TOKEN = 4  # bytes of a cluster's number
+MIN_SECONDS = 2.0  # seconds of remaining work that make it worth while to fork processes
+POLL_SECONDS = 0.25  # seconds between two looks at accesses and the time
+TOKEN_BYTES = 4  # bytes of a cluster's number
 
 
 def jobs():
@@ -52,35 +52,35 @@ def jobs():
 def run_all(count, run, args, progress, clock=time.monotonic):
     """run(n, args, accesses) for n from 0 to count - 1, in order or as if in order."""
     arrays = arrays_of(args)
-    accesses, words, considered = Accesses(arrays), {}, False
+    accesses, outputs, considered = Accesses(arrays), {}, False
     for n in range(count):
-        if n in words:
-            sys.stdout.write(words[n])
+        if n in outputs:
+            sys.stdout.write(outputs[n])
             continue
         start = clock()
         run(n, args, accesses)
         progress.done(n + 1)
         left = count - n - 1
-        if not considered and left > 1 and left * (clock() - start) > WORTH:
+        if not considered and left > 1 and left * (clock() - start) > MIN_SECONDS:
             processes = min(jobs(), left)
             considered = processes == 1 or accesses.clash
             if not considered:
-                words, considered = _forked(range(n + 1, count), run, args, arrays, accesses, progress, processes), True
+                outputs, considered = _run_forked(range(n + 1, count), run, args, arrays, accesses, progress, processes), True
 
 
-def _forked(numbers, run, args, arrays, accesses, progress, max_processes):
+def _run_forked(numbers, run, args, arrays, accesses, progress, max_processes):
     """{number: what it printed} of the clusters that could be run in processes."""
     copies, shared_accesses = accesses.shared(arrays)
     replaced = dict(zip(map(id, arrays), copies))
-    theirs = [_moved(arg, replaced) for arg in args]
+    process_args = [_replace_arrays(arg, replaced) for arg in args]
     with contextlib.closing(shared_accesses.stores):
-        words = _gathered(numbers, lambda n: run(n, theirs, shared_accesses), accesses, progress, max_processes)
+        outputs = _run_in_children(numbers, lambda n: run(n, process_args, shared_accesses), accesses, progress, max_processes)
     if accesses.clash:
         return {}
     for array, copied in zip(arrays, copies):
         if array.flags.writeable and accesses.written(array):
             array[...] = copied
-    return words
+    return outputs
 
 
 def arrays_of(args):
@@ -89,10 +89,10 @@ def arrays_of(args):
     return [array for arrays in nested for array in arrays if isinstance(array, np.ndarray)]
 
 
-def _moved(arg, replaced):
+def _replace_arrays(arg, replaced):
     """An argument with its arrays replaced."""
     if isinstance(arg, tuple):
-        parts = [_moved(part, replaced) for part in arg]
+        parts = [_replace_arrays(part, replaced) for part in arg]
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     if isinstance(arg, np.ndarray):
         return replaced[id(arg)].view(type(arg))
@@ -102,32 +102,32 @@ def _moved(arg, replaced):
     return arg
 
 
-def _gathered(numbers, run, accesses, progress, max_processes):
+def _run_in_children(numbers, run, accesses, progress, max_processes):
     """{number: what it printed} of the clusters that ended well; all that come before the first failure are among them."""
     tokens, feed = os.pipe()
     os.set_blocking(feed, False)
-    waiting = memoryview(b"".join(n.to_bytes(TOKEN, "little") for n in numbers))
-    children, words, failed = {}, {}, numbers.stop
+    waiting = memoryview(b"".join(n.to_bytes(TOKEN_BYTES, "little") for n in numbers))
+    children, outputs, failed = {}, {}, numbers.stop
     try:
         for _ in range(max_processes):
-            ours, theirs = Pipe(duplex=False)
+            receiver, sender = Pipe(duplex=False)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # Python warns that there are threads; `jobs` has checked them
                 child = os.fork()
             if not child:
-                ours.close()
+                receiver.close()
                 progress.mute()
-                _work(tokens, feed, theirs, run)
-            theirs.close()
-            children[ours] = child
+                _serve_clusters(tokens, feed, sender, run)
+            sender.close()
+            children[receiver] = child
         reading = set(children)
-        while reading and not accesses.clash and len(words) < failed - numbers.start:
+        while reading and not accesses.clash and len(outputs) < failed - numbers.start:
             if waiting:
                 with contextlib.suppress(BlockingIOError):
                     waiting = waiting[os.write(feed, waiting) :]
                 if not waiting:
                     os.close(feed)
-            for one in connection.wait(list(reading), PULSE):
+            for one in connection.wait(list(reading), POLL_SECONDS):
                 try:
                     n, text = one.recv()
                 except (EOFError, OSError):
@@ -135,30 +135,30 @@ def _gathered(numbers, run, accesses, progress, max_processes):
                     continue
                 if text is None:
                     failed = min(failed, n)
-                    words = {k: said for k, said in words.items() if k < failed}
+                    outputs = {k: output for k, output in outputs.items() if k < failed}
                 elif n < failed:
-                    words[n] = text
-            progress.done(numbers.start + len(words))
+                    outputs[n] = text
+            progress.done(numbers.start + len(outputs))
     finally:
         if waiting:
             os.close(feed)
         os.close(tokens)
-        for ours, child in children.items():
+        for receiver, child in children.items():
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-            ours.close()
-    return words
+            receiver.close()
+    return outputs
 
 
-def _work(tokens, feed, results, run):
+def _serve_clusters(tokens, feed, results, run):
     """In a child: clusters as they come, until one fails or there are no more. It never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent will end this process
         gc.freeze()  # whatever was there belongs to the parent
         os.close(feed)
         sys.breakpointhook = _no_terminal
-        while token := os.read(tokens, TOKEN):
+        while token := os.read(tokens, TOKEN_BYTES):
             n, sys.stdout = int.from_bytes(token, "little"), io.StringIO()
             try:
                 run(n)

@@ -4,8 +4,8 @@ import os
 import sys
 import time
 
-PATIENCE = 5  # seconds before anything is said
-REDRAW = 0.5  # seconds between two states of a terminal's line
+FIRST_LINE_SECONDS = 5  # seconds before anything is said
+REDRAW_SECONDS = 0.5  # seconds between two states of a terminal's line
 
 
 def wanted():
@@ -23,7 +23,7 @@ class Progress:
         self.stream = sys.stderr if stream is None else stream
         self.terminal = hasattr(self.stream, "isatty") and self.stream.isatty()
         self.start = clock()
-        self.due, self.said = self.start + PATIENCE, False
+        self.due, self.said = self.start + FIRST_LINE_SECONDS, False
         if not self.stream or not wanted():
             self.mute()
 
@@ -37,7 +37,9 @@ class Progress:
         time = self.clock()
         if time >= self.due:
             self.say(time - self.start)
-            self.due = time + REDRAW if self.terminal else time + (time - self.start)  # elsewhere at 5, 10, 20, 40, ... seconds
+            self.due = (
+                time + REDRAW_SECONDS if self.terminal else time + (time - self.start)
+            )  # elsewhere at 5, 10, 20, 40, ... seconds
 
     def mute(self):
         """Write nothing from now on."""

@@ -1,7 +1,6 @@
-"""What warps do, step by step, for whoever asks how long it would take (tiles/profile): a warp that has a list of `steps` keeps
-them, all others only find that they have none.
+"""The steps of warps, from which tiles/profile computes a timeline. A warp with a list `steps` records them; others have none.
 
-A step names what others wait for by any value that can be looked up: (barrier, phase), a copy, a product."""
+An event that warps wait for is named by any hashable value: (barrier, phase), a copy, a product."""
 
 from typing import Any, NamedTuple
 
@@ -10,16 +9,16 @@ from greenlet import getcurrent
 from .hazard import WarpPlace
 
 
-class Did(NamedTuple):
-    """An op's work in the warp itself: its name, the types of its arguments, that of its result."""
+class OpStep(NamedTuple):
+    """An op that the warp itself executed: its name, the types of its arguments and of its result."""
 
     place: WarpPlace
     name: str
-    takes: tuple
-    gives: Any
+    argument_types: tuple
+    result_type: Any
 
 
-class Touched(NamedTuple):
+class AccessStep(NamedTuple):
     """An ordinary access to global memory: the NumPy view, and whether it was written."""
 
     place: WarpPlace
@@ -27,8 +26,8 @@ class Touched(NamedTuple):
     written: bool
 
 
-class Started(NamedTuple):
-    """A copy that goes on without the warp, between shared memory and this view of global memory."""
+class CopyStep(NamedTuple):
+    """An asynchronous copy that the warp started, between shared memory and this view of global memory."""
 
     place: WarpPlace
     work: Any
@@ -37,30 +36,30 @@ class Started(NamedTuple):
     written: bool
 
 
-class Issued(NamedTuple):
+class MmaStep(NamedTuple):
     """The warp's part of a product of its warpgroup, which starts when all four have issued it."""
 
     place: WarpPlace
     mma: Any
 
 
-class Feeds(NamedTuple):
-    """`work`, when it is done, counts for `what`."""
+class SignalStep(NamedTuple):
+    """When the asynchronous `work` is done, it arrives for the event `what`."""
 
     place: WarpPlace
     work: Any
     what: Any
 
 
-class Arrived(NamedTuple):
-    """The warp counts for `what`."""
+class ArriveStep(NamedTuple):
+    """The warp arrives for the event `what`."""
 
     place: WarpPlace
     what: Any
 
 
-class Waited(NamedTuple):
-    """The warp went on when all of these had happened; `why` names what for."""
+class WaitStep(NamedTuple):
+    """The warp waited until all events in `what` had happened. why: their name in the timeline."""
 
     place: WarpPlace
     what: tuple
@@ -68,20 +67,20 @@ class Waited(NamedTuple):
 
 
 def note(step, *facts):
-    """A step of the running warp, if it keeps a record."""
+    """Record a step of the running warp, if it records its steps."""
     warp = getcurrent()
     steps = getattr(warp, "steps", None)
     if steps is not None:
         steps.append(step(warp.place(), *facts))
 
 
-def recording():
-    """Does the running warp keep a record?"""
+def is_recording():
+    """Does the running warp record its steps?"""
     return getattr(getcurrent(), "steps", None) is not None
 
 
-def record(op, takes, gives, args):
-    """What the op means, and a step that says it was done; an op inside another is part of that one."""
+def record_op(op, argument_types, result_type, args):
+    """Execute an op's meaning, and record an OpStep; an op inside another one belongs to that one's step."""
     warp = getcurrent()
     outermost, warp.in_op = not warp.in_op, True
     try:
@@ -89,5 +88,5 @@ def record(op, takes, gives, args):
     finally:
         warp.in_op = not outermost
     if outermost:
-        note(Did, op.name, takes, gives)
+        note(OpStep, op.name, argument_types, result_type)
     return result

@@ -22,50 +22,50 @@ class Slot:
         self.block, self.ring, self.index, self.tile = block, ring, index, tile
         self.full = Mbarrier(block, f"'full' of slot {index} of ring {ring.name!r}", ring.writers or 1)
         arrivals = ring.readers * ring.blocks
-        self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", arrivals, self._hand_back)
+        self.empty = Mbarrier(block, f"'empty' of slot {index} of ring {ring.name!r}", arrivals, self._on_all_released)
         self.fills, self.number, self.releases, self.place = 0, index, 0, None
         self.filling = None  # of a tile that comes in parts, until all are there: (tile, next part, parts, place of the last)
-        self.brought = 0, 1, False  # of a tile that blocks share: the part that this one brings, how many there are, columns?
+        self.last_part = 0, 1, False  # of a tile that blocks share: the part that this one brings, how many there are, columns?
         self.claims = {}  # warp -> the last tile that it claimed, and whether it has published it
 
     def _name(self, j):
         return f"tile {j} of ring {self.ring.name!r}"
 
     @property
-    def _everywhere(self):
+    def _shared_slots(self):
         """The slot of this number in all blocks that share the ring."""
         if self.ring.blocks == 1:
             return [self]
-        return [block.opened[self.ring.name][self.index] for block in self.block.cluster.blocks]
+        return [block.shared_members[self.ring.name][self.index] for block in self.block.cluster.blocks]
 
     def _part(self, slot, j, part=0, parts=1, across=False):
         """What this block fills of tile j in a slot, or part number `part` of it."""
         tile = slot.tile(j)
         if self.ring.blocks == 1 and parts == 1:
             return tile
-        box, number = replace(self.ring.box(parts, across), whole=tile.rows), part if parts > 1 else self.block.rank
+        box, number = replace(self.ring.box(parts, across), parent_rows=tile.rows), part if parts > 1 else self.block.rank
         first, address = 0 if across else number * box.rows, tile.address + number * self.ring.offset(parts, across)
         return SharedTile(box, address, f"part {number} of {tile.name}", slot, j, first)
 
     def fill(self, warp, j, source, at, part=0, parts=1):
         """Copy source[at] into the slot as tile j, or a part of it, once tile j - stages has been released."""
-        self._in_order(warp, j, part, parts)
+        self._check_next_part(warp, j, part, parts)
         if part == 0:
             self.fills += 1
-            self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
+            self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._describe_occupied)
             self.full.arrive(warp, self.ring.tile.nbytes)
         self.filling = (j, part + 1, parts, warp.place()) if part + 1 < parts else None
         across = self.ring.across(parts, source.spec.tile)
         if self.ring.blocks > 1 and parts > 1:
             if part != self.block.rank:
                 return
-            self.brought = part, parts, across
-        for slot in self._everywhere:
+            self.last_part = part, parts, across
+        for slot in self._shared_slots:
             warp.load_async(self._part(slot, j, part, parts, across), slot.full, source, at, [self.empty])
 
     def fill_pages(self, warp, j, pool, pages, size, at, last, parts, begin=None):
         """Copy a tile whose rows lie in pages into its slot, as `fill` does: see ring.fill_pages."""
-        warp.touches(pages, READ)
+        warp.note_access(pages, READ)
         (sequence, first, *rest), table, rows = map(int, at), np.asarray(pages), self.ring.box(parts).rows
         for part in range(parts):
             row, page, inside = first + rows * part, 0, size
@@ -80,7 +80,7 @@ class Slot:
                     raise warp.hazard(f"{where}, which is out of range for a pool of {len(np.asarray(pool.array))} pages")
             self.fill(warp, j, pool, (page, inside, *rest), part, parts)
 
-    def _in_order(self, warp, j, part, parts):
+    def _check_next_part(self, warp, j, part, parts):
         """A Hazard unless this part of tile j is the next for the slot."""
         if not 0 <= part < parts:
             raise warp.hazard(f"fills part {part} of {self._name(j)}, which comes in parts 0 to {parts - 1}", "phase")
@@ -107,7 +107,7 @@ class Slot:
         if j != last + self.ring.stages:
             due = last + self.ring.stages
             raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
-        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._held)
+        self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._describe_occupied)
         self.claims[warp.index] = j, False
         return self.tile(j)
 
@@ -122,10 +122,10 @@ class Slot:
 
     def wait(self, warp, j):
         """Tile j, once it has arrived."""
-        self.full.wait(warp, j // self.ring.stages + 1, self._name(j), self._unfilled)
+        self.full.wait(warp, j // self.ring.stages + 1, self._name(j), self._describe_unfilled)
         return self.tile(j)
 
-    def _unfilled(self, phase):
+    def _describe_unfilled(self, phase):
         """The reason why a tile has not arrived, for messages."""
         if self.filling:
             _, part, parts, place = self.filling
@@ -134,7 +134,7 @@ class Slot:
             return "nobody fills it"
         return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"
 
-    def _held(self, phase):
+    def _describe_occupied(self, phase):
         """The reason why a slot is not free, for messages."""
         j = self.index + (phase - 1) * self.ring.stages
         return f"{self._name(j)} lies there and was released by {len(self.empty.arrived)} of {self.empty.count} readers"
@@ -147,7 +147,7 @@ class Slot:
         if not self.full.knows(warp, j // self.ring.stages + 1):
             raise warp.hazard(f"releases {name}, for which it has not waited", "released")
         mma = self.block.mma_agents[warp.index]
-        if read := self.block.shadow.reading(mma, warp.clock, TileCells(self.tile(j))):
+        if read := self.block.shadow.unfinished_read(mma, warp.clock, TileCells(self.tile(j))):
             raise warp.hazard(f"releases {name}, and has not waited for an mma that reads it", "released", read.place)
         if j == self.number and self.releases == readers:
             cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
@@ -156,13 +156,13 @@ class Slot:
             warp.fence_async()
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j
-        for slot in self._everywhere:
+        for slot in self._shared_slots:
             slot.empty.arrive(warp)
 
-    def _hand_back(self, warp):
+    def _on_all_released(self, warp):
         """Invalidate a tile that all readers have released. Hazard: somebody still reads it, or a fence is missing."""
-        for slot in self._everywhere:
-            tile, shadow = self._part(slot, self.number, *self.brought), slot.block.shadow
+        for slot in self._shared_slots:
+            tile, shadow = self._part(slot, self.number, *self.last_part), slot.block.shadow
             if problem := shadow.unwritable(self.empty.clock, TileCells(tile), not self.ring.writers):
                 kind, cause = problem
                 raise warp.hazard(

@@ -30,7 +30,7 @@ POISON = 0xFF  # as bf16, fp16 and fp32: NaN
 
 
 class Event(NamedTuple):
-    """An access, for messages: `kind` is a key of OVERTAKEN or "read"."""
+    """An access, for messages: `kind` is a key of HAZARD_OF_WRITE or "read"."""
 
     kind: str
     operation: str
@@ -40,7 +40,7 @@ class Event(NamedTuple):
         return self.place.by(self.operation)
 
 
-OVERTAKEN = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
+HAZARD_OF_WRITE = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
 
 
 class TileCells:
@@ -64,9 +64,9 @@ class TileCells:
         self.cells = slice(start // CELL, (start + spec.panels * spec.panel_bytes) // CELL)
         self.rows, self.shape = (
             slice(tile.first + rows.start, tile.first + rows.stop),
-            (spec.panels, spec.whole, spec.width // CELL),
+            (spec.panels, spec.parent_rows, spec.width // CELL),
         )
-        if len(rows) == spec.whole:
+        if len(rows) == spec.parent_rows:
             self.rows = None
 
     def of(self, array):
@@ -113,38 +113,38 @@ class Shadow:
         self.latest = {}  # agent -> time of its last read of any cell
         self.ordinary = agents.ordinary
 
-    def _seen(self, clock, asynchronous):
+    def _known_times(self, clock, asynchronous):
         """The clock that an access goes by: the asynchronous proxy knows of ordinary accesses what fences have ordered before
         it."""
         if not asynchronous:
             return clock
         return np.concatenate([clock[self.ordinary : 2 * self.ordinary], clock[self.ordinary :]])
 
-    def _overtaken(self, clock, cells, bad):
+    def _describe_conflict(self, clock, cells, bad):
         """(kind, cause) for the first bad cell, by who wrote it."""
         writer, written, _, event_number = cells.of(self.last).reshape(-1, 4)[bad.argmax()]
         event = self.writes[event_number]
         if writer < self.ordinary and clock[writer] >= written:
             return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
-        return OVERTAKEN[event.kind], f"and nothing orders this after {event}"
+        return HAZARD_OF_WRITE[event.kind], f"and nothing orders this after {event}"
 
     def unreadable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
         last = cells.of(self.last)
-        bad = self._seen(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
+        bad = self._known_times(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
         bad |= last[..., STATE] != VALID
         if not np.count_nonzero(bad):  # which takes half as long as `any`
             return None
         if last[..., STATE].flat[bad.argmax()] == NEVER:
             return "never written", "which nobody has written"
-        return self._overtaken(clock, cells, bad)
+        return self._describe_conflict(clock, cells, bad)
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
-        known, last = self._seen(clock, asynchronous), cells.of(self.last)
+        known, last = self._known_times(clock, asynchronous), cells.of(self.last)
         bad = known[last[..., WRITER]] < last[..., WRITTEN]
         if np.count_nonzero(bad):
-            return self._overtaken(clock, cells, bad)
+            return self._describe_conflict(clock, cells, bad)
         for agent, time in self.latest.items():
             if time <= known[agent]:
                 continue
@@ -170,11 +170,11 @@ class Shadow:
         cells.set(self.last, (agent, time, state, len(self.writes)))
         self.writes.append(event)
 
-    def land(self, cells):
-        """A copy into these cells is done."""
+    def mark_valid(self, cells):
+        """A copy into these cells is done: they may be read."""
         cells.of(self.last)[..., STATE] = VALID
 
-    def reading(self, agent, clock, cells):
+    def unfinished_read(self, agent, clock, cells):
         """The first read of these cells by `agent` that `clock` does not know to be over, or None."""
         if agent not in self.read:
             return None

@@ -2,7 +2,7 @@
 
 Within a cluster the warps' clocks tell what is ordered (shadow.py); nothing orders stores of two clusters, but a wait for a
 count that others count up (ops/memory/counts.py). Equal values do no harm and are no race. What a reduction adds (tma_add,
-add_held) is not looked at, nor what an op of someone's own writes to an array.
+add_fragment) is not looked at, nor what an op of someone's own writes to an array.
 
 Clusters in several processes (processes.py) do not know each other's stores, only who stored where: `Claims`.
 """
@@ -56,7 +56,7 @@ class Stores:
         if numbers is None:
             return
         cluster = warp.block.cluster
-        if not cluster.in_turn and np.count_nonzero(numbers):
+        if not cluster.waits_for_count and np.count_nonzero(numbers):
             self._check(numbers, view, values, cluster.blocks[0].index, clock, place)
         self.events.append(StoreRecord(cluster.blocks[0].index, warp.agent, time, place))
         numbers[...] = len(self.events) - 1

@@ -138,6 +138,11 @@ def _names(function) -> tuple[str, ...]:
     return function.__code__.co_varnames[: function.__code__.co_argcount]
 
 
+def parameter_names(function) -> list[str]:
+    """The names of a kernel's parameters, with the fields of records in their place."""
+    return [part for name in _names(function) for part in _split_record(name, function.__annotations__.get(name))]
+
+
 def signature(kernel) -> tuple[types.Type, ...]:
     """The Numba types of a kernel's declared parameters."""
     specs = [

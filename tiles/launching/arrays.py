@@ -74,7 +74,7 @@ def c_ordered(shape: tuple[int, ...], dtype: str, device: int | None) -> Form:
     return Form(shape, contiguous(shape, size), dtype, device, size)
 
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "int64": 8, "int8": 1, "float8_e4m3fn": 1}
 
 
 def contiguous(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

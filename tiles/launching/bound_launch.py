@@ -145,7 +145,7 @@ class BoundLaunch:
     frames: the kernel's FramePool."""
 
     of_lengths = True
-    __slots__ = ("cluster", "code", "contents", "early", "frames", "nbytes", "threads", "title")
+    __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "overlaps_previous", "threads", "title")
 
     def __init__(
         self,
@@ -156,10 +156,10 @@ class BoundLaunch:
         nbytes: int,
         contents: LaunchContents,
         frames: FramePool,
-        early=False,
+        overlaps_previous=False,
     ):
         self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
-        self.contents, self.frames, self.early = contents, frames, early
+        self.contents, self.frames, self.overlaps_previous = contents, frames, overlaps_previous
 
     def __call__(self, stream: int, *addresses: int) -> None:
         count = len(self.contents.plain) + len(self.contents.maps)
@@ -222,7 +222,7 @@ class BoundLaunch:
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             dimension = attributes[-1].value.clusterDim
             dimension.x, dimension.y, dimension.z = self.cluster
-        if self.early and self.code.gpu.target.has_early_launch:
+        if self.overlaps_previous and self.code.gpu.target.has_early_launch:
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1
@@ -235,8 +235,8 @@ class BoundLaunch:
 
 
 class LaunchWithoutOverlap(NamedTuple):
-    """A launch that was bound with early=True, where it must wait for the previous launch. frames: for such launches of the
-    kernel."""
+    """A launch that was bound with overlaps_previous=True, where it must wait for the previous launch. frames: for such
+    launches of the kernel."""
 
     bound: BoundLaunch
     frames: FramePool

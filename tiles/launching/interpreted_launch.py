@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from ..compiling.compiler import check_types
 from ..interpreter import interpret
 from ..values import tensor
-from .arguments import group_values, parameters, types_of
+from .arguments import group_values, parameter_names, parameters, types_of
 from .arrays import ABSENT, Number, Operand, numpy_view
 from .checks import check_options
 from .devices import INTERPRETER, check
@@ -76,8 +76,9 @@ class InterpretedLaunch:
         """Run the kernel, with a sequence of addresses from which each array takes the one at its place (Operand.source).
         execute: runs the kernel in place of the interpreter; it takes the same arguments."""
         _announce(self.launch.title)
-        operands = [(value, spec) for value, spec in self.values if isinstance(value, Operand)]
-        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value, _ in operands]
+        operands = [value for value, _ in self.values if isinstance(value, Operand)]
+        places = [(0 if value.source == ABSENT else addresses[value.source], value.form) for value in operands]
+        self._check_memory(places)
         with contextlib.ExitStack() as stack:
             if self.gpu is None:
                 views = [numpy_view(*place) for place in places]
@@ -86,13 +87,26 @@ class InterpretedLaunch:
             rest, args = iter(views), []
             for value, spec in self.values:
                 view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
-                args.append(_cut(view, spec) if spec and view is not None else view)
+                args.append(_tensor_over(view, spec) if spec and view is not None else view)
             args = group_values(self.launch.kernel, args)
             self._check(args)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
             run = execute or _choose_runner()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
+
+    def _check_memory(self, places):
+        """ValueError: an array with elements lies nowhere, as a result does that the call neither passes nor allocates. A GPU
+        would not tell, as long as the kernel does not touch it."""
+        if all(address or not form.extent for address, form in places):
+            return
+        all_names = parameter_names(self.launch.kernel.py_func)
+        names = [name for name, (value, _) in zip(all_names, self.values) if isinstance(value, Operand)]
+        name, form = next((name, form) for name, (address, form) in zip(names, places) if form.extent and not address)
+        raise ValueError(
+            f"{self.launch.title}: {name} has no memory, but elements: shape={form.shape}; bind a parameter to None if the "
+            "call has no array for it"
+        )
 
     def _check(self, args):
         """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors."""
@@ -119,7 +133,7 @@ def check_shared_size(shared, gpu):
         raise ValueError(f"shared: {shared.nbytes} bytes a block, but {gpu} has {gpu.shared_bytes}")
 
 
-def _cut(view, spec):
+def _tensor_over(view, spec):
     return tensor(view, spec.tile, spec.rows, spec.cols, spec.unit)
 
 

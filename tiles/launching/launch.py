@@ -88,10 +88,12 @@ class ParameterPlace(NamedTuple):
 class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
     determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
-    TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond. early: see `launch`."""
+    TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond.
+    overlaps_previous: see `launch`."""
 
-    def __init__(self, kernel, threads: int, shared, ordinal: int | None, early: bool = False):
-        self.kernel, self.threads, self.shared, self.ordinal, self.early = kernel, threads, shared, ordinal, early
+    def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False):
+        self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
+        self.overlaps_previous = overlaps_previous
         self.interpreted = ordinal is None or interprets_all()
         self.title = kernel.py_func.__name__
         self.parameters: dict[str, ParameterPlace] = {}
@@ -156,7 +158,15 @@ class Kernel:
         code = self.codes.get(other_dtypes) or self._load(other_dtypes)
         contents = watched_call(LaunchContents, grid, block, plain, maps)
         return watched_call(
-            BoundLaunch, code, self.title, (self.threads, 1, 1), None, self.nbytes, contents, self.frames, self.early
+            BoundLaunch,
+            code,
+            self.title,
+            (self.threads, 1, 1),
+            None,
+            self.nbytes,
+            contents,
+            self.frames,
+            self.overlaps_previous,
         )
 
     def read_arguments(self, bound: "BoundLaunch") -> dict[str, Any]:
@@ -221,7 +231,7 @@ class Kernel:
 
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `overlaps_previous` is true is launched with early=True. Every thread gets the same Kernel for a configuration."""
+    `overlaps_previous` is true is launched so. Every thread gets the same Kernel for a configuration."""
     with _planning:
         return _kernel_for(family, config, ordinal)
 
@@ -238,10 +248,10 @@ def _kernel_for(family, config, ordinal):
 class Launch:
     """A kernel with grid, block and shared memory: call it with the kernel's arguments, or bind it to them."""
 
-    def __init__(self, kernel, grid, block, shared, stream, cluster, early=False):
+    def __init__(self, kernel, grid, block, shared, stream, cluster, overlaps_previous=False):
         if not hasattr(kernel, "py_func"):
             raise TypeError(f"launch: kernel must be a @cuda.jit function, got {kernel!r}")
-        self.kernel, self.shared, self.stream, self.early = kernel, shared, stream, early
+        self.kernel, self.shared, self.stream, self.overlaps_previous = kernel, shared, stream, overlaps_previous
         self.grid, self.block = _extents("grid", grid), _extents("block", block)
         self.cluster = cluster and _extents("cluster", cluster)
         threads = self.block[0] * self.block[1] * self.block[2]
@@ -296,7 +306,9 @@ class Launch:
             slots.extend(p.slots)
         contents = watched_call(LaunchContents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
         frames = FramePool(len(slots), places)
-        return watched_call(BoundLaunch, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.early)
+        return watched_call(
+            BoundLaunch, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.overlaps_previous
+        )
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -307,12 +319,10 @@ class Launch:
         if (recording := recording_now()) is not None:
             sources = [array.pointer for array in arrays]
             launch_value = bound.value if isinstance(bound, Length) else bound
-            early = self.early and isinstance(
-                launch_value, BoundLaunch
-            )  # the interpreter begins no launch before the one ahead has ended
-            late = (
-                LaunchWithoutOverlap(bound, FramePool(launch_value.frames.slots, launch_value.frames.maps)) if early else bound
-            )
+            overlaps = self.overlaps_previous and isinstance(launch_value, BoundLaunch)  # no InterpretedLaunch overlaps another
+            late = bound
+            if overlaps:
+                late = LaunchWithoutOverlap(bound, FramePool(launch_value.frames.slots, launch_value.frames.maps))
             return recording.steps.append(RecordedStep(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
@@ -336,19 +346,20 @@ def _extents(name, value):
     return tuple([n if isinstance(n, Length) else int(n) for n in extents]) + (1,) * (3 - len(extents))
 
 
-def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, early=False) -> Launch:
+def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, overlaps_previous=False) -> Launch:
     """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel. `.bind(*args)` prepares it to be run often.
 
     grid: blocks; block: threads; cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
     `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
     first array's framework. A launch may be captured in a CUDA graph, even its first one.
 
-    early: the grid may begin before the previous one on the stream is done, if the GPU is sm_90 or later. The kernel must
-    call ops.grid.wait() before it writes anything, or reads what the previous grid may have written.
+    overlaps_previous: programmatic dependent launch (Triton's launch_pdl): the grid may begin before the previous one on the
+    stream is done, if the GPU is sm_90 or later. The kernel must call ops.grid.wait() before it writes anything, or reads what
+    the previous grid may have written.
 
     args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
     numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the interpreter.
 
     ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
     Hazard: the interpreter found a race, a deadlock or another fault, which the hardware would not report."""
-    return Launch(kernel, grid, block, shared, stream, cluster, early)
+    return Launch(kernel, grid, block, shared, stream, cluster, overlaps_previous)

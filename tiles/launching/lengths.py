@@ -3,18 +3,18 @@ lengths.
 
     trace = Trace()
     n = trace.variable("n", 100)
-    plan = planner(n)                     # plain Python, which asks n > 64, and makes pack("<q", 2 * n)
+    plan = planner(n)                     # plain Python, which compares n > 64, and makes pack("<q", 2 * n)
     again = trace.function("n", plan)     # def again(n): unless n > 64: None; else pack("<q", 2 * n)
     again(101)
 
-A Length has the value of the present call and knows how it was computed. Arithmetic gives Lengths. A question (a comparison,
-`if n`, int(n)) is answered for this call, and the answer is recorded. The function holds for all lengths with the same answers,
-and returns None for others. So the planner's checks and choices by lengths are written once: the function
-takes the same branches as the planner, or returns None.
+A Length has the value of the present call and knows how it was computed. Arithmetic gives Lengths. A condition on lengths (a
+comparison, `if n`, int(n)) has its outcome in this call, which is recorded as a guard. The function serves all lengths for
+which all guards hold, and returns None for others. So the planner's checks and choices by lengths are written once: the
+function takes the same branches as the planner, or returns None.
 
 A Length cannot be hashed (Untraceable), so no table can return a value computed for another length. A function that cannot be
 traced, such as struct.pack, or whose trace would be long, such as a search, is called by `watched_call` or decorated with
-`follows`: the generated function calls it again."""
+`watched_function`: the generated function calls it again."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ REFUSALS = (
     TypeError,
     ValueError,
     struct.error,
-)  # of functions that a planner calls, for lengths that these do not take
-QUESTIONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+)  # errors of functions that a planner calls, for lengths that these do not take
+COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 class Untraceable(TypeError):
@@ -58,7 +58,7 @@ class Length:
     def __eq__(self, other: object) -> bool:
         if other is None:
             return False
-        equal = self.trace.record_answer(self.value == _value(other), f"{self.text} == {self.trace.text(other)}")
+        equal = self.trace.record_guard(self.value == _value(other), f"{self.text} == {self.trace.text(other)}")
         if equal and isinstance(other, Length):
             other.text = self.text  # equal from now on
         elif equal:
@@ -66,9 +66,9 @@ class Length:
         return equal
 
     def fix(self) -> Any:
-        """The value, recorded as a condition: the function serves only calls in which it is the same."""
+        """The value, recorded as a guard: the function serves only calls in which it is the same."""
         value = self.value
-        self.trace.record_answer(True, f"{self.text} == {self.trace.text(value)}")
+        self.trace.record_guard(True, f"{self.text} == {self.trace.text(value)}")
         self.text = self.trace.text(value)
         return value
 
@@ -122,18 +122,18 @@ def _define(name: str, sign: str) -> None:
         trace = self.trace
         return trace.compute(compute(other, self.value), f"{trace.text(other)} {sign} {self.text}")
 
-    def ask(self, other):
+    def compare(self, other):
         trace = self.trace
-        return trace.record_answer(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
+        return trace.record_guard(compute(self.value, _value(other)), f"{self.text} {sign} {trace.text(other)}")
 
-    if name in QUESTIONS:
-        setattr(Length, f"__{name}__", ask)
+    if name in COMPARISONS:
+        setattr(Length, f"__{name}__", compare)
     else:
         setattr(Length, f"__{name}__", forward)
         setattr(Length, f"__r{name}__", reflected)
 
 
-for _name, _sign in (ARITHMETIC | QUESTIONS).items():
+for _name, _sign in (ARITHMETIC | COMPARISONS).items():
     _define(_name, _sign)
 
 
@@ -143,7 +143,7 @@ class Trace:
     def __init__(self):
         self.lines: list[tuple[str, str]] = []  # (variable, expression), or ("", condition), in order
         self.names: dict[str, str] = {}  # {expression: the variable that holds it}
-        self.answers: set[str] = set()
+        self.guards: set[str] = set()
         self.constants: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # the constants' names, by their identity
 
@@ -161,13 +161,13 @@ class Trace:
             self.lines.append((name, text))
         return Length(self, value, name)
 
-    def record_answer(self, answer: bool, question: str) -> bool:
-        """Record the answer to a question about lengths: the function serves calls in which the answer is the same."""
-        condition = question if answer else f"not {question}"
-        if condition not in self.answers and _VARIABLE.search(question):
-            self.answers.add(condition)
-            self.lines.append(("", condition))
-        return answer
+    def record_guard(self, outcome: bool, condition: str) -> bool:
+        """Record the outcome of a condition on lengths as a guard: the function serves calls with the same outcome."""
+        guard = condition if outcome else f"not {condition}"
+        if guard not in self.guards and _VARIABLE.search(condition):
+            self.guards.add(guard)
+            self.lines.append(("", guard))
+        return outcome
 
     def text(self, x: Any) -> str:
         """The expression that gives x, which may be a tuple or list with Lengths in it."""
@@ -186,7 +186,7 @@ class Trace:
 
     def function(self, parameter: str, result: Any) -> Callable[[Any], Any]:
         """The function of `parameter`, a pattern of nested variables, that returns such a result; it returns None
-        for lengths with other answers than in this run, or which a function that it calls refuses."""
+        for lengths for which a guard of this run does not hold, or which a function that it calls refuses."""
         return _function("lengths", [f"{parameter} = lengths"], self.lines, self.text(result), self.constants)
 
     def specialize(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
@@ -196,7 +196,7 @@ class Trace:
         space, known, lines = {**self.constants}, dict(fixed), []
 
         def substitute(text: str) -> str:
-            return _VARIABLE.sub(lambda found: literal(found[0]) if found[0] in known else found[0], text)
+            return _VARIABLE.sub(lambda match: literal(match[0]) if match[0] in known else match[0], text)
 
         def literal(name: str) -> str:
             value = known[name]
@@ -265,6 +265,6 @@ def watched_call(function: Callable, *args: Any) -> Any:
     return trace.compute(function(*map(_value, args)), f"{trace.text(function)}({text})")
 
 
-def follows(function: Callable) -> Callable:
+def watched_function(function: Callable) -> Callable:
     """Decorator: the function of numbers is not traced, but called again by the generated function: see `watched_call`."""
     return functools.wraps(function)(functools.partial(watched_call, function))

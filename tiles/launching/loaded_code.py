@@ -41,8 +41,8 @@ def machine_code(kernel, signature, gpu: Device, turn: NumbaTurn | None = None):
         try:
             compiled = compile_kernel(kernel, signature, gpu.arch, turn)
         except CompileError as error:
-            if error.lacks:
-                message = f"{title(kernel)} uses {', '.join(error.lacks[:4])}, which {gpu} does not have"
+            if error.missing_features:
+                message = f"{title(kernel)} uses {', '.join(error.missing_features[:4])}, which {gpu} does not have"
                 raise RuntimeError(f"{message}:\n{error.text}") from None
             raise
         cache.store(name, compiled)

@@ -16,7 +16,7 @@ from .arrays import Operand, c_ordered
 
 
 class RecordedStep(NamedTuple):
-    """A step of a program. bound: a launch, or a step of another program. late: the launch without early=True;
+    """A step of a program. bound: a launch, or a step of another program. late: the launch without overlaps_previous=True;
     None for a program's step. sources: for the 0th, 1st, ... array of the step, its place among those of the program."""
 
     bound: Any
@@ -80,7 +80,7 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
     problem, (steps, scratch, make_result), results = program.steps(forms, device, options, layout)
     for name in results:
         if name not in operands:
-            shape, dtype = problem.made(name)
+            shape, dtype = problem.result_form(name)
             operands[name] = recording.memory(shape, dtype, device)
     all_operands = [*map(operands.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
     sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for

@@ -25,8 +25,8 @@ from ..interpreter import Hazard
 from ..launching.devices import Device
 from ..launching.interpreted_launch import InterpretedLaunch
 from ..launching.launch import BoundLaunch, Launch
-from .card import Code, Peaks, code, median_times, origin, peaks, rehearsed, replaced
-from .counts import SAMPLE, LaunchCounts, chosen, counted
+from .card import Code, Peaks, code, count_on_host, launch_origin, median_times, peaks, replaced
+from .counts import SAMPLE, LaunchCounts, choose_clusters, count_clusters
 from .model import Model
 from .schedule import COPIES, TENSOR, Bar, schedule
 from .timeline import Timeline
@@ -62,7 +62,8 @@ class ProfiledLaunch(NamedTuple):
 
 
 class Profile:
-    """What `profile` returns; print it for a table. launches: a Launched each, in their order. peaks: of the card, or None."""
+    """What `profile` returns; print it for a table. launches: a ProfiledLaunch each, in their order. peaks: of the card, or
+    None."""
 
     def __init__(self, where: str, launches: list[ProfiledLaunch], limits: Peaks | None = None):
         self.where, self.launches, self.peaks = where, launches, limits
@@ -75,7 +76,7 @@ class Profile:
 
     @property
     def timeline(self) -> Timeline | None:
-        """Of the launch that takes longest, by time if there is one, else by the model."""
+        """The Timeline of the launch that takes longest: by measured time if there is one, else by the model."""
         having = [launch for launch in self.launches if launch.timeline]
         longest = max(
             having, key=lambda launch: launch.seconds or (launch.timeline and launch.timeline.cycles) or 0, default=None
@@ -142,14 +143,15 @@ def _unit(x, of=""):
     return f"{x:.3g} {' kMGTP'[power].strip()}{of}".strip()
 
 
-class _Watch:
-    """Sees the launches of a call. calls: (Bound, stream, addresses) of those on a card, or Launched of those interpreted."""
+class _LaunchWatcher:
+    """Watches the launches of a call. calls: (BoundLaunch, stream, addresses) of those on a card, or a ProfiledLaunch of those
+    interpreted."""
 
     def __init__(self, block, model):
         self.block, self.model, self.calls, self.origins = block, model, [], {}
         self.bind, self.run, self.interpret = Launch._bind, BoundLaunch.run, InterpretedLaunch.run
 
-    def look(self, function):
+    def profile_calls(self, function):
         """Call the function, and profile its launches."""
         watch = self
 
@@ -165,7 +167,7 @@ class _Watch:
 
         def interpret(step, stream, addresses, execute=None):
             watch.interpret(
-                step, stream, addresses, lambda *arguments: watch.calls.append(watch.counted(step.launch, *arguments))
+                step, stream, addresses, lambda *arguments: watch.calls.append(watch.count_interpreted(step.launch, *arguments))
             )
 
         self.calls.clear()
@@ -173,14 +175,16 @@ class _Watch:
             function()
         return self.calls
 
-    def counted(self, launch, kernel, grid, threads, args, shared, seed, cluster):
-        """A launch that is interpreted, while it is."""
-        counts, record = counted(kernel, grid, threads, args, shared, cluster, chosen(grid, cluster), self.block)
+    def count_interpreted(self, launch, kernel, grid, threads, args, shared, seed, cluster):
+        """The ProfiledLaunch of a launch, which is interpreted meanwhile."""
+        counts, record = count_clusters(
+            kernel, grid, threads, args, shared, cluster, choose_clusters(grid, cluster), self.block
+        )
         timeline = self.timeline(launch.title, record)
         return ProfiledLaunch(launch.title, grid, threads, shared.nbytes if shared else 0, None, counts, timeline)
 
     def timeline(self, title, record):
-        """Of a record, if the block that is wanted was in it."""
+        """The Timeline of a record; None if the requested block is not in it."""
         if record is None:
             return None
         blocks = list(dict.fromkeys(block for block, _ in record))
@@ -188,11 +192,11 @@ class _Watch:
         return Timeline(name, schedule(record, self.model), list(record), self.model)
 
     def on_card(self, bound, addresses, seconds, sample):
-        """A launch on a card."""
+        """The ProfiledLaunch of a launch on a card."""
         counts, timeline, why = None, None, ""
         try:
             _, launch, arguments = self.origins.get(id(bound), (None, None, None))
-            counts, record = rehearsed(bound, launch and origin(launch, arguments), addresses, sample, self.block)
+            counts, record = count_on_host(bound, launch and launch_origin(launch, arguments), addresses, sample, self.block)
             timeline = self.timeline(bound.title, record)
         except (Hazard, LookupError, ValueError) as error:
             why = str(error)
@@ -218,17 +222,17 @@ def profile(
 
     ValueError: the function launches nothing. RuntimeError: its launches differ from call to call. Hazard: the
     interpreter's."""
-    watch = _Watch(block and (*block, 0, 0)[:3] if isinstance(block, tuple) else block, model or Model())
+    watch = _LaunchWatcher(block and (*block, 0, 0)[:3] if isinstance(block, tuple) else block, model or Model())
 
     def call():
         function(*args)
 
-    calls = watch.look(call)
+    calls = watch.profile_calls(call)
     if not calls:
         raise ValueError("profile: the function launches no kernel of this library")
     if isinstance(calls[0], ProfiledLaunch):
         return Profile("in the interpreter", calls)
-    calls = list(watch.look(call))  # once more: of the first some were compiled
+    calls = list(watch.profile_calls(call))  # once more: of the first some were compiled
     gpu: Device = calls[0][0].code.gpu
     times = median_times(call, watch.run, gpu, repeat)
     if len(times) != len(calls):

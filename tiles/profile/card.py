@@ -13,7 +13,7 @@ from ..launching.interpreted_launch import InterpretedLaunch, byte_range, resolv
 from ..launching.launch import BoundLaunch, Launch
 from ..targets import TENSOR_FLOP
 from ..values import tensor
-from .counts import SAMPLE, chosen, counted
+from .counts import SAMPLE, choose_clusters, count_clusters
 
 _ATTRIBUTE, _FUNCTION = driver.CUdevice_attribute, driver.CUfunction_attribute
 FLUSH = 256 * 2**20  # bytes that are written before each call: more than any L2, and time for the host to queue the launches
@@ -27,7 +27,7 @@ class Peaks(NamedTuple):
 
 
 def peaks(gpu: Device) -> Peaks:
-    """Of this GPU, from what the driver says of it."""
+    """The Peaks of this GPU, from the attributes that its driver reports."""
     clock = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_CLOCK_RATE) * 1e3
     memory = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) * 1e3
     width = gpu.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
@@ -60,12 +60,12 @@ class Clock:
     def __init__(self, gpu: Device):
         self.gpu = gpu
         with gpu.current():
-            self.flushed = check(driver.cuMemAlloc(FLUSH))
+            self.flush_buffer = check(driver.cuMemAlloc(FLUSH))
 
     def close(self):
         """Free the card's memory that the profile allocated."""
         with self.gpu.current():
-            check(driver.cuMemFree(self.flushed))
+            check(driver.cuMemFree(self.flush_buffer))
 
     def event(self, stream):
         """An event on the stream, now."""
@@ -73,7 +73,7 @@ class Clock:
         check(driver.cuEventRecord(event, stream))
         return event
 
-    def call(self, function, run) -> list[float]:
+    def time_call(self, function, run) -> list[float]:
         """Seconds of each launch of a call, which finds its inputs in memory, not in L2. run: what runs a launch."""
         pairs = []
 
@@ -86,7 +86,7 @@ class Clock:
 
         with self.gpu.current():
             for _ in range(2):  # on the default stream, for which others wait, unless they say that they do not
-                check(driver.cuMemsetD8Async(self.flushed, 0, FLUSH, 0))
+                check(driver.cuMemsetD8Async(self.flush_buffer, 0, FLUSH, 0))
         with replaced(BoundLaunch, run=timed):
             function()
         seconds = []
@@ -98,12 +98,12 @@ class Clock:
                 check(driver.cuEventDestroy(after))
         return seconds
 
-    def together(self, runs) -> float:
+    def time_sequence(self, runs) -> float:
         """Seconds of some launches, one after the other: (a bound launch, its stream, addresses) each. They find their inputs
         in memory, and the host is done before the first one begins."""
         with self.gpu.current():
             for _ in range(4):
-                check(driver.cuMemsetD8Async(self.flushed, 0, FLUSH, 0))
+                check(driver.cuMemsetD8Async(self.flush_buffer, 0, FLUSH, 0))
             before = self.event(runs[0][1])
         for bound, stream, addresses in runs:
             bound.run(stream, addresses)
@@ -116,7 +116,7 @@ class Clock:
         return seconds
 
 
-def median_together(function, gpu: Device, repeat: int) -> float:
+def median_total(function, gpu: Device, repeat: int) -> float:
     """Seconds of all launches of a call, one after the other: the median of so many times. They are bound once."""
     runs, run = [], BoundLaunch.run
 
@@ -128,7 +128,7 @@ def median_together(function, gpu: Device, repeat: int) -> float:
         function()
     clock = Clock(gpu)
     try:
-        return float(np.median([clock.together(runs) for _ in range(repeat)]))
+        return float(np.median([clock.time_sequence(runs) for _ in range(repeat)]))
     finally:
         clock.close()
 
@@ -137,7 +137,7 @@ def median_times(function, run, gpu: Device, repeat: int) -> list[float]:
     """Seconds of each launch of a call, the median of so many calls. RuntimeError: the calls make different launches."""
     clock = Clock(gpu)
     try:
-        rounds = [clock.call(function, run) for _ in range(repeat)]
+        rounds = [clock.time_call(function, run) for _ in range(repeat)]
     finally:
         clock.close()
     if len({len(times) for times in rounds}) > 1:
@@ -159,11 +159,11 @@ def replaced(kind, **methods):
 
 
 # ---- what a launch does, as the interpreter sees it ----------------------------------------------------------------
-def rehearsed(bound: BoundLaunch, origin, addresses, sample: int | None = SAMPLE, keep=None):
-    """(Counts, a record) of a launch on a card, see counts.counted: its integers as they are, for they may say how much there
-    is to do, its other arrays zeros. origin: the launch and its values, if the kernel has not declared its arguments.
+def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | None = SAMPLE, keep=None):
+    """(LaunchCounts, a record) of a launch on a card, see counts.counted: its integers copied, for they may decide how much
+    work there is, its other arrays zeros. origin: the launch and its values, if the kernel has not declared its arguments.
     LookupError: it was bound before anybody watched."""
-    launch, values = origin or _declared(bound)
+    launch, values = launch_origin or _declared(bound)
     args: Any = []
     memory: dict[tuple, np.ndarray] = {}
     for value, spec in values:
@@ -174,8 +174,8 @@ def rehearsed(bound: BoundLaunch, origin, addresses, sample: int | None = SAMPLE
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = group_values(launch.kernel, args)
     cluster = launch.cluster or (1, 1, 1)
-    which = chosen(launch.grid, cluster, sample)
-    return counted(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, which, keep)
+    which = choose_clusters(launch.grid, cluster, sample)
+    return count_clusters(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, which, keep)
 
 
 def _declared(bound):
@@ -186,8 +186,8 @@ def _declared(bound):
     return interpreted.launch, interpreted.values
 
 
-def origin(launch: Launch, params):
-    """What `rehearsed` wants to know of a launch with these parameters."""
+def launch_origin(launch: Launch, params):
+    """(launch, its values) that `count_on_host` takes, of a launch with these parameters."""
     number, values = iter(range(len(params))), []
     for p in params:
         values.append((p.value if p.array is None else Operand(next(number), p.array.form), p.encoding and p.value.spec))
@@ -199,12 +199,12 @@ def _stand_in(form: Form, address: int, gpu: Device, memory: dict):
     """An array of this form in host memory: integers and booleans copied, all else zeros, which take no room until a block
     writes there. memory: what stands for which bytes of the card, so that one array given twice is one."""
     dtype = np.dtype(form.dtype)
-    reach = byte_range(address, form)
-    if reach is None:
+    bounds = byte_range(address, form)
+    if bounds is None:
         return np.zeros(form.shape, dtype)
-    if reach not in memory:
-        memory[reach] = np.zeros(reach[1] - reach[0], np.uint8)
+    if bounds not in memory:
+        memory[bounds] = np.zeros(bounds[1] - bounds[0], np.uint8)
         if dtype.kind in "iub":
             with gpu.current():
-                check(driver.cuMemcpyDtoH(memory[reach].ctypes.data, reach[0], reach[1] - reach[0]))
-    return np.ndarray(form.shape, dtype, memory[reach], address - reach[0], form.strides)
+                check(driver.cuMemcpyDtoH(memory[bounds].ctypes.data, bounds[0], bounds[1] - bounds[0]))
+    return np.ndarray(form.shape, dtype, memory[bounds], address - bounds[0], form.strides)

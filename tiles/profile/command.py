@@ -30,9 +30,9 @@ def main(arguments) -> int:
     if options.once:
         return _once(function)
     block = None if options.block is None else (options.block, 0, 0)
-    profiles = profile(function, block=block, sample=None if options.all else SAMPLE)
-    print(profiles)
-    if timeline := profiles.timeline:
+    result = profile(function, block=block, sample=None if options.all else SAMPLE)
+    print(result)
+    if timeline := result.timeline:
         print(timeline)
         if options.svg:
             try:
@@ -41,14 +41,14 @@ def main(arguments) -> int:
                 parser.error(str(error))
             print(f"  drawn: {options.svg}")
     elif block:
-        parser.error(f"--block: no launch has a block {options.block} that is counted: grids are {_grids(profiles)}")
-    if profiles.peaks and not options.no_ncu:
+        parser.error(f"--block: no launch has a block {options.block} that is counted: grids are {_grids(result)}")
+    if result.peaks and not options.no_ncu:
         _ncu(options.target)
     return 0
 
 
-def _grids(profiles):
-    return ", ".join(dict.fromkeys(str(launched.grid) for launched in profiles.launches))
+def _grids(result):
+    return ", ".join(dict.fromkeys(str(launched.grid) for launched in result.launches))
 
 
 def find(target: str):

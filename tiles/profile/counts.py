@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..interpreter import Did, Started, Touched, clusters, recorded
+from ..interpreter import AccessStep, CopyStep, OpStep, clusters, recorded
 from .model import HALF, product, specials
 
 SAMPLE = 4  # clusters of a launch on a card that are counted
@@ -32,9 +32,9 @@ class LaunchCounts:
         self.counted += 1
         for steps in record.values():
             for step in steps:
-                if isinstance(step, Did):
+                if isinstance(step, OpStep):
                     self._op(step)
-                elif isinstance(step, (Touched, Started)) and step.view is not None and step.view.size:
+                elif isinstance(step, (AccessStep, CopyStep)) and step.view is not None and step.view.size:
                     start = step.view.__array_interface__["data"][0]
                     byte_range = next((s for s in reversed(self.byte_ranges) if s[0] <= start < s[1]), None)
                     if byte_range:
@@ -76,7 +76,7 @@ def _arrays(args):
             yield array
 
 
-def chosen(grid, cluster, most: int | None = None) -> list:
+def choose_clusters(grid, cluster, most: int | None = None) -> list:
     """The clusters of a launch, or `most` of them, each the middle one of as many equal parts."""
     cluster_indices = list(clusters(grid, cluster))
     if most is None or len(cluster_indices) <= most:
@@ -84,8 +84,10 @@ def chosen(grid, cluster, most: int | None = None) -> list:
     return [cluster_indices[(2 * k + 1) * len(cluster_indices) // (2 * most)] for k in range(most)]
 
 
-def counted(kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None) -> tuple[LaunchCounts, dict | None]:
-    """(Counts of these clusters, the record of the one that has block `keep`, by default of the first)."""
+def count_clusters(
+    kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None
+) -> tuple[LaunchCounts, dict | None]:
+    """(LaunchCounts of these clusters, the record of the one that has block `keep`, by default of the first)."""
     counts, block_record = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
     for record in recorded(kernel, grid, threads, args, shared, which):
         counts.add(record)

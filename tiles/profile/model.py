@@ -8,7 +8,7 @@ stages. How long a kernel takes, only the GPU can say."""
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..interpreter import Did
+from ..interpreter import OpStep
 from ..layout import LANES
 from ..types import pending, remote, rt, rv, st, sv
 
@@ -49,7 +49,7 @@ class Price(NamedTuple):
 
 # ops whose work is in other steps of theirs, in what they start, or nowhere: a type's or a register's other name
 FREE = set(
-    "claim_registers columns commit_group copy_async full id neg_infty ones own_rows pipeline.fill pipeline.wait pos_infty "
+    "claim_registers columns commit_group copy_async full id neg_infty ones warp_rows pipeline.fill pipeline.wait pos_infty "
     "prefetch quarter rank release_registers ring.claim ring.fill ring.publish ring.release ring.wait rows rt shared.open "
     "store_wait subtile sync sync_several tma_add tma_load tma_max tma_min tma_store truncate wait wait_group zeros "
     "ping_pong.begin ping_pong.give ping_pong.take arrive expect fence_async named_arrive named_sync persistent_tile signal "
@@ -58,7 +58,7 @@ FREE = set(
 SPECIAL = set(
     "exp exp2 gelu gelu_tanh itruediv log log2 reciprocal rsqrt sigmoid silu softplus sqrt tanh truediv".split()
 )  # ops with one special function an element
-NARROW = set("bf16 fp16 fp8e4m3 fp8e5m2".split())  # conversions, of two elements an instruction
+NARROW = set("bf16 fp16 fp8e4m3 fp8e5m2 int8".split())  # conversions, of two elements an instruction
 
 
 def _values(specs):
@@ -66,32 +66,32 @@ def _values(specs):
     return [s for s in specs if isinstance(s, (rt, rv))]
 
 
-def product(step: Did):
+def product(step: OpStep):
     """(FLOP of this warp, bytes of the wider operand's elements, is it wgmma's?) of a matrix product, else None."""
     if not step.name.startswith(("mm_", "mma_")):
         return None
-    out, left, right = step.gives, *step.takes[-2:]
+    out, left, right = step.result_type, *step.argument_types[-2:]
     is_async = isinstance(out, pending)
     tile = out.tile if is_async else out
     k = right.shape[step.name.removesuffix("_unzipped").endswith("Bt")]
     return 2 * tile.rows * tile.cols * k, max(left.dtype.itemsize, right.dtype.itemsize), is_async
 
 
-def specials(step: Did):
+def specials(step: OpStep):
     """How many special functions an op takes."""
-    values = _values([step.gives, *step.takes])
+    values = _values([step.result_type, *step.argument_types])
     return values[0].elements * LANES if step.name in SPECIAL and values else 0
 
 
-def price(step: Did, model: Model) -> Price | None:
+def price(step: OpStep, model: Model) -> Price | None:
     """The cost of an op for its warp; None: nothing."""
     if shape := product(step):
         flop, size, is_async = shape
         return None if is_async else Price("tensor", flop * size / HALF / model.tensor / model.mma_sync)
-    if step.name in FREE or isinstance(step.gives, (st, sv, remote)):  # a shared tile by another name
+    if step.name in FREE or isinstance(step.result_type, (st, sv, remote)):  # a shared tile by another name
         return None
-    values = _values([step.gives, *step.takes])
-    shared = [s.item if isinstance(s, remote) else s for s in step.takes]
+    values = _values([step.result_type, *step.argument_types])
+    shared = [s.item if isinstance(s, remote) else s for s in step.argument_types]
     if tiles := [s for s in shared if isinstance(s, (st, sv))]:
         elements = values[0].elements * LANES if values else tiles[0].rows * tiles[0].cols
         return Price("shared", elements * tiles[0].dtype.itemsize / model.shared, model.shared_latency)

@@ -1,4 +1,4 @@
-"""When things happen: from what warps did, in any order, to times by the model, with everything as early as it can be.
+"""List scheduling: from the recorded steps of warps, in any order, to times by the model, each step as early as possible.
 
     bars = schedule({(block, warp): steps}, model)
 
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
-from ..interpreter import Arrived, Did, Feeds, Issued, Started, Touched, Waited
+from ..interpreter import AccessStep, ArriveStep, CopyStep, MmaStep, OpStep, SignalStep, WaitStep
 from ..interpreter.hazard import WarpPlace
 from .model import HALF, SCHEDULERS, Model, Price, price, product
 
@@ -43,27 +43,33 @@ KINDS = {"issue": "compute", "shared": "memory", "special": "special", "tensor":
 
 def schedule(record: dict, model: Model) -> list[Bar]:
     """The bars of all warps of a record (interpreter.recorded), in the order of their starts."""
-    return sorted(_Run(record, model).bars(), key=lambda bar: (bar.start, bar.end))
+    return sorted(_Schedule(record, model).bars(), key=lambda bar: (bar.start, bar.end))
 
 
-class _Run:
+class _Schedule:
     def __init__(self, record, model):
-        self.model, self.found = model, []
-        self.warps = [_Crew(block, warp, steps) for (block, warp), steps in record.items()]
-        self.free = defaultdict(float)  # unit -> when
-        self.needs, self.feeds = Counter(), defaultdict(list)  # what -> events that it lacks; work -> what it counts for
-        self.happened, self.sleeping = {}, defaultdict(list)  # what -> (when, the bar that ended then); what -> warps
-        self.issued = defaultdict(list)  # product -> its parts: (when, warp, step, op)
+        self.model, self.finished_bars = model, []
+        self.warps = [_ScheduledWarp(block, warp, steps) for (block, warp), steps in record.items()]
+        self.unit_free_at = defaultdict(float)  # unit -> when
+        self.pending_arrivals, self.feeds = (
+            Counter(),
+            defaultdict(list),
+        )  # event -> arrivals that it lacks; work -> the events for which it arrives
+        self.events, self.waiting_warps = (
+            {},
+            defaultdict(list),
+        )  # event -> (time, the bar that ended then); event -> warps that wait for it
+        self.mma_parts = defaultdict(list)  # product -> its parts: (when, warp, step, op)
         for warp in self.warps:
             for step in warp.steps:
-                if isinstance(step, (Arrived, Feeds)):
-                    self.needs[step.what] += 1
-                if isinstance(step, Feeds):
+                if isinstance(step, (ArriveStep, SignalStep)):
+                    self.pending_arrivals[step.what] += 1
+                if isinstance(step, SignalStep):
                     self.feeds[step.work].append(step.what)
-                if isinstance(step, Started):
-                    self.needs[step.work] = 1
-                if isinstance(step, Issued):
-                    self.needs[step.mma] += 1
+                if isinstance(step, CopyStep):
+                    self.pending_arrivals[step.work] = 1
+                if isinstance(step, MmaStep):
+                    self.pending_arrivals[step.mma] += 1
 
     def bars(self):
         """Let the warp whose turn is first do its next step, until all have done theirs."""
@@ -75,46 +81,46 @@ class _Run:
             if warp.at == len(warp.steps):
                 continue
             warp.now = max(warp.now, now)
-            if self.do(warp, warp.steps[warp.at], n):
+            if self.advance(warp, warp.steps[warp.at], n):
                 warp.at += 1
                 heapq.heappush(turns, (warp.now, n))
-        return self.found
+        return self.finished_bars
 
-    def do(self, warp, step, n):
+    def advance(self, warp, step, n):
         """Do one step of a warp. False: it must wait, and is woken when it may try again."""
-        if isinstance(step, Waited):
+        if isinstance(step, WaitStep):
             return self.wait(warp, step, n)
         model = self.model
-        if isinstance(step, Did):
+        if isinstance(step, OpStep):
             if cost := price(step, model):
                 self.work(warp, step.name, step.place, cost)
-        elif isinstance(step, Touched):
+        elif isinstance(step, AccessStep):
             cost = Price("memory", step.view.nbytes / model.memory, None if step.written else model.latency)
             self.work(warp, "store" if step.written else "load", step.place, cost)
-        elif isinstance(step, Started):
+        elif isinstance(step, CopyStep):
             nbytes = 0 if step.view is None else step.view.nbytes
             since = warp.now if step.written else warp.now + model.latency  # a store is over when its tile has been read
-            _, end = self.take((warp.block, "memory"), since, nbytes / model.memory)
+            _, end = self.occupy((warp.block, "memory"), since, nbytes / model.memory)
             bar = self.bar((warp.block, COPIES), warp.now, end, "copy", step.work.operation, step.place)
-            self.happens(step.work, end, bar)
-        elif isinstance(step, Arrived):
+            self.arrive(step.work, end, bar)
+        elif isinstance(step, ArriveStep):
             warp.now += model.barrier
-            self.happens(step.what, warp.now, warp.last)
-        elif isinstance(step, Issued):
+            self.arrive(step.what, warp.now, warp.last)
+        elif isinstance(step, MmaStep):
             self.issue(warp, step)
         return True
 
-    def take(self, unit, now, cycles):
-        """Hold a unit for so long, once it is free: (from, to)."""
-        start = max(now, self.free[unit])
-        self.free[unit] = start + cycles
+    def occupy(self, unit, now, cycles):
+        """Occupy a unit for so many cycles, once it is free: (start, end)."""
+        start = max(now, self.unit_free_at[unit])
+        self.unit_free_at[unit] = start + cycles
         return start, start + cycles
 
     def bar(self, lane, start, end, kind, name, place, cause=None):
         """Add a bar to the timeline."""
         bar = Bar(lane, start, end, kind, name, place, cause)
         if end > start:
-            self.found.append(bar)
+            self.finished_bars.append(bar)
         return bar
 
     def work(self, warp, name, place, cost):
@@ -122,7 +128,7 @@ class _Run:
         unit = (
             (warp.block, cost.unit) if cost.unit in ("memory", "shared") else (warp.block, cost.unit, warp.index % SCHEDULERS)
         )
-        start, end = self.take(unit, warp.now, cost.cycles)
+        start, end = self.occupy(unit, warp.now, cost.cycles)
         until = max(end + cost.latency if cost.latency is not None else 0, warp.now + self.model.least)
         kind = KINDS.get(cost.unit, "memory")
         if cost.unit == "tensor":
@@ -132,53 +138,56 @@ class _Run:
 
     def issue(self, warp, step):
         """The warp's part of a product; with the last of them it starts, each part on its warp's tensor core."""
-        parts = self.issued[step.mma]
+        parts = self.mma_parts[step.mma]
         parts.append((warp.now, warp, step, warp.op_of(step)))
         warp.now += self.model.least
-        if len(parts) < self.needs[step.mma]:
+        if len(parts) < self.pending_arrivals[step.mma]:
             return
         now = max(when for when, *_ in parts)
         for _, part, issued, op in parts:
             flop, size, _ = product(op)
-            start, end = self.take((part.block, "tensor", part.index % SCHEDULERS), now, flop * size / HALF / self.model.tensor)
+            start, end = self.occupy(
+                (part.block, "tensor", part.index % SCHEDULERS), now, flop * size / HALF / self.model.tensor
+            )
             bar = self.bar((part.block, TENSOR), start, end, "product", op.name, issued.place)
-            self.happens(step.mma, end, bar)
+            self.arrive(step.mma, end, bar)
 
-    def happens(self, what, when, bar):
-        """One of the events that `what` takes; with the last it has happened, and who waits for it wakes."""
-        last, cause = self.happened.get(what, (-1.0, None))
-        self.happened[what] = (when, bar) if when >= last else (last, cause)
-        self.needs[what] -= 1
-        if self.needs[what]:
+    def arrive(self, what, when, bar):
+        """One arrival for the event `what`. With the last one the event has happened, and warps that wait for it wake."""
+        last, cause = self.events.get(what, (-1.0, None))
+        self.events[what] = (when, bar) if when >= last else (last, cause)
+        self.pending_arrivals[what] -= 1
+        if self.pending_arrivals[what]:
             return
-        when, bar = self.happened[what]
-        for n in self.sleeping.pop(what, ()):
+        when, bar = self.events[what]
+        for n in self.waiting_warps.pop(what, ()):
             heapq.heappush(self.turns, (when, n))
         for more in self.feeds.pop(what, ()):
-            self.happens(more, when, bar)
+            self.arrive(more, when, bar)
 
     def wait(self, warp, step, n):
         """Advance the warp to the time at which all events have happened."""
         for what in step.what:
-            if self.needs[what] > 0:
-                warp.slept = warp.now if warp.slept is None else warp.slept
-                self.sleeping[what].append(n)
+            if self.pending_arrivals[what] > 0:
+                warp.wait_start = warp.now if warp.wait_start is None else warp.wait_start
+                self.waiting_warps[what].append(n)
                 return False
-        since = warp.now if warp.slept is None else warp.slept
-        when, cause = max((self.happened[w] for w in step.what if w in self.happened), key=lambda h: h[0], default=(0.0, None))
+        since = warp.now if warp.wait_start is None else warp.wait_start
+        when, cause = max((self.events[w] for w in step.what if w in self.events), key=lambda h: h[0], default=(0.0, None))
         if when > since:
             warp.last = self.bar(warp.lane, since, when, "wait", step.why, step.place, cause)
-        warp.now, warp.slept = max(since, when) + self.model.barrier, None
+        warp.now, warp.wait_start = max(since, when) + self.model.barrier, None
         return True
 
 
-class _Crew:
-    """A warp on its way through its steps. last: the bar that it was last held up by."""
+class _ScheduledWarp:
+    """A warp that goes through its steps. at: the index of the next step. now: its time. wait_start: since when it waits, None
+    if it does not. last: its last bar."""
 
     def __init__(self, block, index, steps):
         self.block, self.index, self.steps, self.lane = block, index, steps, (block, index)
-        self.at, self.now, self.slept, self.last = 0, 0.0, None, None
+        self.at, self.now, self.wait_start, self.last = 0, 0.0, None, None
 
     def op_of(self, step):
         """The op whose step this is."""
-        return next(op for op in self.steps[self.at :] if isinstance(op, Did))
+        return next(op for op in self.steps[self.at :] if isinstance(op, OpStep))

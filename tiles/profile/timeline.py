@@ -11,7 +11,7 @@ from .schedule import COPIES, TENSOR, Bar
 
 NAMES, WIDTH, HEIGHT, GAP = 132, 860, 20, 6  # of the picture: for the rows' names, for time, of a row, between rows
 WINDOW = 12_000  # cycles that a picture shows of more
-LETTER = 5.4  # of a bar's name, about
+LETTER_WIDTH = 5.4  # of a bar's name, about
 COLOURS = {  # told apart by the colour-blind (Okabe and Ito)
     "product": "#e69f00",
     "special": "#cc79a7",
@@ -20,7 +20,7 @@ COLOURS = {  # told apart by the colour-blind (Okabe and Ito)
     "copy": "#9fdcc8",
     "wait": "#e4e6ea",
 }
-WORDS = {
+LEGEND_TEXTS = {
     "product": "matrix product",
     "special": "exp2, 1/x, ...",
     "compute": "arithmetic",
@@ -71,15 +71,15 @@ class Timeline:
         lanes = defaultdict(list)
         for bar in self.bars:
             lanes[bar.lane].append(bar)
-        alike = defaultdict(list)
+        groups = defaultdict(list)
         for block, warp in self.warps:
-            did = tuple((bar.name, _line(bar)) for bar in lanes[block, warp] if bar.kind != "wait")
+            work = tuple((bar.name, _line(bar)) for bar in lanes[block, warp] if bar.kind != "wait")
             if lanes[block, warp]:
-                alike[block, warp // WARPGROUP, did].append((block, warp))
+                groups[block, warp // WARPGROUP, work].append((block, warp))
         for block in dict.fromkeys(block for block, _ in self.warps):
-            for (where, *_), same in alike.items():
+            for (where, *_), group in groups.items():
                 if where == block:
-                    yield same, lanes[same[0]]
+                    yield group, lanes[group[0]]
             for lane in (TENSOR, COPIES):
                 for row in _side_by_side(lanes[block, lane]):
                     yield [], row
@@ -119,8 +119,8 @@ class Timeline:
         rows = [(warps, [b for b in bars if b.start < last and b.end > first]) for warps, bars in self._rows()]
         rows = [(warps, bars) for warps, bars in rows if warps or bars]
         idle = [lane for lane in self.warps if not any(lane in warps for warps, _ in rows)]
-        of_lane = {lane: k for k, (warps, _) in enumerate(rows) for lane in warps}
-        of_bar = {_key(bar): k for k, (warps, bars) in enumerate(rows) if not warps for bar in bars}
+        row_of_lane = {lane: k for k, (warps, _) in enumerate(rows) for lane in warps}
+        row_of_bar = {_key(bar): k for k, (warps, bars) in enumerate(rows) if not warps for bar in bars}
 
         def picture(left, top):
             def y(k):
@@ -132,9 +132,9 @@ class Timeline:
                     yield _box(bar, left + NAMES, y(k), first, last)
             for k, (_, bars) in enumerate(rows):
                 for bar in bars:
-                    origin = bar.cause and of_bar.get(_key(bar.cause), of_lane.get(bar.cause.lane))
-                    if origin is not None and origin != k and bar.end <= last:
-                        yield _arrow(left + NAMES + (bar.end - first) * WIDTH / duration, y(origin), y(k))
+                    launch_origin = bar.cause and row_of_bar.get(_key(bar.cause), row_of_lane.get(bar.cause.lane))
+                    if launch_origin is not None and launch_origin != k and bar.end <= last:
+                        yield _arrow(left + NAMES + (bar.end - first) * WIDTH / duration, y(launch_origin), y(k))
             yield from _axis(left + NAMES, top + len(rows) * (HEIGHT + GAP), first, last)
             yield from _legend(left + NAMES, top + len(rows) * (HEIGHT + GAP) + 38)
 
@@ -145,13 +145,13 @@ class Timeline:
 
 
 def _kind_of(name):
-    """What a wait is for without its number: tile 3 and tile 4 of a ring are one."""
+    """The event of a wait without its number: tile 3 and tile 4 of a ring count as one."""
     words = name.split()
     return " ".join("j" if word.isdigit() and words[max(0, k - 1)] == "tile" else word for k, word in enumerate(words))
 
 
 def _key(bar):
-    """What bars have in common that are drawn as one: the parts of a product, on four tensor cores."""
+    """The key of bars that are drawn as one: the parts of a product on four tensor cores."""
     return bar.lane, bar.start, bar.end, bar.name
 
 
@@ -172,8 +172,8 @@ def _names(lanes):
     """The warps that share a row of the picture, as text: "warps 0-3"."""
     numbers = [number for _, number in lanes]
     first, last = numbers[0], numbers[-1]
-    said = f"{first}–{last}" if numbers == list(range(first, last + 1)) and last > first else ", ".join(map(str, numbers))
-    return f"warp{'s' * (last > first)} {said}"
+    label = f"{first}–{last}" if numbers == list(range(first, last + 1)) and last > first else ", ".join(map(str, numbers))
+    return f"warp{'s' * (last > first)} {label}"
 
 
 def _lane_name(bar, above):
@@ -181,18 +181,18 @@ def _lane_name(bar, above):
 
 
 def _box(bar, left, y, first, last):
-    """A bar, what of it is shown, its name if there is room, and what to say of it when it is pointed at."""
+    """A bar as SVG, clipped to the shown cycles: its name if it fits, and a tooltip."""
     start, end = ((min(max(at, first), last) - first) * WIDTH / (last - first) for at in (bar.start, bar.end))
     x, width = left + start, max(end - start, 0.5)
-    said = f"{bar.name}, {bar.cycles:.0f} cycles from {bar.start:.0f} on; warp {bar.place.warp}, {bar.place.line}"
+    label = f"{bar.name}, {bar.cycles:.0f} cycles from {bar.start:.0f} on; warp {bar.place.warp}, {bar.place.line}"
     parts = [
-        f'<g><title>{escape(said)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" '
+        f'<g><title>{escape(label)}</title><rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{HEIGHT}" '
         f'fill="{COLOURS[bar.kind]}" stroke-width="0.6"/>'
     ]
     name = bar.name.removeprefix("the ")
     short = name.split(" of ")[0].removeprefix("copy into ")
     for words in (f"{'for ' * (bar.kind == 'wait')}{name}, line {_line(bar)}", f"{name}, {_line(bar)}", short):
-        if len(words) * LETTER < width:
+        if len(words) * LETTER_WIDTH < width:
             parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 14}" class="small" style="{INK}">{escape(words)}</text>')
             break
     return "".join([*parts, "</g>"])
@@ -202,10 +202,10 @@ def _line(bar):
     return bar.place.frames[0][1] if bar.place.frames else "?"
 
 
-def _arrow(x, origin, y):
+def _arrow(x, launch_origin, y):
     """From the row of the bar that ends a wait to the wait's, at the end of both."""
-    down = origin < y
-    start, end = (origin + HEIGHT, y) if down else (origin, y + HEIGHT)
+    down = launch_origin < y
+    start, end = (launch_origin + HEIGHT, y) if down else (launch_origin, y + HEIGHT)
     tip = end - 4 if down else end + 4
     return (
         f'<path d="M{x:.1f} {start}V{end}M{x - 2.5:.1f} {tip}L{x:.1f} {end}L{x + 2.5:.1f} {tip}" '
@@ -226,7 +226,7 @@ def _axis(left, y, first, last):
 
 def _legend(left, y):
     """The legend that says what each colour means."""
-    for kind, words in WORDS.items():
+    for kind, words in LEGEND_TEXTS.items():
         yield f'<rect x="{left}" y="{y - 9}" width="11" height="11" fill="{COLOURS[kind]}"/>'
         yield draw.text(left + 15, y, words)
         left += 34 + 6 * len(words)

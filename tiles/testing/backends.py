@@ -28,7 +28,7 @@ from ..values import tensor
 ONE = 1, 1, 1
 REGISTERS = 160  # that hold values at once, from where on ptxas may need more than the 255 that a thread has
 _looked_at: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(types, architecture)}
-_made: dict[tuple, Any] = {}  # the last kernels that ran as compiled, by what they are made of and the code that made them
+_kept_kernels: dict[tuple, Any] = {}  # those that ran as compiled last, by their digest and code
 KEPT = 32  # of these
 PATIENCE = 10  # seconds for the card
 HUNG: list[str] = []  # the kernel that hangs: nothing can run on the GPU any more, and waiting for it would hang as well
@@ -66,10 +66,10 @@ def _alike(kernel, types, arch):
     """The kernel that was run before of those that the same code makes of the same values: a test makes one for each of its
     parameters, also where these are arguments of a launch."""
     name = digest.key(kernel, types, arch), id(kernel.py_func.__code__)
-    backend_kernel = _made.pop(name, kernel) if name[0] else kernel
-    _made[name] = backend_kernel
-    while len(_made) > KEPT:
-        forget(_made.pop(next(iter(_made))))
+    backend_kernel = _kept_kernels.pop(name, kernel) if name[0] else kernel
+    _kept_kernels[name] = backend_kernel
+    while len(_kept_kernels) > KEPT:
+        forget(_kept_kernels.pop(next(iter(_kept_kernels))))
     return backend_kernel
 
 
@@ -101,8 +101,8 @@ def gpu(kernel: Any, *args: Any, **options: Any) -> Any:
     arguments: list[Any] = []
     for a in args:
         if isinstance(a, tensor):
-            cut = a.spec
-            arguments.append(tensor(_on_device(a.array, roots), cut.tile, cut.rows, cut.cols, cut.unit))  # type: ignore[arg-type]
+            spec = a.spec
+            arguments.append(tensor(_on_device(a.array, roots), spec.tile, spec.rows, spec.cols, spec.unit))  # type: ignore[arg-type]
         else:
             arguments.append(_on_device(a, roots) if isinstance(a, np.ndarray) else a)
     launch(*arguments)

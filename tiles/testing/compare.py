@@ -7,15 +7,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..dtypes import bf16, dtype, dtype_of, fp8e4m3, fp8e5m2, fp16, fp32
+from ..dtypes import bf16, dtype, dtype_of, fp8e4m3, fp8e5m2, fp16, fp32, int8
 from ..launching.arrays import numpy_view
 from ..launching.frameworks import describe, without_grad
 
-EPS = {fp32: 2.0**-23, fp16: 2.0**-10, bf16: 2.0**-7, fp8e4m3: 2.0**-3, fp8e5m2: 2.0**-2}  # from 1 to the next number
+EPS = {
+    fp32: 2.0**-23,
+    fp16: 2.0**-10,
+    bf16: 2.0**-7,
+    fp8e4m3: 2.0**-3,
+    fp8e5m2: 2.0**-2,
+    int8: 2.0**-7,
+}  # from 1 to the next number
 END = {fp32: 2.0**128 * (1 - 2.0**-25), fp16: 65520.0, bf16: 2.0**128 * (1 - 2.0**-9)}  # from here on: inf
-GREATEST = {fp8e4m3: 448.0, fp8e5m2: 57344.0}  # what all beyond it becomes, inf too
 TINY = {fp32: 2.0**-126, fp16: 2.0**-24, bf16: 2.0**-126}  # an error below this is none (fp32 units flush to 0)
-LEAST = {fp8e4m3: 2.0**-9, fp8e5m2: 2.0**-16}  # of fp8 the units of the smallest numbers
+LEAST = {fp8e4m3: 2.0**-9, fp8e5m2: 2.0**-16, int8: 1.0}  # of one byte the units of the smallest numbers
 
 
 def host(x: Any) -> np.ndarray:
@@ -72,14 +78,14 @@ def wide(array: Any) -> np.ndarray:
 
 def close(got: Any, want: Any, ulp: Any = 0.0, atol: Any = 0.0, dtype: dtype | None = None) -> None:
     """Assert |got - want| <= ulp units in the last place of got's dtype (or `dtype`) + atol, each a number or an array of them;
-    inf and NaN where `want`, in float64, has them or is too large (of fp8: the greatest number where it is too large). With
+    inf and NaN where `want`, in float64, has them or is too large (of fp8 and int8: the end of the range). With
     neither ulp nor atol they must be equal.
 
     The AssertionError counts the elements that are off and prints the first."""
     dtype = dtype or dtype_of(got)
     got, want = wide(got), np.broadcast_to(wide(want), np.shape(got))
-    if dtype in GREATEST:
-        want = np.clip(want, -GREATEST[dtype], GREATEST[dtype])
+    if dtype.itemsize == 1:
+        want = np.clip(want, *dtype.ends)
     else:
         want = np.where(np.abs(want) >= END[dtype], np.copysign(np.inf, want), want)
     finite = np.isfinite(want)

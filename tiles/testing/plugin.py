@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ..dtypes import dtype, fp32
+from ..dtypes import dtype, fp32, int8
 from ..launching.devices import device
 from .backends import HUNG, gpu, meaning, ptx
 
@@ -55,12 +55,13 @@ def run(request) -> Callable[..., Any]:
 
 @pytest.fixture
 def sample() -> Callable[..., np.ndarray]:
-    """sample(shape, dtype=fp32): normally distributed numbers, different in every run (TILES_SEED repeats one)."""
+    """sample(shape, dtype=fp32): normally distributed numbers, different in every run (TILES_SEED repeats one); of deviation 1,
+    or 32 in int8."""
     seed = int(os.environ.get("TILES_SEED") or random.getrandbits(32))
     print(f"TILES_SEED={seed}")
     rng = np.random.default_rng(seed)
 
     def numbers(shape: int | tuple[int, ...], dtype: dtype = fp32) -> np.ndarray:
-        return dtype.round(rng.standard_normal(shape, np.float32))
+        return dtype.round(rng.standard_normal(shape, np.float32) * (32 if dtype is int8 else 1))
 
     return numbers

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from ..dtypes import dtype, fp32
+from ..dtypes import dtype, fp32, int8
 
 CANARY = 96  # what lies around a guarded array
 MARGIN, ROOM = 5, 16  # elements of it on every side; where it must be aligned, along the last axis
@@ -20,8 +20,13 @@ def pairs(*lists: Iterable) -> list[tuple]:
 
 
 def blank(shape: int | tuple[int, ...], dtype: dtype = fp32) -> np.ndarray:
-    """An output: NaN everywhere, so that what nobody writes does not pass."""
-    return np.full(shape, np.nan, dtype.np)
+    """An output: NaN everywhere, or -128 where there is no NaN, so that what nobody writes does not pass."""
+    return np.full(shape, _unwritten(dtype), dtype.np)
+
+
+def _unwritten(dtype: dtype) -> float:
+    """The number of an element that nobody has written."""
+    return -128 if dtype is int8 else np.nan
 
 
 def guarded(
@@ -46,7 +51,7 @@ def guarded(
     view = root[place].transpose(np.argsort(order))
     root[...] = CANARY
     before = memory.copy().view(f"u{dtype.itemsize}")
-    view[...] = np.nan
+    view[...] = _unwritten(dtype)
 
     def check():
         copy = view.copy()

@@ -7,7 +7,7 @@ from typing import Any
 
 from numpy import int32
 
-from ops import add_held, divmod, load_held, subtile, transpose, warpgroup
+from ops import add_fragment, divmod, load_fragment, subtile, transpose, warpgroup
 from ops.memory.lane_order import QUAD
 from tiles import dtype, fp32, inlined, rt, st, static
 from tiles.launching.arguments import array
@@ -69,7 +69,7 @@ class RowParts:
     def load_sums(self, gDQAccum, batch_head, tile, n):
         """Warp tile n of the sums of a query tile."""
         row = self.sum_rows * tile + WARP_ROWS * self.part_columns // TMA_COLUMNS * n
-        return load_held(gDQAccum, self.warp_tile, (batch_head, int32(row), 0), QUAD)
+        return load_fragment(gDQAccum, self.warp_tile, (batch_head, int32(row), 0), QUAD)
 
     @inlined
     def store_dq(self, gDQ, x, batch, row, head, n, result):
@@ -117,7 +117,7 @@ class WarpParts(RowParts):
     @inlined
     def add(self, gDQAccum, part, batch_head, tile, n, unit):
         """Add part n of a query tile to its sums."""
-        add_held(gDQAccum, part, self.sum_index(batch_head, tile, n), self.elements_per_add)
+        add_fragment(gDQAccum, part, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @property
     def sum_columns(self) -> int:
@@ -142,7 +142,7 @@ class WarpParts(RowParts):
 
     @inlined
     def load_sums(self, gDQAccum, batch_head, tile, n):
-        return load_held(gDQAccum, self.warp_tile, self.sum_index(batch_head, tile, n), self.elements_per_add)
+        return load_fragment(gDQAccum, self.warp_tile, self.sum_index(batch_head, tile, n), self.elements_per_add)
 
     @inlined
     def store_dq(self, gDQ, x, batch, row, head, n, result):

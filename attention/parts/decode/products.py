@@ -1,5 +1,5 @@
 """The two products of attention, S = Q K^T and O += P V, by what the cache holds, as classes with the same methods: keys and
-values in the dtype of the queries, or in fp8."""
+values in the dtype of the queries, or quantised, in fp8 or int8."""
 
 from typing import Any
 
@@ -111,18 +111,19 @@ class SameDtypeProducts(KernelPart):
 
 
 @static
-class Fp8Products(SameDtypeProducts):
-    """The cache is fp8. Keys and values become fp16 on the way to the products, exactly; queries are rounded to fp16. scaled:
-    are there descales, params.k_descale and params.v_descale (sequence, head)?"""
+class QuantizedProducts(SameDtypeProducts):
+    """The cache has `quantized`, a dtype of one byte. Keys and values become fp16 on the way to the products, exactly; queries
+    are rounded to fp16. scaled: are there descales, params.k_descale and params.v_descale (sequence, head)?"""
 
+    quantized: dtype = fp8e4m3
     scaled: bool = False
 
     def __str__(self):
-        return f"{self.q_dtype} of {fp8e4m3}" + " scaled" * self.scaled
+        return f"{self.q_dtype} of {self.quantized}" + " scaled" * self.scaled
 
     @property
     def cache_dtype(self) -> dtype:
-        return fp8e4m3
+        return self.quantized
 
     @property
     def params(self) -> dict[str, Any]:
@@ -134,7 +135,7 @@ class Fp8Products(SameDtypeProducts):
 
     @inlined
     def convert_q(self, x):
-        """Some columns of the queries in fp16, in the order in which fp8 keys are converted (ops.unzipped)."""
+        """Some columns of the queries in fp16, in the order in which keys are converted (ops.unzipped)."""
         return unzipped(fp16(x))
 
     @inlined
@@ -163,14 +164,14 @@ class Fp8Products(SameDtypeProducts):
 
 
 @static
-class Fp8KeyScaledProducts(Fp8Products):
-    """The cache is fp8, with a descale for each key and head, laid out as the cache is: params.k_descale multiplies the key's
-    scores, params.v_descale its weights. P times descales becomes fp16, whose smallest number is 2^-24. So O is kept in units
-    of the largest descale of values that a warp has met, divided by P_SCALE, and the other descales are divided by that
+class KeyScaledProducts(QuantizedProducts):
+    """The cache is quantised, with a descale for each key and head, laid out as the cache is: params.k_descale multiplies the
+    key's scores, params.v_descale its weights. P times descales becomes fp16, whose smallest number is 2^-24. So O is kept in
+    units of the largest descale of values that a warp has met, divided by P_SCALE, and the other descales are divided by that
     descale."""
 
     def __str__(self):
-        return f"{self.q_dtype} of {fp8e4m3} scaled by key"
+        return f"{self.q_dtype} of {self.quantized} scaled by key"
 
     @property
     def params(self) -> dict[str, Any]:
@@ -205,11 +206,11 @@ class Fp8KeyScaledProducts(Fp8Products):
 
     @inlined
     def k_descales(self, head_descale, pipes, j, newer, like):
-        return load(pipes[0].own(j, newer), like)
+        return load(pipes[0].wait_warp(j, newer), like)
 
     @inlined
     def v_descales(self, head_descale, pipes, j, newer, like):
-        return load(pipes[1].own(j, newer), like)
+        return load(pipes[1].wait_warp(j, newer), like)
 
     @inlined
     def rescale_o(self, state, unit, v_descales):

@@ -11,7 +11,7 @@ from numpy import int32
 
 from ops import divmod
 from tiles import inlined, static
-from tiles.launching.lengths import follows
+from tiles.launching.lengths import watched_function
 from tiles.layout import LANES
 
 from ..part import KernelPart
@@ -160,7 +160,7 @@ class StreamKSplits(FixedSplits):
         return SequenceParts(sequence, int32(share + sequence), int32(0), count)
 
 
-@follows
+@watched_function
 def choose_share_count(blocks: int, places: int) -> int:
     """The number of stream-K shares that leaves few of the `places` for blocks idle, if each share takes `blocks` blocks. Few
     shares are better, because each has a prologue and an epilogue."""
@@ -182,7 +182,7 @@ def underfills_gpu(batch: int, queries: int, heads: int, keys: int, processors: 
     return keys >= LONG and 2 * batch * heads * -(-queries // FORWARD_ROWS) <= processors
 
 
-@follows
+@watched_function
 def choose_split_count(blocks: int, tiles: int, places: int, combined_at_once: int = COMBINED_AT_ONCE) -> int:
     """The smallest number of splits with which a call ends soonest, by shapes alone. blocks: without splits, each with up to
     `tiles` tiles of keys. places: blocks that run at a time. A multiprocessor runs at the speed of its share of memory

@@ -1,10 +1,10 @@
 """The scores of a halved chunk (channel_decay.py), q_i . (exp(b_i - b_j) k_j) for j <= i, where no reference serves all
 channels even of 16 tokens.
 
-The chunk is halved recursively. Queries of a later half meet keys of the earlier one, both decayed to or from the later half's
-first token, the anchor: exp(b_i - b_a) and exp(b_a - b_j), neither of which is greater than 1 for any gates. So one factor,
-exp(-|b - b_a|), serves a token at each level, as a query or as a key. Each warp has 16 of the queries. Keys of earlier warps
-come through shared memory."""
+The chunk is halved recursively. Queries of a later half are scored with keys of the earlier one, both decayed to or from the
+later half's first token, the anchor: exp(b_i - b_a) and exp(b_a - b_j), neither of which is greater than 1 for any gates. So
+one factor, exp(-|b - b_a|), serves a token at each level, as a query or as a key. Each warp has 16 of the queries. Keys of
+earlier warps come through shared memory."""
 
 from numpy import float32, int32
 
@@ -41,8 +41,8 @@ HALVES, PAIRS = warpgroup.named_barrier(4), warpgroup.named_barrier(2, first=2) 
 
 @static
 class AnchoredScores(WarpChannels):
-    """The scores of a halved chunk, computed by a preparer. A kernel whose keys meet keys, too, overrides `stack_rows` and
-    `round_scores`."""
+    """The scores of a halved chunk, computed by a preparer. A kernel that scores keys with keys, too, overrides `stack_rows`
+    and `round_scores`."""
 
     scored = TOKEN_GROUP  # rows of scores of TOKEN_GROUP tokens
 
@@ -87,8 +87,8 @@ class AnchoredScores(WarpChannels):
 
     @inlined
     def store_far_keys(self, far_keys, keys, sums, warp):
-        """Write the keys that meet queries of other warps, decayed to their anchors: of the first two warps for the last two,
-        then of warps 0 and 2 for the warp after each."""
+        """Write the keys that other warps' queries are scored with, decayed to their anchors: of the first two warps for the
+        last two, then of warps 0 and 2 for the warp after each."""
         if warp < 2:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
             HALVES.arrive(0)
@@ -157,7 +157,7 @@ class AnchoredScores(WarpChannels):
 
     @inlined
     def stack_rows(self, query, key):
-        """What meets keys, of the queries and the keys of 16 tokens: the queries."""
+        """The rows that are scored with keys, of the queries and the keys of 16 tokens: the queries."""
         return query
 
     @inlined
@@ -173,7 +173,7 @@ class KdaScores(AnchoredScores):
 
     @inlined
     def stack_rows(self, query, key):
-        """The queries above the keys, both of which meet keys."""
+        """The queries above the keys: both are scored with keys."""
         return vstack(query, key)
 
     @inlined

@@ -106,7 +106,7 @@ class BlockPairs:
         return rt(ROWS, self.channels.half, self.dtype)
 
     @property
-    def least_decay(self):
+    def min_log2_decay(self):
         """log2 of the decay of a channel by a block below which the block is not gentle."""
         return 2 * MIN_LOG2_DECAY[self.dtype]
 
@@ -123,7 +123,7 @@ class BlockPairs:
     @inlined
     def is_gentle(self, first, last):
         """Is a block gentle in all channels? first, last: b of its first and of its last token."""
-        return tile_all(self.least_decay <= last - first)
+        return tile_all(self.min_log2_decay <= last - first)
 
     @inlined
     def references(self, first, last):
@@ -138,19 +138,20 @@ class BlockPairs:
 
     @inlined
     def load_vector(self, vectors, index):
-        """The same in registers."""
+        """Load one of the shared vectors, of the warpgroup's channels."""
         return load(self.vector(vectors, index), self.channels.rows.row_vec)
 
     @inlined
     def prepare(self, tiles):
         """(Is the warp's block gentle in all channels? May one of its tokens have a gate below FLOOR?) Overwrites the tokens by
-        Q^ and K*, and writes K^ and vectors. The warpgroup meets before others read them."""
+        Q^ and K*, and writes K^ and vectors. Synchronise the warpgroup before other warps read
+        them."""
         rank, b, vectors, is_later = warpgroup.rank(), tiles.b, tiles.vectors, float32(min(warpgroup.rank(), 1))
         first, last = self.load_sum(b, rank, 0), self.load_sum(b, rank, ROWS - 1)
         (r, s), before = self.references(first, last), max(rank - 1, 0)
         first_before, last_before = self.load_sum(b, before, 0), self.load_sum(b, before, ROWS - 1)
         is_gentle = self.is_gentle(first, last)
-        may_forget = tile_any(less(minimum(last - first, first - last_before * is_later), (FLOOR + 1) * LOG2_E))
+        has_floor_gates = tile_any(less(minimum(last - first, first - last_before * is_later), (FLOOR + 1) * LOG2_E))
         r_before, s_before = self.references(first_before, last_before)
         store(self.vector(vectors, int32(LAST_STEP + rank)), exp2(r - s_before * is_later))
         if rank < BLOCKS - 1:
@@ -170,7 +171,7 @@ class BlockPairs:
         cuda.syncwarp()
         store(self.channels.part(tiles.read_keys), self.dtype(key * decay))
         store(self.channels.part(tiles.k), self.dtype(key * exp2(s - sums)))
-        return is_gentle, may_forget
+        return is_gentle, has_floor_gates
 
     @inlined
     def load_rows(self, tile):
@@ -236,15 +237,15 @@ class BlockPairs:
             row_group, row_half = row * inverse // 1, row * (2.0 * inverse) // 1
             is_pair = equal(row_group, col * inverse // 1) & not_equal(row_half, col * (2.0 * inverse) // 1)
             is_later = row_half - row_group * 2.0
-            for which in range(2):  # dP, G
+            for index in range(2):  # dP, G
                 b = load(part, self.channels.rows, fenced=False)
                 e = exp2(abs(b - load_row_of_group(part, self.channels.rows, size, size >> 1, fenced=False)) * -LOG2_E)
-                queries = is_later * float32(1 - which)
+                queries = is_later * float32(1 - index)
                 key = fp32(load(gK, self.operand, at, 1, 3, True))
-                mine = self.dtype(where(queries, fp32(load(gQ, self.operand, at, 1, 3, True)), key) * e)
-                scores = self.pairs_of(subtile(tiles.w, CHUNK, which), is_pair)
-                wx = mma_AB(zeros(self.channels.rows), scores, swap_layout(mine))
-                r = r + wx * fp32(mine) * (is_later * 2.0 - 1.0)
+                x_rows = self.dtype(where(queries, fp32(load(gQ, self.operand, at, 1, 3, True)), key) * e)
+                scores = self.level_scores(subtile(tiles.w, CHUNK, index), is_pair)
+                wx = mma_AB(zeros(self.channels.rows), scores, swap_layout(x_rows))
+                r = r + wx * fp32(x_rows) * (is_later * 2.0 - 1.0)
                 wx = wx * e
                 dq, dk = dq + wx * queries, dk + wx * (1.0 - queries)
             size, inverse = size >> 1, inverse * 2.0
@@ -261,7 +262,7 @@ class BlockPairs:
         return fp32(load(subtile(scores, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, self.dtype), fenced=False))
 
     @inlined
-    def pairs_of(self, scores, is_pair):
+    def level_scores(self, scores, is_pair):
         """dP + dP^T or G + G^T of the warp's tokens with each other, 0 but for pairs."""
         square = self.load_square(scores)
         both = where(less(row_index(ROW), col_index(COL)), fp32(transpose(self.dtype(square))), square)

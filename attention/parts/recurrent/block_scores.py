@@ -1,6 +1,6 @@
 """The scores of a strong chunk (channel_decay.py) whose blocks of 16 tokens have a reference r each, the middle of their b.
 
-A query i of block m meets a key j of block n <= m by
+The score of a query i of block m with a key j of block n <= m is
 
     q_i . (exp(b_i - b_j) k_j) = (q_i exp(b_i - r_m) exp(r_m - r_n)) . (k_j exp(r_n - b_j))
 
@@ -17,7 +17,7 @@ from .channel_decay import TOKEN_GROUP, WarpChannels
 
 @static
 class BlockScores(WarpChannels):
-    """The scores of a strong chunk. A kernel whose keys meet keys, too, overrides `load_rows` and `store_rows`."""
+    """The scores of a strong chunk. A kernel that scores keys with keys, too, overrides `load_rows` and `store_rows`."""
 
     scored = TOKEN_GROUP  # rows of a warp
 

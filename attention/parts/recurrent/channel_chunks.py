@@ -33,7 +33,7 @@ from numpy import int32
 from ops import block as thread_block
 from ops import cumsum_columns, less, load, load_row, store, subtile, truncate, warp_index, warpgroup, where
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES, WARPGROUP
 
 from .gates import FLOOR, LOG2_E, clamp_gates
@@ -53,23 +53,23 @@ class ChannelChunkConfig:
     key_dim: int
     dtype: dtype
     varlen: bool = False
-    vector_bytes: int = PIECES[0]
+    vector_bytes: int = VECTOR_SIZES[0]
     label = ""
     threads = LANES * WARPGROUP * HALVES
 
     def __str__(self):
-        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != PIECES[0])
+        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != VECTOR_SIZES[0])
         return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}"
 
 
 def chunk_forms(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim in KEY_DIMS:
-        yield key_dim, bf16, False, PIECES[0]
+        yield key_dim, bf16, False, VECTOR_SIZES[0]
         if everything:
-            yield from ((key_dim, *form) for form in itertools.product((fp16,), (False, True), PIECES[:1]))
-            yield key_dim, bf16, True, PIECES[0]
-            yield from ((key_dim, bf16, False, vector_bytes) for vector_bytes in PIECES[1:])
+            yield from ((key_dim, *form) for form in itertools.product((fp16,), (False, True), VECTOR_SIZES[:1]))
+            yield key_dim, bf16, True, VECTOR_SIZES[0]
+            yield from ((key_dim, bf16, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])
 
 
 @static
@@ -107,33 +107,51 @@ class ChunkChannels:
 
     @inlined
     def cumsum_tokens(self, tile, x, least):
-        """Write the running sums over a chunk's tokens of the warps' x, or `least` where it is less. The block meets."""
+        """Write the running sums over a chunk's tokens of the warps' x, or `least` where they are less. All warps of the
+        block synchronise."""
         store(self.part(tile), x)
         thread_block.sync(FENCED)
-        if warp_index() < self.key_dim // LANES:
-            part = subtile(tile, CHUNK, 0, LANES, warp_index())
-            cumsum_columns(part, part, least)
+        self.cumsum_in_place(tile, least)
         thread_block.sync(FENCED)
 
     @inlined
+    def cumsum_in_place(self, tile, least):
+        """The running sums over a chunk's tokens in a shared tile, 32 channels by each of some warps, of x in the tile, or
+        `least` where it is less."""
+        if warp_index() < self.key_dim // LANES:
+            part = subtile(tile, CHUNK, 0, LANES, warp_index())
+            cumsum_columns(part, part, least)
+
+    @inlined
     def cumsum_gates(self, tile, gates):
-        """Write b, in powers of 2. The block meets."""
+        """Write b, in powers of 2. All warps of the block synchronise."""
         self.cumsum_tokens(tile, clamp_gates(gates) * LOG2_E, FLOOR * LOG2_E)
+
+    @inlined
+    def store_gates(self, tile, gates):
+        """Write the warps' gates, in powers of 2, for `cumsum_stored_gates` once the block has met."""
+        store(self.part(tile), clamp_gates(gates) * LOG2_E)
+
+    @inlined
+    def cumsum_stored_gates(self, tile):
+        """Write b in place of what `store_gates` wrote, by some warps."""
+        self.cumsum_in_place(tile, FLOOR * LOG2_E)
 
     @inlined
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
         """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own.
-        carried: for each warp of the block what its channels have for all gates of the chunk. The block meets."""
+        carried: for each warp of the block what its channels have for all gates of the chunk. All warps of the
+        block synchronise."""
         gates = self.load_gates(gGates, seq, token, head)  # while sums are computed
         self.cumsum_tokens(b, r, -math.inf)
         total = self.load_last(b)
         for rank in range(WARPGROUP):
-            of_warp = int32(WARPGROUP * warpgroup.id() + rank)
-            total = total + load(subtile(carried, self.half, of_warp), self.rows.row_vec)
+            warp = int32(WARPGROUP * warpgroup.id() + rank)
+            total = total + load(subtile(carried, self.half, warp), self.rows.row_vec)
         gradients = total - (load(self.part(b), self.rows, fenced=False) - r)
-        forgets = less(gates, FLOOR)
+        below_floor = less(gates, FLOOR)
         at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
-        store(truncate(gDGates, 1, seq.end), where(forgets, 0.0, gradients), at, 1, 3)
+        store(truncate(gDGates, 1, seq.end), where(below_floor, 0.0, gradients), at, 1, 3)
 
     @inlined
     def load_last(self, tile):

@@ -23,7 +23,7 @@ class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
     gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: what
     computes gates and beta of what is in memory; None: the gates themselves are there. l2norm: are queries and keys divided by
-    their lengths? preparers: the warpgroups that prepare what consumers read."""
+    their L2 norms? preparers: the warpgroups that prepare what consumers read."""
 
     key_dim: int
     consumers: int
@@ -45,9 +45,9 @@ class Config:
         """Threads of a block: those of all consumers and preparers."""
         return warpgroup.THREADS * (self.consumers + self.preparers)
 
-    def _panels_of_warps(self, of):
-        """A shared tile with elements of this dtype, whose panels of columns each belong to one of four warps."""
-        return st(CHUNK, self.key_dim, of, width=min(PANEL, self.key_dim // warpgroup.WARPGROUP * of.itemsize))
+    def _panels_of_warps(self, element):
+        """A shared tile of the dtype `element`, whose panels of columns each belong to one of four warps."""
+        return st(CHUNK, self.key_dim, element, width=min(PANEL, self.key_dim // warpgroup.WARPGROUP * element.itemsize))
 
     @property
     def key(self):
@@ -89,11 +89,11 @@ def channel_space(
     Without `everything`, varlen configurations come in one size only, and fp16, which takes as many registers as bf16, is left
     out. Those with a formula of gates, and this one of beta, come in one size."""
     if target.has_wgmma:
-        for of, (key_dim, consumers), varlen in itertools.product(
+        for input_dtype, (key_dim, consumers), varlen in itertools.product(
             (bf16, fp16) if everything else (bf16,), sizes, (False, True)
         ):
-            if not varlen or (key_dim, consumers) == (128, 2) or (everything and of is bf16):
-                yield from (config(key_dim, consumers, gates, of, varlen) for gates in (fp32, of))
+            if not varlen or (key_dim, consumers) == (128, 2) or (everything and input_dtype is bf16):
+                yield from (config(key_dim, consumers, gates, input_dtype, varlen) for gates in (fp32, input_dtype))
         for formula in FORMULAS:  # of x in fp32, which layers seldom project, KDA spills some 100 bytes of indices
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)

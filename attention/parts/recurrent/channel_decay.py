@@ -11,8 +11,8 @@ is. r = b_last / 2 keeps all exponents small.
 
 A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk
 (r = 0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens
-have a reference each (block_scores.py), and if a channel decays too much for that in one of them, the chunk is halved down to
-single tokens (anchored_scores.py)."""
+have a reference each (block_scores.py), and if a channel decays too much for that in one of them, or from one reference to the
+next, the chunk is halved down to single tokens (anchored_scores.py)."""
 
 from ops import exp2, load, load_row, minimum, store, subtile, tile_max, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
@@ -24,6 +24,7 @@ TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers wo
 FLAG = sv(16, fp32)  # is a chunk strong? 0: no; 1: yes; 2: and halved
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
+MIN_LOG2_STEP = {bf16: -126.0, fp16: -24.0}  # log2 of the least decay from one block's reference to the next that is not 0
 
 
 @static
@@ -47,6 +48,17 @@ class WarpChannels:
     def min_log2_decay(self):
         """The sum of a chunk's gates, in powers of 2, below which the chunk is strong."""
         return 2 * MIN_LOG2_DECAY[self.dtype]
+
+    @property
+    def per_block(self):
+        """1 / the greatest decay within a block, as a sum of gates, of a chunk that is not halved. A reference is rounded."""
+        return LOG2_E / -(self.min_log2_decay + 2)
+
+    @property
+    def per_step(self):
+        """1 / twice the greatest decay from one block's reference to the next, as a sum of gates, of a chunk that is not
+        halved."""
+        return LOG2_E / (-2 * (MIN_LOG2_STEP[self.dtype] + 1))
 
     @inlined
     def warp_part(self, tile, warp):
@@ -126,11 +138,13 @@ class ChannelDecay(WarpChannels):
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
         if strong and self.has_references:
-            least = b_last * 0.0
+            least = b_last * 0.0  # in units of the limits
             for i in range(CHUNK // TOKEN_GROUP):
                 first, last = self.edge_sums(sums, i, warp)
-                least = minimum(least, last - first)
-            halved = warpgroup.reduce_any(tile_min(least) * LOG2_E < self.min_log2_decay + 2)  # a reference is rounded
+                first_before, last_before = self.edge_sums(sums, max(i - 1, 0), warp)
+                step = (first - first_before + last - last_before) * self.per_step
+                least = minimum(minimum(least, (last - first) * self.per_block), step)
+            halved = warpgroup.reduce_any(tile_min(least) < -1.0)
         return strong, halved
 
     @inlined
@@ -208,10 +222,10 @@ class ChannelDecay(WarpChannels):
         return tile_max(load(flag, FLAG_VEC))
 
     @inlined
-    def decay_state(self, s_t, state_decay, when):
-        """The transposed state, multiplied by exp(b_last - r) if `when`. A state is multiplied before it is read, which makes
-        it S', and again after the chunk; in a strong chunk only in between."""
-        if when:
+    def decay_state(self, s_t, state_decay, condition):
+        """The transposed state, multiplied by exp(b_last - r) if `condition`. A state is multiplied before it is read, which
+        makes it S', and again after the chunk; in a strong chunk only in between."""
+        if condition:
             return s_t * load(state_decay, self.channel_vec)
         else:
             return s_t

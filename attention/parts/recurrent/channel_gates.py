@@ -1,10 +1,11 @@
 """The cumulative sums of the gates of a chunk's channels (gla_hopper.py, kda_hopper.py and the kernels of their states): of
-those in memory, or of what a formula makes of them. A warp has the channels of a panel."""
+those in memory, or of what a formula makes of them. A warp has the channels of a panel. Where warps have tiles of gates in
+registers, TileGates and FormulaTileGates say what the gates are (gla_ampere.py)."""
 
 from numba import cuda
-from numpy import float32
+from numpy import float32, int32
 
-from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, tile_max, where, zeros
+from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, tile_max, warpgroup, where, zeros
 from tiles import fp32, inlined, rt, static, sv
 from tiles.launching.arguments import array, record
 
@@ -101,3 +102,66 @@ class FormulaChannelGates(ChannelGates):
 def choose_channel_gates(channels: int, formula: GateFormula | None) -> ChannelGates:
     """The gates of a warp with so many channels."""
     return ChannelGates(channels) if formula is None else FormulaChannelGates(channels, formula)
+
+
+@static
+class TileGates:
+    """The gates of a warp's 16 tokens and a warpgroup's channels, in registers: they are in memory. tile: their type.
+    from_formula: are they computed by a formula?"""
+
+    tile: rt
+    from_formula = False
+
+    @property
+    def biases(self):
+        """The shared vector of dt_bias of the channels, if gates are computed by a formula; else a small one, not used."""
+        return sv(16, fp32)
+
+    def params(self):
+        """What else a kernel gets, as a record of parameters."""
+        return record()
+
+    @inlined
+    def load_constants(self, biases, params, head):
+        """Write dt_bias of the warpgroup's channels to `biases`, and return exp(A_log) of the head, if gates are computed by a
+        formula. They may be read once the block has met."""
+        return 0.0
+
+    @inlined
+    def compute(self, x, rate, biases, remaining):
+        """The gates of a chunk. x: the tile from memory. remaining: the number of tokens of the sequence from the chunk's first
+        one on."""
+        return x
+
+
+@static
+class FormulaTileGates(TileGates):
+    """The gates are computed by a formula. groups: the warpgroups."""
+
+    formula: GateFormula
+    groups: int
+    from_formula = True
+
+    @property
+    def biases(self):
+        return sv(self.groups * self.tile.cols, fp32)
+
+    def params(self):
+        return record(gA=array(2), gDtBias=array(2))
+
+    @inlined
+    def load_constants(self, biases, params, head):
+        if warpgroup.rank() == 0:
+            bias = load(params.gDtBias, self.tile.row_vec, (head, int32(self.tile.cols * warpgroup.id())))
+            store(subtile(biases, self.tile.cols, warpgroup.id()), bias)
+        return self.formula.load_rate(params.gA, head)
+
+    @inlined
+    def compute(self, x, rate, biases, remaining):
+        gates = self.formula.compute(x, rate, load(subtile(biases, self.tile.cols, warpgroup.id()), self.tile.row_vec))
+        return where(less(warpgroup.row_index(self.tile.col_vec), float32(remaining)), gates, 0.0)
+
+
+def choose_tile_gates(tile: rt, formula: GateFormula | None, groups: int) -> TileGates:
+    """The gates of a warp of a block of so many warpgroups."""
+    return TileGates(tile) if formula is None else FormulaTileGates(tile, formula, groups)

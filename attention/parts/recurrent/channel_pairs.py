@@ -2,7 +2,7 @@
 (channel_chunks.py has the equations). A block's eight warps are two warpgroups of 16 tokens a warp, each with half of the
 channels of the keys. At the first two levels other warps' tokens come through shared memory; at the others a warp has both
 halves of each group itself. These four levels are one product if numbers hold the decay from the first to the middle and from
-there to the last of a warp's tokens (meet_anchored)."""
+there to the last of a warp's tokens (add_anchored_pairs)."""
 
 from typing import Any, NamedTuple
 
@@ -38,10 +38,11 @@ from tiles.layout import WARPGROUP
 from .channel_chunks import FENCED, ROWS, ChunkChannels
 from .tokens import CHUNK
 
-FAR = CHUNK // 2  # tokens that a warp meets at the first level
+FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
 SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
-LEAST_DECAY = {bf16: -64.0, fp16: 0.0}  # log2 of the least decay by half of a warp's tokens that X holds in both directions
+# log2 of the least decay by half of a warp's tokens that X holds in both directions
+MIN_LOG2_HALF_DECAY = {bf16: -64.0, fp16: 0.0}
 
 
 class PairTiles(NamedTuple):
@@ -72,9 +73,9 @@ class ChannelPairs:
     with_gates: bool
 
     @property
-    def least_decay(self):
+    def min_log2_half_decay(self):
         """log2 of the decay by half of a warp's tokens below which its pairs go level by level."""
-        return LEAST_DECAY[self.dtype]
+        return MIN_LOG2_HALF_DECAY[self.dtype]
 
     @property
     def operand(self):
@@ -106,7 +107,7 @@ class ChannelPairs:
         return load_row(self.channels.part(tile), self.channels.rows.row_vec, row, fenced=False)
 
     @inlined
-    def decayed(self, tiles, e, is_later):
+    def decay_rows(self, tiles, e, is_later):
         """X, a warp's tokens at a level. is_later: are they in the later halves of their groups?"""
         return self.dtype(where(is_later, self.load_rows(tiles.q), self.load_rows(tiles.k)) * e)
 
@@ -123,31 +124,31 @@ class ChannelPairs:
         return PairGradients(dq, dk, r)
 
     @inlined
-    def meet_others(self, scores_type, gradients, tiles, anchor, is_later, others, scale):
-        """The PairGradients with a level at which a warp's tokens meet those of other warps: block number `others` of so many
-        tokens as scores_type has columns. Writes A."""
-        (dq, dk, r), half, rank, own = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
+    def add_pairs_across_warps(self, scores_type, gradients, tiles, anchor, is_later, others, scale):
+        """The PairGradients with the pairs of a warp's tokens and those of other warps at one level: block number `others` of
+        as many tokens as scores_type has columns. Writes A."""
+        (dq, dk, r), half, rank, source = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
         if is_later:
-            own = tiles.q
+            source = tiles.q
         e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchor))
-        mine = self.dtype(self.load_rows(own) * e)
-        store(self.channels.part(tiles.x), mine)
+        x_rows = self.dtype(self.load_rows(source) * e)
+        store(self.channels.part(tiles.x), x_rows)
         thread_block.sync(FENCED)
-        their_x = subtile(tiles.x, scores_type.cols, others, self.channels.half, half)
-        scores = mma_ABt(zeros(scores_type), mine, their_x) * scale
+        other_x = subtile(tiles.x, scores_type.cols, others, self.channels.half, half)
+        scores = mma_ABt(zeros(scores_type), x_rows, other_x) * scale
         scored = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, others)
         store(scored, self.dtype(where(is_later, scores, 0.0)))
-        wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, others), their_x)
+        wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, others), other_x)
         if is_later:
             dq = dq + wx * e
         else:
             dk = dk + wx * e
         if self.with_gates:
-            r = r + wx * fp32(mine) * float32(2 * is_later - 1)
+            r = r + wx * fp32(x_rows) * float32(2 * is_later - 1)
         return PairGradients(dq, dk, r)
 
     @inlined
-    def meet_anchored(self, gradients, tiles, scores):
+    def add_anchored_pairs(self, gradients, tiles, scores):
         """(the PairGradients, A) with all pairs within a warp's tokens at once. Queries and keys are decayed from and to the
         first token of the later half, so that factors may be above 1: e for a query and 1 / e for a key. A holds numbers that
         mean nothing where the key comes later."""
@@ -173,17 +174,17 @@ class ChannelPairs:
         """Do numbers hold the decay by each half of a warp's tokens, in all channels?"""
         middle = self.load_sum(sums, ROWS // 2)
         least = tile_min(minimum(middle - self.load_sum(sums, 0), self.load_sum(sums, ROWS - 1) - middle))
-        return least >= self.least_decay
+        return least >= self.min_log2_half_decay
 
     @inlined
-    def meet_within_warp(self, gradients, tiles, is_gentle, scale):
+    def add_pairs_within_warp(self, gradients, tiles, is_gentle, scale):
         """The PairGradients with all pairs within a warp's tokens, and those of a token with itself. Writes A. is_gentle: the
         method's result."""
         half, rank = warpgroup.id(), warpgroup.rank()
         scores = fp32(load(subtile(tiles.w, ROWS, rank, ROWS, rank), rt(ROWS, ROWS, self.dtype), fenced=False))
         row, col, size, inverse, near = row_index(ROW), col_index(COL), int32(ROWS), float32(1 / ROWS), zeros(SQUARE)
         if is_gentle:
-            gradients, near = self.meet_anchored(gradients, tiles, scores)
+            gradients, near = self.add_anchored_pairs(gradients, tiles, scores)
             size = int32(1)
         while size > 1:
             row_group, col_group = row * inverse // 1, col * inverse // 1
@@ -191,10 +192,10 @@ class ChannelPairs:
             is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
             anchors = load_row_of_group(self.channels.part(tiles.b), self.channels.rows, size, size >> 1, fenced=False)
             e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchors))
-            mine = self.decayed(tiles, e, is_later)
-            near = where(is_pair, mma_ABt(zeros(SQUARE), mine, mine), near)
-            wx = mma_AB(zeros(self.channels.rows), self.dtype(where(is_pair, scores, 0.0)), swap_layout(mine))
-            gradients = self.add_level(gradients, wx, e, mine, is_later)
+            x_rows = self.decay_rows(tiles, e, is_later)
+            near = where(is_pair, mma_ABt(zeros(SQUARE), x_rows, x_rows), near)
+            wx = mma_AB(zeros(self.channels.rows), self.dtype(where(is_pair, scores, 0.0)), swap_layout(x_rows))
+            gradients = self.add_level(gradients, wx, e, x_rows, is_later)
             size, inverse = size >> 1, inverse * 2.0
         query, key = self.load_rows(tiles.q), self.load_rows(tiles.k)
         diagonal = row_sum(where(equal(row, col), scores, 0.0))
@@ -203,21 +204,22 @@ class ChannelPairs:
         return PairGradients(gradients.dq + key * diagonal, gradients.dk + query * diagonal, gradients.r)
 
     @inlined
-    def store_for_all(self, carried, of_all):
+    def store_chunk_gate_gradient(self, carried, gradient):
         """Store what a warp adds to the gradients of all gates of the chunk, for each channel."""
         warp = int32(WARPGROUP * warpgroup.id() + warpgroup.rank())
-        store(subtile(carried, self.channels.half, warp), of_all)
+        store(subtile(carried, self.channels.half, warp), gradient)
 
     @inlined
-    def meet(self, gradients, tiles, scale):
-        """The PairGradients with all pairs of a warp's tokens. Writes X and A, which others read until the block meets."""
+    def add_pairs(self, gradients, tiles, scale):
+        """The PairGradients with all pairs of a warp's tokens. Writes X and A, which other warps read until the block
+        synchronises."""
         rank, out, is_gentle = warpgroup.rank(), self.channels.rows, self.is_gentle(tiles.b)
         late = rank // 2  # the first level: 32 tokens of two other warps
         sums = subtile(tiles.b, CHUNK, 0, self.channels.half, warpgroup.id())
         anchor = load_row(sums, out.row_vec, FAR, fenced=False)
-        gradients = self.meet_others(PAIRS, gradients, tiles, anchor, late, 1 - late, scale)
+        gradients = self.add_pairs_across_warps(PAIRS, gradients, tiles, anchor, late, 1 - late, scale)
         thread_block.sync(FENCED)
         odd = rank - 2 * late  # the second one: 16 tokens of another warp
         anchor = load_row(sums, out.row_vec, int32(FAR * late + ROWS), fenced=False)
-        gradients = self.meet_others(SQUARE, gradients, tiles, anchor, odd, int32(rank + 1 - 2 * odd), scale)
-        return self.meet_within_warp(gradients, tiles, is_gentle, scale)
+        gradients = self.add_pairs_across_warps(SQUARE, gradients, tiles, anchor, odd, int32(rank + 1 - 2 * odd), scale)
+        return self.add_pairs_within_warp(gradients, tiles, is_gentle, scale)

@@ -40,7 +40,7 @@ class ChunkItems:
     seq_layout: SequenceLayout
 
     @inlined
-    def item(self, j):
+    def item_index(self, j):
         """The number of the block's j-th chunk, if sequences are not packed."""
         return int32(cuda.blockIdx.x + cuda.gridDim.x * j)
 
@@ -48,27 +48,27 @@ class ChunkItems:
     def has(self, grid, j):
         """Has the block a j-th chunk?"""
         if self.seq_layout.varlen:
-            return self.place(grid, j).seq.remaining(0) > CHUNK * self._part(grid, j)
+            return self.locate(grid, j).seq.remaining(0) > CHUNK * self._chunk_in_sequence(grid, j)
         else:
-            return self.item(j) < grid.items
+            return self.item_index(j) < grid.items
 
     @inlined
-    def place(self, grid, j):
+    def locate(self, grid, j):
         """The ChunkPlace of the block's j-th chunk."""
         if self.seq_layout.varlen:
             index, _ = divmod(cuda.blockIdx.x, grid.chunks)
             sequence, head = divmod(index, grid.heads)
             seq = self.seq_layout.sequence_tokens(grid.gCuSeqlens, sequence, grid.length)
-            token = seq.chunk_start(self._part(grid, j))
+            token = seq.chunk_start(self._chunk_in_sequence(grid, j))
             return ChunkPlace(self.seq_layout.chunk_index(token, sequence, grid.length), head, sequence, token, seq)
         else:
-            chunk, head = divmod(self.item(j), grid.heads)
+            chunk, head = divmod(self.item_index(j), grid.heads)
             sequence, index = divmod(chunk, grid.chunks)
             seq = TokenRange(int32(0), int32(grid.length), int32(sequence))
             return ChunkPlace(chunk, head, sequence, int32(CHUNK * index), seq)
 
     @inlined
-    def _part(self, grid, j):
+    def _chunk_in_sequence(self, grid, j):
         """The number of the block's j-th chunk in its packed sequence."""
         _, part = divmod(cuda.blockIdx.x, grid.chunks)
         return int32(part + grid.chunks * j)

@@ -73,7 +73,7 @@ class DecayedKeys(ChunkDecay):
     other. Tokens have no factors. gB is the decay of each channel over the chunk."""
 
     key_dim: int
-    in_queries = True
+    queries_include_decay = True
 
     @inlined
     def end_row(self, end):
@@ -96,8 +96,8 @@ class DecayedKeys(ChunkDecay):
         return int32(2 * j + 1), j
 
     @inlined
-    def fill_first(self, k, j, gKeys, at, end, piece):
-        k.fill(int32(2 * j), gKeys, at, 1, 3, end, piece)
+    def fill_first(self, k, j, gKeys, at, end, vector_bytes):
+        k.fill(int32(2 * j), gKeys, at, 1, 3, end, vector_bytes)
 
     @inlined
     def wait_second(self, k, j, first, newer):

@@ -14,26 +14,29 @@ TINY = 2.0**-40  # a smaller beta is taken for this where L is divided by it: L 
 
 
 @inlined
-def away_from_zero(beta):
-    """beta, or TINY where it is less: L is divided by it."""
-    return where(less(beta * beta, TINY * TINY), TINY, beta)
+def away_from_zero(beta, least=TINY):
+    """beta, or `least` where it is less: something is divided by it."""
+    return where(less(beta * beta, least * least), least, beta)
 
 
 @static
 class ChunkSolver:
-    """Computes vectors, -L beta and R of a chunk."""
+    """Computes vectors, -L beta and R of a chunk. least_beta: what a lesser beta counts as, if anything."""
 
-    vectors_of: ChunkVectors
-    parts_of: TwoParts
+    chunk_vectors: ChunkVectors
+    two_parts: TwoParts
+    least_beta: float = 0.0
 
     @inlined
     def store_vectors(self, target, gVectors, gBeta, gGates, seq, token, chunk, head):
         """One warp stores the vectors of the chunk that starts at `token`, in a shared vector and in memory."""
         at = seq.batch, token, head
         beta = transpose(load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, at, cols=1))
+        if self.least_beta:
+            beta = away_from_zero(beta, self.least_beta)
         store(subtile(target, CHUNK, BETA), beta)
         store(gVectors, beta, (chunk, head, 0))
-        if self.vectors_of.gated:
+        if self.chunk_vectors.gated:
             gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
             b = cumsum(clamp_gates(transpose(gates)) * LOG2_E)
             store(subtile(target, CHUNK, SUM), b)
@@ -49,11 +52,16 @@ class ChunkSolver:
     def solve(self, s, vectors, triangles):
         """(-L beta)^T, by a warpgroup. s: K K^T. vectors: the chunk's. triangles: two shared TRIANGLEs."""
         high, low = triangles
-        a = self.vectors_of.decay_scores(s, vectors, away_from_zero(self.vectors_of.cols(vectors, BETA)))
+        a = self.chunk_vectors.decay_scores(s, vectors, away_from_zero(self.chunk_vectors.cols(vectors, BETA)))
         return warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
+
+    @inlined
+    def split_solution(self, solution, vectors):
+        """The two parts of -L^T, from what `solve` returns: whoever multiplies by it takes beta himself, in both directions."""
+        return self.two_parts.split(solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA)))
 
     @inlined
     def split_reverse(self, solution, vectors):
         """The two parts of R^T, from what `solve` returns."""
-        reverse = solution / away_from_zero(self.vectors_of.rows(vectors, BETA))
-        return self.parts_of.split(reverse * self.vectors_of.cols(vectors, BETA))
+        reverse = solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA))
+        return self.two_parts.split(reverse * self.chunk_vectors.cols(vectors, BETA))

@@ -1,8 +1,8 @@
 """The delta rule and its gradients chunk by chunk, with decays that are one number a token and head (or none): what kernels
 share. Since Ampere these are four (delta_inverse_ampere.py, delta_walk_ampere.py, delta_state_gradients_ampere.py,
 delta_gradients_ampere.py), of which the first two compute outputs as well. On Hopper gradients have two
-(delta_chunk_states_hopper.py, delta_gradients_hopper.py); where heads are few delta_inverse_hopper.py and
-delta_chains_hopper.py take the place of the first.
+(delta_chunk_states_hopper.py, delta_gradients_hopper.py), or three where heads are few (delta_inverse_hopper.py,
+delta_chains_hopper.py, delta_segment_gradients_hopper.py).
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
@@ -51,7 +51,7 @@ from numpy import float32, int32
 
 from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES
 
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
@@ -94,8 +94,8 @@ class InverseConfig(DeltaChunkConfig):
     beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
 
     def __str__(self):
-        kinds = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
-        return ", ".join(filter(None, (super().__str__(), *kinds)))
+        flags = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
+        return ", ".join(filter(None, (super().__str__(), *flags)))
 
 
 def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
@@ -109,11 +109,11 @@ def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]
 def chunk_forms(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim, gated in itertools.product(KEY_DIMS, (False, True)):
-        yield key_dim, bf16, gated, gated, PIECES[0]
+        yield key_dim, bf16, gated, gated, VECTOR_SIZES[0]
         if everything:
-            yield key_dim, fp16, gated, False, PIECES[0]
-            yield key_dim, bf16, gated, not gated, PIECES[0]
-            yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in PIECES[1:])
+            yield key_dim, fp16, gated, False, VECTOR_SIZES[0]
+            yield key_dim, bf16, gated, not gated, VECTOR_SIZES[0]
+            yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])
 
 
 @inlined
@@ -129,7 +129,7 @@ class ChunkDecay:
     gated: are there gates? Otherwise sums are 0, and nothing is read."""
 
     gated: bool
-    in_queries = False  # are queries as they are multiplied, decayed and scaled, so that dO has no factors?
+    queries_include_decay = False  # are queries in memory decayed and scaled, so that dO needs no factors?
 
     @inlined
     def end_row(self, end):
@@ -157,7 +157,7 @@ class ChunkDecay:
         return int32(j + 1), int32(j + 1)
 
     @inlined
-    def fill_first(self, k, j, gKeys, at, end, piece):
+    def fill_first(self, k, j, gKeys, at, end, vector_bytes):
         """Start to copy the keys that the j-th chunk multiplies first, if not all of its keys come together."""
 
     @inlined
@@ -225,6 +225,7 @@ class TwoParts:
 
 
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
+LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # where something is divided by beta: below the last digit of dV
 MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: what it divides might overflow
 
 
@@ -268,7 +269,7 @@ class ChunkVectors:
 
     @inlined
     def decay_state(self, x, tile):
-        """exp(b_last) x"""
+        """x exp(b_last): a state, or its gradient, over all tokens of a chunk."""
         if self.gated:
             return x * last_element(subtile(tile, CHUNK, DECAY))
         else:

@@ -88,8 +88,8 @@ class UngatedDelta:
         return values - u, o
 
     @inlined
-    def decay_state(self, s_t, exp_b, when):
-        """exp2(b_last) S^T if `when`, S^T otherwise. A strong chunk decays the state before it adds to it, another one
+    def decay_state(self, s_t, exp_b, condition):
+        """exp2(b_last) S^T if `condition`, S^T otherwise. A strong chunk decays the state before it adds to it, another one
         afterwards."""
         return s_t
 
@@ -165,8 +165,8 @@ class GatedDelta(UngatedDelta):
             return values * load(v_factor, ROW_VEC) - u, o
 
     @inlined
-    def decay_state(self, s_t, exp_b, when):
-        if when:
+    def decay_state(self, s_t, exp_b, condition):
+        if condition:
             return s_t * last_element(exp_b)
         else:
             return s_t
@@ -204,8 +204,8 @@ class FormulaDelta(GatedDelta):
         return where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
 
 
-def delta_decay(of: dtype, gated: bool, formula: GateFormula | None) -> UngatedDelta:
+def delta_decay(input_dtype: dtype, gated: bool, formula: GateFormula | None) -> UngatedDelta:
     """The decays of a kernel: computed by the formula if there is one, and otherwise in memory if `gated`."""
     if formula is not None:
-        return FormulaDelta(of, formula)
-    return GatedDelta(of) if gated else UngatedDelta(of)
+        return FormulaDelta(input_dtype, formula)
+    return GatedDelta(input_dtype) if gated else UngatedDelta(input_dtype)

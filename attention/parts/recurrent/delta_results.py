@@ -1,6 +1,5 @@
-"""What a walk over a sequence's chunks yields under the delta rule (delta_walk_ampere.py), as objects with the same methods:
-what its gradients read, or outputs. Both hold S transposed, and what they make of it as well (delta_chunks.py has the
-equations)."""
+"""What a walk over a sequence's chunks stores under the delta rule (delta_walk_ampere.py), as objects with the same methods:
+what gradients read, or outputs. S, E, U and O are transposed (delta_chunks.py has the equations)."""
 
 from ops import mma_AB, mma_ABt, store, subtile, transpose, truncate, zeros
 from tiles import dtype, fp32, inlined, rt, static
@@ -15,8 +14,8 @@ OUT = rt(CHUNK, WARP_COLUMNS, fp32)
 
 @static
 class ChunkErrors:
-    """For gradients: the states before chunks and the errors E. matrices: of a chunk, 64 x 64: its inverse, high and low.
-    reads_queries: does the walk?"""
+    """For gradients: the states before chunks and the errors E. matrices: how many 64 x 64 matrices the walk loads of a chunk:
+    its inverse, high and low. reads_queries: does the walk load queries?"""
 
     dtype: dtype
     decay: ChunkDecay
@@ -36,10 +35,10 @@ class ChunkErrors:
         store(params.gStates, self.dtype(s_t), (chunk, head, state_row(column), 0), aligned=True)
 
     @inlined
-    def store_tokens(self, params, found, q, matrices, seq, j, at):
-        """Store what the walk yields of the j-th chunk's tokens. found: (S before it, E, U, all transposed, and b of its
-        tokens). q: the pipeline of queries. matrices: of the chunk. at: as for store_state."""
-        (chunk, head, column), (_, e_t, _, _) = at, found
+    def store_tokens(self, params, chunk_results, q, matrices, seq, j, at):
+        """Store the results of the j-th chunk. chunk_results: (S before it, E, U, all transposed, and b of its tokens).
+        q: the pipeline of queries. matrices: of the chunk. at: as for store_state."""
+        (chunk, head, column), (_, e_t, _, _) = at, chunk_results
         store(params.gErrors, transpose(self.dtype(e_t)), (chunk, head, 0, column), aligned=True)
 
     @inlined
@@ -62,10 +61,10 @@ class ChunkOutputs(ChunkErrors):
         pass
 
     @inlined
-    def store_tokens(self, params, found, q, matrices, seq, j, at):
-        (s_t, _, u_t, b), (_, head, column) = found, at
+    def store_tokens(self, params, chunk_results, q, matrices, seq, j, at):
+        (s_t, _, u_t, b), (_, head, column) = chunk_results, at
         o_t = mma_ABt(zeros(TILE), self.dtype(s_t), q.wait(j, 3))
-        if not self.decay.in_queries:
+        if not self.decay.queries_include_decay:
             o_t = o_t * (self.decay.exp(b) * params.scale)
         o_t = mma_AB(o_t, self.dtype(u_t), subtile(matrices, CHUNK, 2))
         at = seq.batch, seq.chunk_start(j), head, column

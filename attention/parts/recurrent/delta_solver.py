@@ -21,24 +21,24 @@ class UTTransform:
     norm: L2Norm
 
     @inlined
-    def solve(self, j, remaining, rings, triangles, lengths):
+    def solve(self, j, remaining, rings, triangles, norm_rings):
         """This warp's rows of T^T of chunk j. remaining: the number of tokens of the sequence from the chunk's first one on.
-        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. lengths: rings of inverse lengths
+        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. norm_rings: rings of inverse norms
         (l2norm.py), the first of them that of keys."""
         k, beta, b, exp_b = rings
         high, low = triangles
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
-        inverse = self.norm.publish(lengths, 0, j, keys)
+        inverse_norms = self.norm.publish(norm_rings, 0, j, keys)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
         beta_rows = warpgroup.load(beta.wait(j), COL_VEC)
         a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * beta_rows
         self.decay.release(exp_b, j)
         self.decay.release(b, j)
-        a = self.norm.scale_columns(self.norm.scale_rows(a, inverse), lengths, 0, j)
+        a = self.norm.scale_columns(self.norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
         x = inverse_transposed(a, high, low)
-        x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), lengths, 0, j)
-        self.norm.release(lengths, 0, j)
+        x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), norm_rings, 0, j)
+        self.norm.release(norm_rings, 0, j)
         beta.release(j)
         return x

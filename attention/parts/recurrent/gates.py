@@ -122,8 +122,9 @@ class Gate:
         """Ampere: one warp writes b and a of a chunk to shared memory. g: the result of load_gates."""
 
     @inlined
-    def load_cumsum(self, vector, kind, whole):
-        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type. whole: b."""
+    def load_cumsum(self, vector, vector_type, b):
+        """Ampere: b or a, or a warp's part of it, from shared memory, as a register vector of this type. b: the whole vector b,
+        whose last element a reversed scan subtracts from."""
         return 0.0
 
     @inlined
@@ -145,7 +146,7 @@ class DecayGate(Gate):
         return not self.scale_at_end
 
     def __str__(self):
-        return super().__str__() + ", apart" * self.scale_at_end
+        return super().__str__() + ", scale at the end" * self.scale_at_end
 
     @inlined
     def decay(self, x, b):
@@ -224,8 +225,8 @@ class TokenGate(DecayGate):
             store(a, a_chunk)
 
     @inlined
-    def load_cumsum(self, vector, kind, whole):
-        return load(vector, kind)
+    def load_cumsum(self, vector, vector_type, b):
+        return load(vector, vector_type)
 
     @inlined
     def load_last(self, b):

@@ -111,8 +111,8 @@ class ReversedGate(Gate):
         self.gate.store_cumsum(b, a, g, rate, bias, remaining)
 
     @inlined
-    def load_cumsum(self, vector, kind, whole):
-        return self.gate.load_last(whole) - self.gate.load_cumsum(vector, kind, whole)
+    def load_cumsum(self, vector, vector_type, b):
+        return self.gate.load_last(b) - self.gate.load_cumsum(vector, vector_type, b)
 
     @inlined
     def load_last(self, b):
@@ -185,10 +185,10 @@ class InputGradients(GroupedQueries):
             z.fill(j, gZ, at)
 
     @inlined
-    def store_row_dots(self, params, o, z, j, at, kind):
+    def store_row_dots(self, params, o, z, j, at, tile_type):
         if self.with_gates:
             seq, token, part = at
-            dots = row_sum(o * fp32(warpgroup.load(z.wait(j), kind)))
+            dots = row_sum(o * fp32(warpgroup.load(z.wait(j), tile_type)))
             warpgroup.store(truncate(params.row_dots, 1, seq.end), dots, (seq.batch, token, part), cols=1)
             z.release(j)
 
@@ -225,9 +225,9 @@ class KeyGradients(InputGradients):
             params.state_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = dot
 
     @inlined
-    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, tile_type, remaining):
         if self.with_gates:
-            products = o * fp32(warpgroup.load(z.wait(j), kind))
+            products = o * fp32(warpgroup.load(z.wait(j), tile_type))
             if seq_layout.varlen:
                 products = warpgroup.lower_fill(products, remaining, 0.0)  # rows of the next sequence
             params.carried_dots[index, head, warpgroup.WARPGROUP * part + warpgroup.rank()] = tile_sum(products)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tiles import bf16, dtype, fp16, fp32, rt, st
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES, WARPGROUP
 
 from .tokens import CHUNK
@@ -44,12 +44,12 @@ class HedgehogConfig:
     head_dim: int
     dtype: dtype
     varlen: bool = False
-    vector_bytes: int = PIECES[0]
+    vector_bytes: int = VECTOR_SIZES[0]
     label: ClassVar[str] = ""
     threads: ClassVar[int] = LANES * WARPGROUP
 
     def __str__(self):
-        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != PIECES[0])
+        flags = ", varlen" * self.varlen + f", by {self.vector_bytes} bytes" * (self.vector_bytes != VECTOR_SIZES[0])
         return f"{self.label}, D {self.head_dim} {self.dtype}{flags}"
 
     @property
@@ -71,7 +71,7 @@ class HedgehogConfig:
 def hedgehog_forms(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for head_dim in HEAD_DIMS:
-        yield head_dim, bf16, False, PIECES[0]
+        yield head_dim, bf16, False, VECTOR_SIZES[0]
         if everything:
-            yield from ((head_dim, bf16, True, PIECES[0]), (head_dim, fp16, True, PIECES[0]))
-            yield from ((head_dim, bf16, False, vector_bytes) for vector_bytes in PIECES[1:])
+            yield from ((head_dim, bf16, True, VECTOR_SIZES[0]), (head_dim, fp16, True, VECTOR_SIZES[0]))
+            yield from ((head_dim, bf16, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])

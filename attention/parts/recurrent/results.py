@@ -65,12 +65,12 @@ class ScanResult:
         return x
 
     @inlined
-    def store_row_dots(self, params, o, z, j, at, kind):
+    def store_row_dots(self, params, o, z, j, at, tile_type):
         """Gradients: store the products of the rows of o and of the j-th tile z. at: (the tokens of the scan, the first one of
-        the chunk, which part of a token's products this is). kind: as in add_skip."""
+        the chunk, which part of a token's products this is). tile_type: as in add_skip."""
 
     @inlined
-    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, kind, remaining):
+    def dot_carried(self, seq_layout, params, o, z, j, index, head, part, tile_type, remaining):
         """Gradients: store the product of z and o, what queries read of the state. index, part: as in dot_state. remaining: the
         number of rows that belong to the sequence, if it is below that of all."""
 
@@ -97,13 +97,13 @@ class ScanResult:
         v.release(j)
 
     @inlined
-    def add_skip(self, o, values, d, kind):
-        """o + D v. d: D of the tile's columns. kind: the type of a warp's part of v and of z."""
+    def add_skip(self, o, values, d, tile_type):
+        """o + D v. d: D of the tile's columns. tile_type: the type of a warp's part of v and of z."""
         return o
 
     @inlined
-    def normalize_and_gate(self, o, z, j, gNormalizer, at, kind):
-        """o / normalizer * silu(z). at: the coordinates of the normalizers. kind: as in add_skip."""
+    def normalize_and_gate(self, o, z, j, gNormalizer, at, tile_type):
+        """o / normalizer * silu(z). at: the coordinates of the normalizers. tile_type: as in add_skip."""
         return o
 
     @inlined
@@ -177,17 +177,17 @@ class ScanOutputs(ScanResult):
             z.fill(j, gZ, at)
 
     @inlined
-    def add_skip(self, o, values, d, kind):
+    def add_skip(self, o, values, d, tile_type):
         if self.skip:
-            o = o + fp32(warpgroup.load(values, kind)) * d
+            o = o + fp32(warpgroup.load(values, tile_type)) * d
         return o
 
     @inlined
-    def normalize_and_gate(self, o, z, j, gNormalizer, at, kind):
+    def normalize_and_gate(self, o, z, j, gNormalizer, at, tile_type):
         if self.normalized:
             o = o / (warpgroup.load(gNormalizer, COL_VEC, at, cols=1) + NORMALIZER_EPSILON)
         if self.silu:
-            o = o * silu(fp32(warpgroup.load(z.wait(j), kind)))
+            o = o * silu(fp32(warpgroup.load(z.wait(j), tile_type)))
             z.release(j)
         return o
 

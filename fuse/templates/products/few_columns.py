@@ -67,6 +67,6 @@ class FewColumns(ManyRows):
             "w": array(w), "y": array(y), "epilogue": epilogue, "written": written, "bounds": "THREADS, 1",
             "arguments": [*arrays, ("steps", f"-(-{x}.shape[1] // X.cols)"), *words.lengths,
                           *((parameters[n],) * 2 for n in self.numbers)],
-            "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem, early=True",
+            "before": [], "launch": f"-(-{x}.shape[0] // X.rows), THREADS, shared=smem, overlaps_previous=True",
         }  # fmt: skip
         return render("few_columns.jinja", template_gaps)

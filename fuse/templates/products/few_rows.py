@@ -7,7 +7,7 @@ x and vectors along k through another. If there is a prologue, one warpgroup, th
 and multiplies x by a narrow matrix. The blocks of a cluster split k (split-K) and add their sums up through distributed shared
 memory; then the epilogue runs on the complete sums. Products of a batch lie along the grid's second axis.
 
-A launch may be early (PDL): it loads weights before the previous launch has ended, which must not write them (ops/grid.py).
+A launch may overlap the previous one (PDL): it loads weights before that has ended, which must not write them (ops/grid.py).
 
 few_rows.jinja is the kernel. This file decides when it serves and its schedule; few_rows_text.py fills its gaps."""
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...language.graph import is_matrix
-from ...language.maps import FP8
+from ...language.maps import BYTES
 from ...language.term_views import view_base
 from ...language.terms import Term
 from ...writing.kernel_text import DTYPES, KernelText
@@ -57,33 +57,53 @@ class FewRows(Product):
     """The kernel for products of few rows: see the module."""
 
     label = "few"
+    keeps_sums = True
     processors: int  # of the card
 
     @functools.cached_property
     def widens(self) -> bool:
-        """Are the weights of all products fp8, with (n, k) in memory, and nothing else fp8? The kernel then converts them to 16
-        bits in registers."""
+        """Are the weights of all products fp8, or all int8, with (n, k) in memory, and is nothing else of one byte an element?
+        The kernel then converts them to 16 bits in registers."""
         others = [self.x, *self.vectors, *(w.array for pair in self.narrow.values() for w in pair)]
-        wide = not any(view_base(x).stored_dtype("") == FP8 for x in others)
+        dtypes = {w.array.stored_dtype("") for w in self.products.values()}
         return (
-            wide
+            len(dtypes) == 1
+            and dtypes <= {*BYTES}
+            and not any(view_base(x).stored_dtype("") in BYTES for x in others)
             and not self.extension
-            and all(w.transposed and w.array.stored_dtype("") == FP8 for w in self.products.values())
+            and all(w.transposed for w in self.products.values())
         )
+
+    @property
+    def unzips(self) -> bool:
+        """Are the columns of x brought into the order in which weights of one byte are converted without an exchange
+        (ops.unzipped)? For 64 rows without a prologue that takes longer than the exchange."""
+        return self.widens and (not self.plain or self.rows <= MOST_ROWS // 2)
+
+    @property
+    def prepares_rows(self) -> bool:
+        """Does one warpgroup prepare the rows of x for the products, by a prologue or by another order of columns?"""
+        return not self.plain or self.unzips
 
     @property
     def has_preparer(self) -> bool:
         """Does one warpgroup prepare x, or compute sums or a narrow product from it?"""
-        return not self.plain or bool(self.row_sums or self.narrow)
+        return self.prepares_rows or bool(self.row_sums or self.narrow)
 
     @property
-    def early(self) -> bool:
+    def overlaps_previous(self) -> bool:
         """May the kernel load its weights before the previous launch has ended? Not if that launch may write them."""
         return all(view_base(w.array).operation == "input" for w in self.weights)
 
     @property
     def early_reads(self) -> Sequence[Term]:
         return [view_base(w.array) for w in self.weights]
+
+    @property
+    def weight_dtype(self) -> str:
+        """The name of the weights' dtype, of tiles."""
+        one = next(iter(self.products.values())).array.stored_dtype("")
+        return str(BYTES[one]) if self.widens else DTYPES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
@@ -113,7 +133,8 @@ class FewRows(Product):
         is_single = len(self.products) == 1 and not (
             self.narrow or self.adjacent or self.extension or self.widens or self.batch
         )
-        first = self.early and view_base(self.x).operation == "input"  # a previous kernel would need multiprocessors, too
+        # A previous kernel would need multiprocessors, too.
+        first = self.overlaps_previous and view_base(self.x).operation == "input"
         if rows == MOST_ROWS and is_single and first:
             tilings.append((2, UPRIGHT))
         wide = -1 if self.batch else 1  # in a batch a multiprocessor runs several blocks in turn: prefer fewer, wide ones
@@ -123,7 +144,7 @@ class FewRows(Product):
         deep = min(3, -(-self.inner // (128 * blocks)))
         if not self.plain or self.row_sums or (rows == MOST_ROWS and columns > 64):
             return finer  # 128 columns of rows in fp32 exceed the preparer's registers; and x arrives sooner
-        return wider if wider and min(wider.stages, wider.ahead + 2 * (not self.plain)) >= deep else finer or wider
+        return wider if wider and min(wider.stages, wider.ahead + 2 * self.prepares_rows) >= deep else finer or wider
 
     def _estimate_microseconds(self, rows: int, columns: int, blocks: int) -> float:
         """An estimate of the time, from these two rates and the time of a sum over a cluster."""
@@ -144,9 +165,9 @@ class FewRows(Product):
         as many slots as the weights' where possible, because a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.has_preparer else 1  # warps take turns with slots of x
         x, slot = rows * depth * ITEM, count * columns * depth * self.weight_bytes
-        second = self.prepared_slots(rows) * (not self.plain)
+        second = self.prepared_slots(rows) * self.prepares_rows
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
-        room = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
+        budget = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
         more = self.extension.left.extents[1] if self.extension else 0
         steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
@@ -155,7 +176,7 @@ class FewRows(Product):
             (min(tall * stages, ahead + (rows < MOST_ROWS) * second), stages, -ahead)
             for ahead in range(turns, MOST_SLOTS + 1, turns)
             for stages in range(1, min(steps, MOST_SLOTS) + 1)
-            if stages * slot + ahead * beside <= room
+            if stages * slot + ahead * beside <= budget
         ]
         return FewRowsSchedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
 
@@ -217,7 +238,7 @@ class FewRows(Product):
         phrases = [f"{subject} weights stream through {s.stages} stage{'s' * (s.stages > 1)} of {s.depth} x {s.columns}"]
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
-        phrases += ["fp8 is converted to 16 bits in registers"] * self.widens
+        phrases += [f"{self.weight_dtype} is converted to 16 bits in registers"] * self.widens
         return ", ".join([*phrases, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

@@ -42,7 +42,7 @@ class StreamedWeight(NamedTuple):
         if not self.rows_on_left:
             return f"{self.mine(i)}, {u}.wait({i})"
         tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
-        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.own({tile})'}"
+        return f"{u}.wait({i}), {tile if self.transposed else f'cluster.unmap({tile})'}"
 
     def mine(self, i: str) -> str:
         """The expression of the consumer's part of the i-th tile."""
@@ -110,6 +110,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     band_dtype = dtype if kernel.plain and not kernel.row_sums else "fp32"
     if kernel.narrow and band_dtype == "fp32":
         prologue, operand = [*prologue, f"operand = {dtype}({operand})"], "operand"
+    narrowed = operand if band_dtype == dtype or kernel.narrow else f"{dtype}({operand})"
+    prepared = f"unzipped({narrowed})" if kernel.unzips else operand
     sides = [ClusterRowSum(*one, f"{one[0]}_parts", f"ready_{n}" if n > 1 else "ready") for n, one in enumerate(summed, 1)]
 
     # products and epilogue
@@ -130,7 +132,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
     epilogue, written = words.epilogue(known, _read_operand_with_rows_on_left if rows_on_left else _read_operand, *place)
 
-    shared_names = [x.name, *(v.name for v in vectors), *(["u"] if not kernel.plain else [])]
+    shared_names = [x.name, *(v.name for v in vectors), *(["u"] if kernel.prepares_rows else [])]
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
     shared_names += [part for s in sides for part in (s.parts, s.ready)]
     rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
@@ -150,7 +152,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     arguments += [(array(parameters[y]), parameters[y]) for y in (*kernel.epilogue_inputs, *kernel.roots)]
     arguments += words.selection.arguments if words.selection else []
     steps = f"-(-{wide} // (BLOCKS * DEPTH))"
-    early = ", early=True" if kernel.early else ""
+    overlap = ", overlaps_previous=True" if kernel.overlaps_previous else ""
     numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     numbers += [(part.end,) * 2 for part in parts[:-1]]
     numbers += [("each", f"{parameters[kernel.expert_stack]}.shape[1]")] if kernel.expert_stack is not None else []
@@ -158,7 +160,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     counted = "cols * BLOCKS" if parts else counted
     s = kernel.schedule
     assert s
-    weights = "fp8e4m3" if kernel.widens else dtype
+    weights = kernel.weight_dtype
     types = [("X", f"st(ROWS, DEPTH, {dtype})")]
     types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
@@ -170,12 +172,14 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         types += [(narrow.second.tile, f"st({back}, {dtype})")]
         types += [("NARROW", f"st(ROWS, TURNS * RANK, {dtype}, width=2 * RANK)")]
     return {
-        "schedule": s, "dtype": dtype, "plain": kernel.plain, "has_preparer": kernel.has_preparer,
+        "schedule": s, "dtype": dtype, "prepares_rows": kernel.prepares_rows, "has_preparer": kernel.has_preparer,
         "types": format_assignments(types, 0),
-        "widens": kernel.widens, "rows_on_left": rows_on_left,
-        "left_factor": x.name if kernel.plain else "u", "shared_names": shared_names, "products": products, "narrow": narrow,
-        "row_sums": sides,
-        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "epilogue": epilogue,
+        "widens": kernel.widens, "weight_dtype": weights, "rows_on_left": rows_on_left,
+        "widened": f"unzipped(left, {dtype})" if kernel.unzips else f"{dtype}(left)",
+        "left_factor": "u" if kernel.prepares_rows else x.name, "shared_names": shared_names, "products": products,
+        "narrow": narrow, "row_sums": sides,
+        "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "prepared": prepared,
+        "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),
         "arguments": [*arguments, ("steps", "steps"), *([("inner", "inner")] if extension else []), *numbers],
         "extension": extension and {"x": array(left), "w": array(right)},
@@ -184,7 +188,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
             f"inner, more = -(-{wide} // DEPTH), -(-{left}.shape[1] // DEPTH)",
             f"blocks, steps = {counted}, -(-(inner + more) // BLOCKS)",
         ],
-        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{early}", "bounds": "THREADS, 1",
+        "launch": f"{blocks}, THREADS, shared=smem, cluster=BLOCKS{overlap}", "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

@@ -72,15 +72,15 @@ def choose_schedule(
     widths = [c for c in WIDTHS if c % (step * products) == 0 and (c > NARROW or waves(c) == 1)]
     columns = min(widths, key=lambda c: waves(c) * (c + OVERHEAD))
     parts = columns // 64 * (1 if results == 1 else 2)  # several results need smaller parts, to fit registers
-    room = SHARED - results * ROWS * 2 * (columns // products // parts)
+    budget = SHARED - results * ROWS * 2 * (columns // products // parts)
     blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
-    return ManyRowsSchedule(columns, parts, min(STAGES.get(columns, 4), room // (2 * STEP * (ROWS + columns))), blocks)
+    return ManyRowsSchedule(columns, parts, min(STAGES.get(columns, 4), budget // (2 * STEP * (ROWS + columns))), blocks)
 
 
 class ManyRows(Product):
     """The kernel for products of many rows: see the module."""
 
-    label, most_rows, early = "many", 2**31 - 1, True
+    label, most_rows, overlaps_previous = "many", 2**31 - 1, True
     processors: int  # of the card
     schedule_override: ManyRowsSchedule | None = None  # the schedule for other lengths than those of its terms
 
@@ -113,8 +113,8 @@ class ManyRows(Product):
         same_axes = len({tuple([axis and axis.root for axis in x.axes]) for x in roots}) == 1
         if 1 < len(roots) <= MOST_RESULTS and same_axes and any(x.operation != "matmul" for x in roots):
             kernels = cls._kernels_for_results(roots, processors, MOST_ROWS)
-            room = 1 if roots[0].ndim == 2 else 0  # a batch leaves no registers for it
-            yield from (one for one in kernels if sum(y.operation == "matmul" for y in one.epilogue_inputs) <= room)
+            budget = 1 if roots[0].ndim == 2 else 0  # a batch leaves no registers for it
+            yield from (one for one in kernels if sum(y.operation == "matmul" for y in one.epilogue_inputs) <= budget)
 
     @classmethod
     def _kernels_for_results(cls, roots: tuple[Term, ...], processors: int, few: int) -> Iterator[Self]:

@@ -104,9 +104,11 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     fill_columns, fill_depth = s.columns // len(products), STEP  # columns, and rows along k, of one fill
     if not several:
         fill_columns, fill_depth = (fill_columns // s.blocks, STEP) if transposed else (fill_columns, STEP // s.blocks)
-    cut = [(s.columns, STEP), *[(fill_columns, fill_depth)] * (several or s.blocks > 1)]
-    tile_types = [f"st({', '.join(map(str, one if transposed else one[::-1]))}, {dtype})" for one in cut]
-    operand_tiles = f"X, W{', W_PART' * (len(cut) > 1)} = st(CONSUMERS * ROWS, {STEP}, {dtype}), {', '.join(tile_types)}"
+    tile_shapes = [(s.columns, STEP), *[(fill_columns, fill_depth)] * (several or s.blocks > 1)]
+    tile_types = [f"st({', '.join(map(str, one if transposed else one[::-1]))}, {dtype})" for one in tile_shapes]
+    operand_tiles = (
+        f"X, W{', W_PART' * (len(tile_shapes) > 1)} = st(CONSUMERS * ROWS, {STEP}, {dtype}), {', '.join(tile_types)}"
+    )
     weight_tile = "W_PART" if s.blocks > 1 else tile
     operands += [(array(name), f"tensor({name}, {weight_tile})") for name in weights]
     result, inner = parameters[kernel.roots[0]], f"-(-{extent(kernel.x, x.name, -1)} // X.cols)"
@@ -151,7 +153,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         "counts": counted,
         "clusters": s.blocks > 1, "row": "BLOCKS * row + rank" if s.blocks > 1 else "row",
         "turn": "persistent_tile(r, BLOCKS)" if s.blocks > 1 else "persistent_tile(r)",
-        "launch": f"{blocks}, THREADS, shared=smem, {'cluster=BLOCKS, ' * (s.blocks > 1)}early=True", "bounds": "THREADS, 1",
+        "launch": f"{blocks}, THREADS, shared=smem, {'cluster=BLOCKS, ' * (s.blocks > 1)}overlaps_previous=True",
+        "bounds": "THREADS, 1",
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ import numpy as np
 from ...language.axes import PART, Axis
 from ...language.evaluate import values_past_row_end
 from ...language.graph import between, extents_at, has_columns, inputs, is_matrix, walk
-from ...language.maps import FP8
+from ...language.maps import BYTES
 from ...language.term_views import view_base
 from ...language.terms import INDEX, Term
 from ...writing.kernel_text import DTYPES
@@ -54,6 +54,7 @@ class Product:
     maps of the same products (many_rows.py)."""
 
     has_launch = True
+    keeps_sums = False  # does the kernel keep products in fp32 until they are results?
 
     def __init__(
         self,
@@ -104,15 +105,17 @@ class Product:
         """The dtype of the operands: that of x; if another kernel computes x, the first 16-bit dtype among the arguments of x
         and of the weights."""
         sources = [*inputs(self.x), *inputs(self.weights[0].array)]
-        dtypes = [y.attr[1] for y in sources if y.ndim and y.attr[1] not in (FP8, *INDEX)]
+        dtypes = [y.attr[1] for y in sources if y.ndim and y.attr[1] not in (*BYTES, *INDEX)]
         return (
             dtypes[0] if view_base(self.x).operation == "input" else next((one for one in dtypes if one in DTYPES), dtypes[0])
         )
 
     @property
     def of_16_bits(self) -> bool:
-        """Is no tile that is loaded fp8?"""
-        return not any(view_base(x).stored_dtype("") == FP8 for x in (self.x, *self.vectors, *(w.array for w in self.weights)))
+        """Has no tile that is loaded a dtype of one byte?"""
+        return not any(
+            view_base(x).stored_dtype("") in BYTES for x in (self.x, *self.vectors, *(w.array for w in self.weights))
+        )
 
     @property
     def reads_array_twice(self) -> bool:

@@ -62,15 +62,15 @@ def choose_schedule(batch: int, m: int, n: int, products: int, rank: int, folds:
         rows = next((few for few in (16, 32) if few >= m), 64)
         columns, depth, bands, parts = PART if folds else 64, 64, rows // 16, 1 if folds or rows == 64 else 2
     blocks = batch * -(-m // rows) * -(-n // columns)
-    room = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * rank
+    budget = ROOM // (1 if blocks <= PROCESSORS else 2) - 2 * columns * rank
     stage = 2 * depth * (rows + columns * products + rank)
-    return AmpereSchedule(rows, columns, depth, max(2, min(4, room // stage)), GROUP, bands, parts)
+    return AmpereSchedule(rows, columns, depth, max(2, min(4, budget // stage)), GROUP, bands, parts)
 
 
 class SinceAmpere(Product):
     """The kernel for products by mma.sync: see the module."""
 
-    label, most_rows, early = "product", 2**31 - 1, False
+    label, most_rows, overlaps_previous = "product", 2**31 - 1, False
     schedule_override: AmpereSchedule | None = None  # the schedule for other lengths than those of its terms
 
     @property
@@ -192,13 +192,13 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
     """The values of the gaps of since_ampere.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
 
-    def piped(weight: Weight, acc: str, **more: Any) -> PipelinedMatrix:
+    def pipeline_of(weight: Weight, acc: str, **more: Any) -> PipelinedMatrix:
         name = parameters[weight.array]
         return PipelinedMatrix(name, array(name), weight.transposed, acc, lead=lead(weight.array), **more)
 
     several = len(kernel.products) > 1
     products = [
-        piped(w, f"acc_{parameters[w.array]}" if several else "acc", part=s.parts > 1) for w in kernel.products.values()
+        pipeline_of(w, f"acc_{parameters[w.array]}" if several else "acc", part=s.parts > 1) for w in kernel.products.values()
     ]
     x, vectors = PipelinedMatrix(parameters[kernel.x], array(parameters[kernel.x]), True, column="row", lead=lead(kernel.x)), []
     for v in kernel.vectors:
@@ -216,7 +216,7 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
     narrow = None
     if kernel.narrow:
         ((first, second),) = kernel.narrow.values()
-        parts = piped(first, "product", column="0"), piped(second, "", part=s.parts > 1)
+        parts = pipeline_of(first, "product", column="0"), pipeline_of(second, "", part=s.parts > 1)
         narrow = NarrowProductPipeline(kernel.rank, *parts, words.narrow("product", products[0].acc))
     known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.row_sums, summed)}
     place = "row_index(ACC.col_vec) + row", "col_index(ACC.row_vec) + col"

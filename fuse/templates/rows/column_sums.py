@@ -24,7 +24,7 @@ class ColumnSums:
     """The kernel that adds up the partial sums of a row map. roots: the totals, of shape (1, c). leaves: the partial sums of
     each."""
 
-    label, operations, most_rows, has_launch, early = "totals", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "totals", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], processors: int):
         self.roots, self.early_reads = tuple(roots), list[Term]()
@@ -71,6 +71,6 @@ class ColumnSums:
             ]
         text.kernel.append("if first == 0:")
         text.kernel += [f"    store_unordered({array(total)}, zeros(SUMS) + {total}, (0, col))" for _, total in pairs]
-        text.launch = f"-(-{pairs[0][1]}.shape[1] // SUMS.cols), 32 * WARPS, shared=smem, early=True"
+        text.launch = f"-(-{pairs[0][1]}.shape[1] // SUMS.cols), 32 * WARPS, shared=smem, overlaps_previous=True"
         text.arguments = [(array(one), one) for pair in pairs for one in pair]
         return text

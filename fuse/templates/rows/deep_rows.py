@@ -25,7 +25,7 @@ class DeepRows:
 
     roots: the terms. inner: the row map. words: {term: the same term of matrices}."""
 
-    label, operations, most_rows, has_launch, early = "rows", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "rows", 0.0, 2**31 - 1, True, True
 
     def __init__(self, roots: Sequence[Term], inner: RowMap, words: Mapping[Term, Term]):
         self.roots, self.inner, self.words = tuple(roots), inner, words

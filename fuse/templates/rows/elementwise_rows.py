@@ -35,7 +35,7 @@ class ElementwiseRows(FoldedRows):
         text.kernel += ["if row < rows:", *(f"    {line}" for line in body)]
         x = name[tiles[0]]
         text.before = [f"rows, lines, parts = {x}.shape[0], {self.shape_in_lines(x)}, -(-{x}.shape[1] // {self.columns})"]
-        text.launch = "-(-rows * parts // WARPS), 32 * WARPS, early=True"
+        text.launch = "-(-rows * parts // WARPS), 32 * WARPS, overlaps_previous=True"
         wide = [(one, "rows, " * (one not in vectors)) for one in (*tiles, *vectors, *kernel.roots)]
         shaped = [(array(name[one]), f"{name[one]}.reshape({lead}*lines)") for one, lead in wide]
         scalars = [(array(name[n]) if n.ndim else name[n], name[n]) for n in numbers]

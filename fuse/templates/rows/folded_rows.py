@@ -73,7 +73,7 @@ class FoldedRows(RowMapWriter):
         body += self.write_stores("row, line, 0", "store_unordered" if self.unordered else "store")
         self.write_loop(tiles, body)
         text.before.insert(0, f"rows, lines = {x}.shape[0], {self.shape_in_lines(x)}")
-        text.launch += f", 32 * WARPS{', shared=smem' * bool(shared_memory)}, early=True"
+        text.launch += f", 32 * WARPS{', shared=smem' * bool(shared_memory)}, overlaps_previous=True"
         shaped = [
             (array(name[one]), f"{name[one]}.reshape({self.leading_shape(one)}*lines)" if has_columns(one) else name[one])
             for one in (*tiles, *vectors, *kernel.roots)

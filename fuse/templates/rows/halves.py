@@ -51,7 +51,7 @@ class Halves:
     summed, of each half}. axis: the root's axis of rows. default_dtype: the dtype of results that are no casts. wgmma: see
     Card."""
 
-    label, operations, most_rows, has_launch, early = "halves", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "halves", 0.0, 2**31 - 1, True, True
     early_reads: Sequence[Term] = ()
 
     def __init__(self, root: Term, parts: tuple[Term, ...], read: list[Term], sums: Sums, axis: int, wgmma: bool):
@@ -185,13 +185,13 @@ class Halves:
         text.globals += [f"TILE = rt({ROWS}, {self.columns}, fp32)  # of a warp"]
         text.kernel = [FOLLOW, *self.place(text, y)]
         used_names |= {*names.values(), *at.values(), *COUNTED}
-        loads = {
+        load_lines = {
             names[x]: f"{names[x]} = {self.load(x, array(parameters[_array_of(x)]), at)}" for x in self.read_arrays if x.ndim
         }
 
         def passed(lines: list[str]) -> list[str]:
             """The lines, with those that read what they need; in a loop over the tiles if a half has several."""
-            read = [load for its, load in loads.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
+            read = [load for its, load in load_lines.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
 
@@ -215,11 +215,11 @@ class Halves:
             body.append(f"store{'_unordered' * self.unordered}({array(y)}, {writer.expression(part)}, {place}{rows})")
         text.kernel += passed(body)
 
-        cut = {_array_of(x) for x in split} | ({self.root} if two else set())
+        split_arrays = {_array_of(x) for x in split} | ({self.root} if two else set())
         pairs = [(x, parameters[x]) for x in (*self.leaves, self.root)]
-        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in cut else its) for x, its in pairs]
+        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in split_arrays else its) for x, its in pairs]
         text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
-        text.launch = "-(-warps // WARPS), 32 * WARPS, early=True"
+        text.launch = "-(-warps // WARPS), 32 * WARPS, overlaps_previous=True"
         return text
 
     def place(self, text: KernelText, y: str) -> list[str]:

@@ -64,7 +64,7 @@ class LongRows(LoopedRows):
         x = name[tiles[0]]
         text.before = [f"rows, lines = {x}.shape[0], ({x}.shape[1] // {line}, {line})"]
         text.launch = f"rows{' * BLOCKS' * several}, 32 * WARPS{', shared=smem' * bool(self.reductions)}"
-        text.launch += f"{', cluster=BLOCKS' * several}, early=True"
+        text.launch += f"{', cluster=BLOCKS' * several}, overlaps_previous=True"
         shaped = [(array(name[one]), f"{name[one]}.reshape({'rows, ' * is_matrix(one)}*lines)") for one in wide]
         others = [
             (array(name[one]) if one.ndim else name[one], name[one])

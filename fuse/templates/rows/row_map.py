@@ -28,7 +28,7 @@ from ...language import terms
 from ...language.axes import Axis
 from ...language.evaluate import values_past_row_end
 from ...language.graph import between, has_columns, inputs, is_matrix
-from ...language.maps import FP8, MAPS
+from ...language.maps import BYTES, MAPS
 from ...language.term_views import view_base
 from ...language.terms import Term
 from ...writing.kernel_text import DTYPES, KernelText
@@ -131,7 +131,9 @@ class RowMap:
     def dtype(self) -> str:
         """The dtype that arrays are read as: their own if all have the same, otherwise fp32."""
         dtypes = {view_base(x).stored_dtype(self.default_dtype) for x in self.leaves if has_columns(x)}
-        return (DTYPES | {FP8: "fp8e4m3"}).get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+        return (
+            (DTYPES | {name: str(one) for name, one in BYTES.items()}).get(dtypes.pop(), "fp32") if len(dtypes) == 1 else "fp32"
+        )
 
     @property
     def allows_unordered(self) -> bool:
@@ -143,7 +145,7 @@ class RowMap:
         wide = (read | written) == {
             "float32"
         } and not self.has_dropout  # dropout's draws know the order of 16-bit elements only
-        return (read <= {*SIXTEEN} and written <= {*SIXTEEN, FP8}) or wide
+        return (read <= {*SIXTEEN} and written <= {*SIXTEEN, *BYTES}) or wide
 
     @property
     def partial_sums(self) -> list[Term]:
@@ -156,7 +158,7 @@ class RowMap:
         with their columns in any order."""
         tiles = [x for x in self.leaves if is_matrix(x)]
         fits = self.width % SummedRows.part == 0 and SummedRows.columns <= self.width <= SummedRows.columns * SummedRows.warps
-        is_short = [x.stored_dtype(self.default_dtype) in (*SIXTEEN, FP8) for x in self.roots if x not in self.partial_sums]
+        is_short = [x.stored_dtype(self.default_dtype) in (*SIXTEEN, *BYTES) for x in self.roots if x not in self.partial_sums]
         dtypes = {x.attr[1] for x in inputs(*self.roots) if x.ndim > 1}
         known = len(dtypes) == 1 and dtypes < {*SIXTEEN} and all(has_columns(x) or not any(x.axes) for x in self.leaves)
         few = len(tiles) <= MOST_TILES and len(self.partial_sums) <= HELD
@@ -169,12 +171,12 @@ class RowMap:
         inside = between(self.roots, self.leaves)
         maps = all(x.operation in MAPS or x.operation == "number" for x in inside)
         tiles = any(map(is_matrix, self.leaves)) and all(map(is_matrix, self.roots))
-        return maps and tiles and self.no_fp8_or_dropout and not self.width % ElementwiseRows.part
+        return maps and tiles and self.no_bytes_or_dropout and not self.width % ElementwiseRows.part
 
     @property
-    def no_fp8_or_dropout(self) -> bool:
-        """Is no input fp8, and is there no dropout?"""
-        return all(x.stored_dtype(self.default_dtype) != FP8 for x in self.leaves) and not self.has_dropout
+    def no_bytes_or_dropout(self) -> bool:
+        """Has no input a dtype of one byte, and is there no dropout?"""
+        return all(x.stored_dtype(self.default_dtype) not in BYTES for x in self.leaves) and not self.has_dropout
 
     @property
     def form(self) -> type[RowMapWriter]:
@@ -198,14 +200,17 @@ class RowMap:
             return SingleRows
         if self.width <= RegisterRows.columns * MOST_WARPS and tiles <= HELD:
             return RegisterRows
-        return LongRows if self.no_fp8_or_dropout and not self.width % LongRows.part and tiles else LoopedRows
+        return LongRows if self.no_bytes_or_dropout and not self.width % LongRows.part and tiles else LoopedRows
 
     @property
     def is_short(self) -> bool:
         """Is a row as wide as the tile of one warp?"""
         wide = self.tiles * self.width
         return (
-            not self.width % ShortRows.step and 0 < wide <= ShortRows.most and self.no_fp8_or_dropout and not self.partial_sums
+            not self.width % ShortRows.step
+            and 0 < wide <= ShortRows.most
+            and self.no_bytes_or_dropout
+            and not self.partial_sums
         )
 
     def divides_into_lines(self, form: type[FoldedRows]) -> bool:
@@ -310,7 +315,7 @@ class RowMap:
         get."""
         return self.form(self, parameters, local_names).text
 
-    label, operations, most_rows, has_launch, early = "rows", 0.0, 2**31 - 1, True, True
+    label, operations, most_rows, has_launch, overlaps_previous = "rows", 0.0, 2**31 - 1, True, True
 
     @property
     def bytes(self) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...language.expression_text import ExpressionWriter
 from ...language.graph import between, has_columns, is_index, is_matrix
-from ...language.maps import CASTS, FP8
+from ...language.maps import BYTES, CASTS
 from ...language.names import array, unused
 from ...language.terms import Term
 from ...writing.kernel_text import KernelText, scalar_load
@@ -79,7 +79,7 @@ class RowMapWriter:
         text.kernel += [FOLLOW, "row = TILE.rows * cuda.blockIdx.x"]
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.axes[0])
         blocks = f"-(-{parameters[tall]}.shape[0] // TILE.rows)"
-        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, early=True"
+        text.launch = f"{blocks}, 32 * WARPS{', shared=smem' * bool(self.reductions)}, overlaps_previous=True"
         pairs = [(x, parameters[x]) for x in (*self.leaves, *kernel.roots)]
         text.arguments = [*((array(name) if x.ndim else name, name) for x, name in pairs), *self.extra_arguments]
 
@@ -130,7 +130,7 @@ class RowMapWriter:
 
     def stored_expression(self, x: Term, store: str) -> str:
         """The expression of a root as it is stored. Storing rounds by itself, but `store` writes 16 bytes at once only if its
-        operand is fp8 already."""
+        operand has bytes already."""
         if x.operation not in CASTS or x in self.writer.names:
             return self.writer.expression(x)
         inner = self.writer.expression(x.args[0])
@@ -140,8 +140,8 @@ class RowMapWriter:
         """The line that reads a leaf."""
         name = self.parameters[x]
         if is_matrix(x):
-            if x.stored_dtype("") == FP8:  # by 16 bytes
-                return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, fp8e4m3), (row, col)))"
+            if one := BYTES.get(x.stored_dtype("")):  # by 16 bytes
+                return f"{name} = fp32(load({array(name)}, rt(TILE.rows, TILE.cols, {one}), (row, col)))"
             return f"{name} = load({array(name)}, TILE, (row, col))"
         if has_columns(x):
             read = f"load({array(name)}, TILE.row_vec, {'(col,)' if x.ndim == 1 else '(0, col)'})"

@@ -42,7 +42,7 @@ class ShortRows(RowMapWriter):
                 text.kernel.append(f"{self.name_reduction(x)} = {row_value}")
         text.kernel += self.write_stores("row, 0", "store_unordered" if self.unordered else "store")
         tall = next(x for x in (*kernel.leaves, *kernel.roots) if x.ndim == 2 and x.axes[0])
-        text.launch = f"-(-{name[tall]}.shape[0] // (TILE.rows * WARPS)), 32 * WARPS, early=True"
+        text.launch = f"-(-{name[tall]}.shape[0] // (TILE.rows * WARPS)), 32 * WARPS, overlaps_previous=True"
         wide = [(x, f"{name[x]}.reshape(-1, TILE.cols)") for x in (*kernel.leaves, *kernel.roots) if is_matrix(x)]
         others = [(x, name[x]) for x in (*self.leaves, *kernel.roots) if not is_matrix(x)]
         text.arguments = [(array(name[x]) if x.ndim else name[x], expression) for x, expression in (*wide, *others)]

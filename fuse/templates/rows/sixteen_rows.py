@@ -62,7 +62,7 @@ class LoopedRows(RowMapWriter):
                     rest = []
             self.reduce_in_a_loop(rest)
         if any(map(is_matrix, self.kernel.roots)):
-            self.loop([*self.loads(self.kernel.roots), *self.write_stores()])
+            self.loop([*self.load_lines(self.kernel.roots), *self.write_stores()])
         else:
             self.text.kernel += self.write_stores()
 
@@ -77,7 +77,7 @@ class LoopedRows(RowMapWriter):
             return
         inner = [x.args[0] for x in terms]
         before = dict(self.writer.names)
-        body = [*self.loads(inner), *self.writer.assignments(inner, self.parameters.values())]
+        body = [*self.load_lines(inner), *self.writer.assignments(inner, self.parameters.values())]
         folds = [self.fold_tile(x) for x in terms]
         self.writer.names = before  # assignments hold inside the loop only
         self.loop([*body, *self.accumulate(terms, folds)])
@@ -112,7 +112,7 @@ class LoopedRows(RowMapWriter):
         higher, warp_max = unused("higher", used_names), unused("warp_max", used_names)
         before, inner = dict(self.writer.names), [greatest.args[0], *(x.args[0] for x in rest)]
         terms = [*inner, total.args[0]]
-        body = [*self.loads(inner), *self.writer.assignments(inner, {*used_names, higher, warp_max}, terms)]
+        body = [*self.load_lines(inner), *self.writer.assignments(inner, {*used_names, higher, warp_max}, terms)]
         body.append(f"{higher} = maximum({maximum}, {self.fold_tile(greatest)})")
         self.writer.names[greatest] = higher
         body.append(f"{accumulate} = {accumulate} * exp({maximum} - {higher}) + {self.fold_tile(total)}")
@@ -134,7 +134,7 @@ class LoopedRows(RowMapWriter):
         """Write these lines in a loop over the warp's tiles along the columns."""
         self.text.kernel += ["for col in range(first, width, TILE.cols * WARPS):", *(f"    {line}" for line in body)]
 
-    def loads(self, roots: Sequence[Term]) -> list[str]:
+    def load_lines(self, roots: Sequence[Term]) -> list[str]:
         """The lines that read the inputs of these terms that have columns."""
         needed = between(roots, [*self.kernel.leaves, *self.writer.names], with_leaves=True)
         place = [self.place] * any(x.operation == "is_column" for x in needed)

@@ -7,9 +7,9 @@ import pytest
 import attention
 from attention.plans.cache_append import RoomCheck
 
-BF16, F16, F32, F8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn
+BF16, F16, F32, F8, I8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn, np.int8
 WORDS = {1: np.uint8, 2: np.uint16}
-POISON = {1: 0x7F, 2: 0x7FC5}  # of each size a NaN, in all of the caches' formats
+POISON = {1: 0x7F, 2: 0x7FC5}  # of each size a NaN, in all of the caches' formats that have one
 
 
 def poisoned(shape, dtype):
@@ -32,6 +32,8 @@ def rotated(x, cos, sin, interleaved):
 
 
 def rounded(x, dtype):
+    if dtype == I8:
+        return np.clip(np.rint(np.nan_to_num(x)), -128, 127).astype(dtype)
     return np.clip(x, -448, 448).astype(dtype) if dtype == F8 else x.astype(dtype)
 
 
@@ -118,6 +120,8 @@ CASES = {
     "fp8": dict(cache=F8, rotary=32, head=64),
     "fp8, a scale a head": dict(cache=F8, rotary=32, head=64, heads=3, scales=1, paged=2),
     "fp8, of each sequence": dict(cache=F8, scales=2, dtype=F16),
+    "int8, a scale a head": dict(cache=I8, rotary=32, head=64, heads=3, scales=1, paged=2),
+    "int8, of each sequence": dict(cache=I8, scales=2, dtype=F16),
 }
 
 
@@ -131,6 +135,7 @@ def test_the_same_bits_as_by_hand(place, case, interleaved):
 
 @pytest.mark.parametrize("arch, case, interleaved", [
     ("sm_90a", "fp8, a scale a head", True),
+    ("sm_80", "int8, a scale a head", True),
     ("sm_80", "half of the columns", True),
 ])  # fmt: skip
 def test_as_compiled(arch, case, interleaved, as_compiled):
@@ -161,7 +166,9 @@ def test_products_that_cancel_as_compiled(as_compiled):
 
 
 def check_found(arguments, put=lambda x: x, get=lambda x: x, heads_first=False, **options):
-    """An fp8 cache whose descales are computed: max(abs(row)) / 448, and nothing else is written."""
+    """A cache of one byte whose descales are computed, max(abs(row)) / 448 or 127, and nothing else is written."""
+    dtype = arguments["k"].dtype
+    end = 127 if dtype == I8 else 448
     rows = {name: np.full(arguments[name].shape, np.nan, F32) for name in "kv"}
     expected = by_hand(**arguments | rows, **options)
     ours = {name: tuple(map(put, x)) if name == "rotary" else put(x) for name, x in arguments.items()}
@@ -177,13 +184,13 @@ def check_found(arguments, put=lambda x: x, get=lambda x: x, heads_first=False, 
     for name, row in rows.items():
         actual, storage = get(ours[f"{name}_descale"]), get(ours[name])
         greatest = np.abs(row).max(-1)
-        np.testing.assert_allclose(actual, np.maximum(greatest / 448, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
+        np.testing.assert_allclose(actual, np.maximum(greatest / end, 2.0**-120), rtol=2.0**-22)  # NaN where nothing is written
         new = ~np.isnan(greatest)
         assert new.any() and (bits(storage)[~new] == POISON[1]).all()
         quotient = (row / actual[..., None])[new]
-        low, high = (rounded(quotient * (1 + sign * 2.0**-21), F8) for sign in (-1, 1))
+        low, high = (rounded(quotient * (1 + sign * 2.0**-21), dtype) for sign in (-1, 1))
         assert ((storage[new] == low) | (storage[new] == high)).all()
-        assert (np.abs(storage[new].astype(F32)).max(-1) == 448)[greatest[new] > 0].all()
+        assert (np.abs(storage[new].astype(F32)).max(-1) == end)[greatest[new] > 0].all()
     return ours
 
 
@@ -195,13 +202,13 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize(("case", "dtype"), [*((case, F8) for case in FOUND), ("rotated in part", I8), ("packed, queries", I8)])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_computed_descales(place, case, interleaved):
+def test_computed_descales(place, case, dtype, interleaved):
     """The descale is of the rotated row, whose numbers may be larger by 2 ** 0.5."""
     if interleaved and "rotary" not in FOUND[case]:
         pytest.skip("nothing is rotated")
-    check_found(inputs(cache=F8, **FOUND[case]), place.put, place.get, heads_first=interleaved, interleaved=interleaved)
+    check_found(inputs(cache=dtype, **FOUND[case]), place.put, place.get, heads_first=interleaved, interleaved=interleaved)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -233,6 +240,20 @@ def test_rows_of_zeros_and_of_nan_have_a_descale():
     assert (wide["v"][0, 0] == 0).all() and np.isfinite(wide["v"][0, :3]).all()
     assert np.isnan(wide["k"][0, 1, 0, 3]) and np.isnan(wide["k"][0, 1]).sum() == 1
     assert not np.isfinite(wide["k"][0, 2, 0, 3])
+
+
+def test_a_nan_is_0_in_int8():
+    """There is none; an infinity makes the descale, and so the row that is read, infinite or NaN."""
+    arguments = inputs(cache=I8, heads=1, lengths=(0,), new=2)
+    arguments["k_new"][0, 0, 0, 3], arguments["v_new"][0, 1, 0, 3] = np.nan, np.inf
+    descales = {f"{name}_descale": np.zeros((1, 9, 1), F32) for name in "kv"}
+    attention.append(**arguments, **descales)
+    assert (
+        arguments["k"][0, 0, 0, 3] == 0
+        and (arguments["k"][0, 0, 0, 4:] != 0).any()
+        and np.isfinite(descales["k_descale"]).all()
+    )
+    assert np.isinf(descales["v_descale"][0, 1, 0]) and (arguments["v"][0, 1] == 0).all()
 
 
 def test_computed_descales_as_compiled(as_compiled):
@@ -394,7 +415,7 @@ def test_tables_that_end_early(monkeypatch):
 # ---- arguments -------------------------------------------------------------------------------------------------------
 REFUSED = {
     "k: dtype must be k_new's": dict(k=lambda x: x.astype(F16), v=lambda x: x.astype(F16)),
-    "v: dtype must be k_new's or float8_e4m3fn, as k's": dict(v=lambda x: x.astype(F8)),
+    "v: dtype must be k_new's, float8_e4m3fn or int8, as k's": dict(v=lambda x: x.astype(F8)),
     "k: last axis must be contiguous": dict(k=lambda x: np.zeros((3, 9, 2, 64), BF16)[..., ::2]),
     "k: batch must equal the number of sequences, 3, unless pages or batch_index": dict(k=lambda x: x[:2], v=lambda x: x[:2]),
     "v: value_dim must equal v_new.s": dict(v_new=lambda x: x[..., :16]),
@@ -439,7 +460,7 @@ def across(x):
     return np.ascontiguousarray(x.swapaxes(1, 2))
 
 
-@pytest.mark.parametrize(("dtype", "paged"), [(BF16, False), (BF16, True), (F8, False), (F8, True)])
+@pytest.mark.parametrize(("dtype", "paged"), [(BF16, False), (BF16, True), (F8, False), (F8, True), (I8, True)])
 def test_heads_before_tokens(dtype, paged):
     """layout="bhsd": the same bits in caches, pools, descales of each token, and rotated queries."""
     rng = np.random.default_rng(7)
@@ -448,7 +469,7 @@ def test_heads_before_tokens(dtype, paged):
     arguments = dict(lengths=np.array([5, 14], np.int32), rotary=tuple(rng.standard_normal((2, 40, 16)).astype(F32)))
     if paged:
         arguments["pages"] = np.array([[0, 3], [4, 1]], np.int32)
-    scales = {name: np.ones(k.shape[:3], F32) for name in ("k_descale", "v_descale")} if dtype is F8 else {}
+    scales = {name: np.ones(k.shape[:3], F32) for name in ("k_descale", "v_descale")} if dtype in (F8, I8) else {}
     turned = {name: across(x) for name, x in scales.items()}
     caches = across(k), across(v)
     out = attention.append(k, v, k_new, v_new, q=q, **scales, **arguments)

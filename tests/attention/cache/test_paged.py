@@ -13,8 +13,9 @@ BF16, F8 = ml_dtypes.bfloat16, np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def pools(pages, size, heads=1, head=1, dtype=np.float32, layers=1):
-    """Their pages are poisoned with NaN."""
-    return [tuple(np.full((pages, size, heads, head), np.nan, dtype) for _ in "kv") for _ in range(layers)]
+    """Their pages are poisoned with NaN, or with -128 in int8."""
+    poison = -128 if dtype == np.int8 else np.nan
+    return [tuple(np.full((pages, size, heads, head), poison, dtype) for _ in "kv") for _ in range(layers)]
 
 
 def write(cache, sequence, tokens):
@@ -317,15 +318,16 @@ def test_append_writes_by_the_page_table(put):
     check()
 
 
+@pytest.mark.parametrize("dtype", [F8, np.dtype(np.int8)], ids=str)
 @pytest.mark.parametrize("put", FRAMEWORKS)
-def test_a_cache_keeps_descales(put):
+def test_a_cache_keeps_descales(put, dtype):
     """One for each token and head, in both layers; a fork shares them, until its page is copied."""
     rng = np.random.default_rng(1)
     draw = lambda *shape: (rng.standard_normal((*shape, 2, 16)) * 10 ** rng.uniform(-3, 3, (*shape, 2, 1))).astype(BF16)
     cache = PagedCache(
-        [tuple(map(put, pair)) for pair in pools(8, 4, 2, 16, F8, layers=2)], sequences=2, tokens=12, scaled=True
+        [tuple(map(put, pair)) for pair in pools(8, 4, 2, 16, dtype, layers=2)], sequences=2, tokens=12, scaled=True
     )
-    lists = {}
+    lists, end = {}, 448 if dtype == F8 else 127
 
     def append(sequences, tokens):
         new = draw(len(sequences), tokens), draw(len(sequences), tokens)
@@ -344,8 +346,10 @@ def test_a_cache_keeps_descales(put):
             assert [*cache.descales[layer]] == ["k_descale", "v_descale"]
             for pool, descale, rows in zip(cache.layers[layer], cache.descales[layer].values(), expected):
                 rows, actual = sign * rows.astype(np.float32), back(descale)[places]
-                np.testing.assert_allclose(actual, np.abs(rows).max(-1) / 448, rtol=2**-22)
-                np.testing.assert_allclose(back(pool)[places] * actual[..., None], rows, rtol=2**-4, atol=2**-9 * actual.max())
+                np.testing.assert_allclose(actual, np.abs(rows).max(-1) / end, rtol=2**-22)
+                error = np.abs(back(pool)[places] * actual[..., None] - rows)
+                limit = 2**-4 * np.abs(rows) + 2**-9 * actual.max() if dtype == F8 else 0.501 * actual[..., None]
+                assert (error <= limit).all()
     if put is not as_jax:
         q, turned = put(draw(2, 1)), cache.tables([b, a])
         out = attention.decode(q, *cache.layers[1], **cache.descales[1], lengths=turned[1], pages=turned[0])
@@ -355,7 +359,7 @@ def test_a_cache_keeps_descales(put):
 
 
 def test_a_cache_with_descales_is_of_fp8():
-    with pytest.raises(TypeError, match="scaled: must be False unless all pools are float8_e4m3fn"):
+    with pytest.raises(TypeError, match="scaled: must be False unless all pools are float8_e4m3fn or int8"):
         PagedCache(pools(4, 4), sequences=1, tokens=1, scaled=True)
 
 

@@ -18,11 +18,11 @@ COMMON = dict(
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)  # as many as there are: rounding chooses none
 LINEAR = dict(layer_types=["linear_attention", "full_attention"])
 DELTA = dict(
-    linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=1, linear_num_value_heads=2, head_dim=16, **LINEAR
+    linear_key_head_dim=16, linear_value_head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2, head_dim=16, **LINEAR
 )  # fmt: skip
 # values are narrower than keys
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
-KIMI = dict(linear_num_heads=2, linear_head_dim=16, mlp_layer_types=["dense", "dense"], **LINEAR, **LATENT)
+KIMI = dict(linear_num_heads=2, linear_head_dim=32, mlp_layer_types=["dense", "dense"], **LINEAR, **LATENT)
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_n_groups=1, mamba_expand=2)
 SOFTMAX = {  # name: (config, what it differs in from COMMON)
     "llama": ("LlamaConfig", dict(head_dim=16)),
@@ -57,7 +57,7 @@ huggingface.register()
 def record_calls(monkeypatch):
     """The names of our functions, call by call."""
     names = []
-    for name in "forward", "decode", "linear_step", "delta_rule", "mamba2", "short_conv":
+    for name in "forward", "decode", "linear_step", "delta_rule", "mamba2", "short_conv", "gated_rms_norm":
         function = getattr(attention, name)
         monkeypatch.setattr(
             attention, name, lambda *a, name=name, function=function, **o: names.append(name) or function(*a, **o)
@@ -73,10 +73,10 @@ def recurrent_layers(model, name):
         return
     assert huggingface.linear_layers(model) is model
     yield
-    home = sys.modules[type(model).__module__]
-    for key in huggingface_linear.REPLACEMENTS:
-        if hasattr(home, key):
-            setattr(home, key, getattr(home, key).replaces)
+    module = sys.modules[type(model).__module__]
+    homes = [(module, key) for key in huggingface_linear.REPLACEMENTS if hasattr(module, key)]
+    for home, key in homes + [(kind, "forward") for kind in huggingface_linear._gated_norms(module)]:
+        setattr(home, key, getattr(home, key).replaces)
 
 
 def models(name, device="cpu"):

@@ -16,7 +16,7 @@ bf16, f32 = ml_dtypes.bfloat16, np.float32
 
 @pytest.fixture(autouse=True)
 def only_the_walk(monkeypatch, nothing_known, request):
-    """No other kernels serve."""
+    """Any plan but the walk's raises, except in tests of other kernels."""
 
     def refuse(problem):
         raise AssertionError("another plan")
@@ -111,7 +111,7 @@ def test_any_scale(place, scale):
 
 @pytest.mark.parametrize("gate", [-0.2, -1.0])
 def test_float16(place, gate):
-    """Which holds fewer decays."""
+    """float16 has a smaller range of decays than bfloat16."""
     check(place, one_head(70, gate, dtype=np.float16))
 
 

@@ -14,7 +14,7 @@ bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 
 
 def case(columns, heads=2, tokens=5, batch=1, dtype=bf16, params=f32, by_head=False, gated=True, **options):
-    """The arguments of gated_rms_norm_backward."""
+    """Random arguments of gated_rms_norm_backward, by name."""
     rng = np.random.default_rng(columns + heads + tokens)
     draw = lambda: (rng.standard_normal((batch, tokens, heads, columns)) * 2.0).astype(dtype)
     weight = rng.standard_normal((heads, columns) if by_head else columns).astype(params)

@@ -61,6 +61,15 @@ def test_strong_chunks(place, strength, dtype, of):
     agree(place, q, k, v, beta, decay)
 
 
+@pytest.mark.parametrize(("dtype", "gate", "great"), [(BF16, -0.05, -np.inf), (FP16, -0.9, -4)])
+def test_decays_between_blocks_of_a_strong_chunk(place, dtype, gate, great):
+    """From one block's reference to the next a channel decays by more than a dtype holds, in each block by less."""
+    q, k, v, beta, decay = inputs(1, 64, 1, 64, 64, dtype)
+    decay[:] = gate
+    decay[:, [16, 33] if dtype is FP16 else [17, 34]] = great
+    agree(place, q, k, v, beta, decay)
+
+
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "dtype", "extremes"), [(64, 64, BF16, True), (128, 128, BF16, False), (128, 64, FP16, True)]
 )

@@ -230,6 +230,18 @@ def test_strong_chunks_with_decays_of_channels(place, key_dim, dtype, gates, str
     check(place, args)
 
 
+STEPS = [(bf16, -0.05, [17, 34], -np.inf), (f16, -0.9, [16, 32, 48], -4)]
+
+
+@pytest.mark.parametrize(("dtype", "gate", "tokens", "great"), STEPS)
+def test_decays_between_blocks_of_a_strong_chunk(place, dtype, gate, tokens, great):
+    """From one block's reference to the next a channel decays by more than a dtype holds, in each block by less."""
+    args = inputs(1, 64, 64, 64, "channel", dtype=dtype)
+    args["decay"][:] = gate
+    args["decay"][:, tokens] = great
+    check(place, args)
+
+
 @pytest.mark.parametrize(
     ("key_dim", "value_dim", "dtype", "extremes"),
     [(64, 64, bf16, True), (128, 128, bf16, False), (128, 64, f16, True), (256, 64, bf16, True)],
@@ -364,7 +376,8 @@ def test_the_token_loop(place, monkeypatch, nothing_known, decay):
     """Outputs have one rounding error, states a few of float32."""
     args = inputs(1, 40, 32, 48, decay)
     args["initial_state"] = np.random.default_rng(3).standard_normal((1, HEADS, 32, 48)).astype(f32)
-    monkeypatch.setattr(recurrent_checks, "has_channel_decay", lambda _: True)  # which no chunk kernel of sm_80 serves
+    monkeypatch.setattr(recurrent_checks, "has_channel_decay", lambda _: True)
+    monkeypatch.setattr(members, "serves_gla_chunks", lambda _: False)
     monkeypatch.setattr(recurrent_chunks, "plan_token_decay", lambda *_, **__: pytest.fail("a chunk kernel was launched"))
     out, state = linear(**{name: place.put(x) for name, x in args.items()}, return_state=True, family="sm_80")
     ref, last = reference.linear(**args)

@@ -201,7 +201,7 @@ def test_outputs_and_options():
 
 
 def test_no_token():
-    """Sums are 0."""
+    """Sums over tokens are 0 where there are none."""
     args = case(0)
     with pytest.raises(ValueError, match=r"^x: must have a token, for dstates: x.shape=\(1, 0, 2, 16\)"):
         attention.mamba2_backward(**args)

@@ -44,7 +44,7 @@ def draw(length, channels=False, batch=1, dtype=BF16, seed=0):
 
 
 def meaning(name, a, A_log, dt_bias):
-    """The gate in float64."""
+    """The gate that these raw values mean, in float64."""
     per_channel = a.ndim == 4
     A = A_log.astype(float)[:, None] if per_channel else A_log.astype(float)
     return FORMULAS[name](a.astype(float), A, dt_bias.astype(float))
@@ -232,7 +232,7 @@ def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels
 
 
 def test_as_compiled_for_hopper(as_compiled):
-    """The PTX of the kernel that passes inverse lengths through rings, for two chunks of which the last is shorter."""
+    """The PTX of the kernel that passes inverse norms through rings, for two chunks of which the last is shorter."""
     as_compiled("sm_90a")
     place = type("Compiled", (), {"put": staticmethod(lambda x: x), "get": staticmethod(lambda x: x)})
     agree(place, "softplus", 70, delta_rule)

@@ -68,8 +68,8 @@ def test_extents_and_results():
         p.layout,
         p.device,
     ) == ("bfloat16", "bshd", None)
-    assert p.made("out") == ((2, 5, 6, 16), "bfloat16") and p.made("state") == ((2, 6, 32, 16), "float32")
-    assert p.made("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
+    assert p.result_form("out") == ((2, 5, 6, 16), "bfloat16") and p.result_form("state") == ((2, 6, 32, 16), "float32")
+    assert p.result_form("final_z") == ((2, 6, 32), "float32") and p["initial_state"].form.shape == (2, 6, 32, 16)
     assert p["q"].form.strides == (5 * 3 * 64, 3 * 64, 64, 2) and p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
     assert (
         p.by_tma
@@ -90,13 +90,13 @@ def test_the_first_argument_decides_the_framework_of_results(member):
 def test_mamba2_has_its_own_names_and_a_transposed_state():
     args = dict(initial_states=valid("mamba2", "initial_states"), D=valid("mamba2", "D", 1), z=valid("mamba2", "z"))
     p = problem("mamba2", **args)
-    assert p("heads", "heads_k", "key_dim", "value_dim") == (6, 3, 32, 16) and p.made("states")[0] == (2, 6, 16, 32)
+    assert p("heads", "heads_k", "key_dim", "value_dim") == (6, 3, 32, 16) and p.result_form("states")[0] == (2, 6, 16, 32)
     assert p["C"].form.shape == (2, 5, 3, 32) and p["x"].form.shape == (2, 5, 6, 16) and p["D"].form.shape == (6, 16)
 
 
 def test_a_step_has_no_sequence():
     p = problem("linear_step", decay=valid("linear_step", "decay", 1))
-    assert p("batch") == (2,) and p.made("out")[0] == (2, 6, 16) and p["state"].form.shape == (2, 6, 32, 16)
+    assert p("batch") == (2,) and p.result_form("out")[0] == (2, 6, 16) and p["state"].form.shape == (2, 6, 32, 16)
 
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule"])
@@ -115,7 +115,7 @@ def test_packed_sequences(member):
     p = problem(member, **args, cu_seqlens=ends, initial_state=zeros(3, 6, 32, 16, dtype=f32))
     assert (
         p("batch", "sequences", "seqlen") == (1, 3, 9)
-        and p.made("state")[0] == (3, 6, 32, 16)
+        and p.result_form("state")[0] == (3, 6, 32, 16)
         and recurrent_checks.is_varlen(p)
     )
     assert p["cu_seqlens"].form.dtype == "int64"
@@ -126,8 +126,8 @@ def test_layouts_differ_only_in_the_callers_axes():
     turned = {name: x.swapaxes(1, 2) for name, x in arrays.items()}
     bshd, bhsd = problem("delta_rule", **arrays), problem("delta_rule", "bhsd", **turned)
     assert bhsd.forms == bshd.forms and bhsd.extents == bshd.extents
-    assert bhsd.made("out")[0] == (2, 6, 5, 16) and bhsd["out"].form.shape == (2, 5, 6, 16)
-    assert bhsd["out"].form.strides == (6 * 5 * 32, 32, 5 * 32, 2) and bhsd.made("state")[0] == (2, 6, 32, 16)
+    assert bhsd.result_form("out")[0] == (2, 6, 5, 16) and bhsd["out"].form.shape == (2, 5, 6, 16)
+    assert bhsd["out"].form.strides == (6 * 5 * 32, 32, 5 * 32, 2) and bhsd.result_form("state")[0] == (2, 6, 32, 16)
 
 
 @pytest.mark.parametrize("member", ["linear", "delta_rule", "mamba2", "based", "hedgehog"])

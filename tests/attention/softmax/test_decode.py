@@ -396,9 +396,9 @@ def test_mistakes_name_the_argument():
     for wrong in (-1, 6):
         refused(ValueError, "^leftpad: must be from 0 to 5: ", leftpad=np.array([wrong], np.int32))
     eight, one = draw((1, 5, 2, 64), FP8), np.ones(2, np.float32)
-    refused(TypeError, "^v: dtype must be q's or float8_e4m3fn, as k's", k=eight)
-    refused(TypeError, "^k: dtype must be q's or float8_e4m3fn", k=draw((1, 5, 2, 64), FP16))
-    refused(ValueError, "^k_descale: must be None unless the cache is float8_e4m3fn", k_descale=one, v_descale=one)
+    refused(TypeError, "^v: dtype must be q's, float8_e4m3fn or int8, as k's", k=eight)
+    refused(TypeError, "^k: dtype must be q's, float8_e4m3fn or int8:", k=draw((1, 5, 2, 64), FP16))
+    refused(ValueError, "^k_descale: must be None unless the cache is float8_e4m3fn or int8", k_descale=one, v_descale=one)
     refused(ValueError, "^k_descale: must be passed together with v_descale", k=eight, v=eight, v_descale=one)
     refused(ValueError, "^k_descale: heads must equal k's", k=eight, v=eight, k_descale=one[:1], v_descale=one)
     each = np.ones((1, 5, 2), np.float32)

@@ -99,13 +99,13 @@ HERE = [(way, "few") for way in WAYS] + [(way, "many") for way in ("dense", "pag
 ON_CARD = ("half a head, interleaved", "few"), ("packed, pages", "few"), ("packed, pages", "many")
 
 
-@pytest.mark.parametrize("size", [None, 16])
-def test_new_keys_are_quantised_with_token_descales(place, size):
+@pytest.mark.parametrize(("size", "dtype"), [(None, FP8), (16, FP8), (16, np.int8)], ids=str)
+def test_new_keys_are_quantised_with_token_descales(place, size, dtype):
     """The same bits as attention.append, and then decode."""
     lengths = np.array((0, 14, 70), np.int32)
     q, k, v = case(lengths, 2, 2, 1, room=80)
     new = draw((3, 2, 1, 64), BF16, 5), draw((3, 2, 1, 64), BF16, 6)
-    caches = [np.nan_to_num(x.astype(np.float32)).astype(FP8) for x in (k, v)]
+    caches = [(16 * np.nan_to_num(x.astype(np.float32))).astype(dtype) for x in (k, v)]
     caches += [np.full(k.shape[:3], 0.25, np.float32), np.full(k.shape[:3], 0.5, np.float32)]
     kwargs = {"rotary": (place.put(COS), place.put(SIN))}
     if size:

@@ -17,7 +17,7 @@ from attention.parts.backward.dq_order import AscendingAdds
 from attention.parts.variant import ScoreContext
 from attention.parts.visibility import CAUSAL
 from attention.plans.backward_launches import choose_raster_group
-from ops import add_held, count_stored, count_up, grid, tma_add, tma_store, wait_count
+from ops import add_fragment, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
 from tiles.compiling.numba_types import void
 from tiles.interpreter import current_warp
@@ -44,7 +44,7 @@ def test_deterministic(place, case, head_dim, family, monkeypatch):
         check_adds_in_order(steps)
 
 
-ADDS, ARRIVES = (add_held, tma_add, tma_store), (count_stored, count_up)
+ADDS, ARRIVES = (add_fragment, tma_add, tma_store), (count_stored, count_up)
 
 
 def record_steps(monkeypatch):
@@ -63,7 +63,7 @@ def record_steps(monkeypatch):
         monkeypatch.setattr(OPS[op_function], "meaning", recording)
 
     for op_function in (*ADDS, *ARRIVES):
-        record(op_function, 2 if op_function is add_held else 1)
+        record(op_function, 2 if op_function is add_fragment else 1)
     record(wait_count, 1, 2)
     monkeypatch.setenv("TILES_JOBS", "1")  # steps in other processes would not be recorded
     return steps

@@ -17,7 +17,7 @@ from attention.kernels import forward_ampere, forward_hopper
 from attention.parts.sequences import BatchedLayout, PackedLayout
 from attention.parts.visibility import CAUSAL, FULL
 from tiles import bf16
-from tiles.cp_async import PIECES
+from tiles.cp_async import VECTOR_SIZES
 from tiles.targets import LARGE, SMALL
 
 FP16 = np.dtype(np.float16)
@@ -285,8 +285,8 @@ def test_bad_input_is_refused_before_any_launch():
 def test_every_head_dim_has_a_configuration_that_fits():
     for head_dim in range(8, 257, 8):
         for causal in (False, True):
-            for room, piece in itertools.product(forward_ampere.BY_SHARED_MEMORY, PIECES):
-                config = forward_ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, piece)
+            for room, vector_bytes in itertools.product(forward_ampere.BY_SHARED_MEMORY, VECTOR_SIZES):
+                config = forward_ampere.config_for(head_dim, bf16, CAUSAL if causal else FULL, room, vector_bytes)
                 assert config.head_dim >= head_dim and forward_ampere.make(config)[1].nbytes <= SMALL, config
             config = forward_hopper.config_for(head_dim, bf16, CAUSAL if causal else FULL, 1000)
             _, smem = forward_hopper.make(config)
@@ -297,8 +297,8 @@ def test_every_head_dim_has_a_configuration_that_fits():
 @pytest.mark.parametrize("room", forward_ampere.BY_SHARED_MEMORY)
 def test_two_blocks_share_a_multiprocessor(head_dim, room):
     """It has a kilobyte more than a block may have, and the driver takes one a block."""
-    for piece in PIECES:
-        _, smem = forward_ampere.make(forward_ampere.config_for(head_dim, bf16, FULL, room, piece))
+    for vector_bytes in VECTOR_SIZES:
+        _, smem = forward_ampere.make(forward_ampere.config_for(head_dim, bf16, FULL, room, vector_bytes))
         assert 2 * (smem.nbytes + 1024) <= room + 1024
 
 

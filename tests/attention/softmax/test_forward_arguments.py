@@ -46,7 +46,7 @@ def test_extents_and_results():
         and p("batch", "seqlen_k", "heads_k", "head_dim") == KV
         and (p.dtype, p.device, p.member) == ("bfloat16", None, "forward")
     )
-    assert p.made("out") == (Q, "bfloat16") and p.made("lse") == ((2, 6, 5), "float32")
+    assert p.result_form("out") == (Q, "bfloat16") and p.result_form("lse") == ((2, 6, 5), "float32")
     assert p["q"].form.strides == p["out"].form.strides == (5 * 6 * 32, 6 * 32, 32, 2)
     assert p["k"].form.strides == p["v"].form.strides == (7 * 3 * 32, 3 * 32, 32, 2) and p.by_tma
 
@@ -55,9 +55,9 @@ def test_layouts_differ_only_in_the_callers_axes():
     q, k = np.zeros((2, 6, 5, 16), bf16), np.zeros((2, 3, 7, 16), bf16)
     bhsd, bshd = problem(q, k, layout="bhsd"), problem(q.swapaxes(1, 2), k.swapaxes(1, 2))
     assert bhsd.extents == bshd.extents and bhsd.forms == bshd.forms
-    assert bhsd.made("out")[0] == (2, 6, 5, 16) and bhsd["out"].form.strides == (6 * 5 * 32, 32, 5 * 32, 2)
-    assert bshd.made("out")[0] == (2, 5, 6, 16) and bshd["out"].form.strides == (6 * 5 * 32, 6 * 32, 32, 2)
-    assert bhsd.made("lse") == bshd.made("lse") == ((2, 6, 5), "float32")
+    assert bhsd.result_form("out")[0] == (2, 6, 5, 16) and bhsd["out"].form.strides == (6 * 5 * 32, 32, 5 * 32, 2)
+    assert bshd.result_form("out")[0] == (2, 5, 6, 16) and bshd["out"].form.strides == (6 * 5 * 32, 6 * 32, 32, 2)
+    assert bhsd.result_form("lse") == bshd.result_form("lse") == ((2, 6, 5), "float32")
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -255,5 +255,5 @@ def test_torch():
     torch = pytest.importorskip("torch")
     q, k = torch.zeros(2, 6, 5, 64, dtype=torch.bfloat16), torch.zeros(2, 1, 7, 64, dtype=torch.bfloat16)
     p = problem(q, k.expand(2, 3, 7, 64), layout="bhsd")
-    assert (p.made("out")[0], type(p.made("out")[0]), p.dtype) == ((2, 6, 5, 64), tuple, "bfloat16")
+    assert (p.result_form("out")[0], type(p.result_form("out")[0]), p.dtype) == ((2, 6, 5, 64), tuple, "bfloat16")
     assert p["k"].form.strides == (896, 128, 0, 2) and p.by_tma, "keys that heads share by a stride of 0"

@@ -109,25 +109,26 @@ def test_strides_of_0_are_for_every_family(family, view):
     reference.assert_close(out, reference.forward(*plain)[0], reference.forward_low(*plain)[0])
 
 
-def problem_on(capability, monkeypatch, piece=16):
-    """A problem whose arrays lie on a GPU of this capability, past a multiple of 16 by `piece` bytes; None: in host memory."""
+def problem_on(capability, monkeypatch, vector_bytes=16):
+    """A problem whose arrays lie on a GPU of this capability, past a multiple of 16 by `vector_bytes` bytes; None: in host
+    memory."""
     form = c_ordered((1, 8, 1, 64), "bfloat16", None if capability is None else 0)
     if capability is not None:
         monkeypatch.setattr(families, "machine", lambda ordinal: types.SimpleNamespace(target=Target(*capability)))
-    return forward_programs.FORWARD.problem({"q": form, "k": form._replace(misalignment=piece % 16), "v": form})
+    return forward_programs.FORWARD.problem({"q": form, "k": form._replace(misalignment=vector_bytes % 16), "v": form})
 
 
 @pytest.mark.parametrize(
-    ("capability", "piece", "chosen"),
+    ("capability", "vector_bytes", "chosen"),
     [
         ((9, 0), 16, "sm_90"), ((9, 0), 8, "sm_80"), ((9, 0), 4, "sm_80"), ((9, 0), 2, "sm_80"), ((8, 0), 16, "sm_80"),
         ((8, 9), 4, "sm_80"), ((10, 0), 16, "sm_80"), ((12, 0), 16, "sm_80"), (None, 16, "sm_90"), (None, 4, "sm_80"),
     ],
 )  # fmt: skip
-def test_the_family_by_default(capability, piece, chosen, monkeypatch):
+def test_the_family_by_default(capability, vector_bytes, chosen, monkeypatch):
     """Hopper's where it runs, sm_80's for all other GPUs and arrays."""
-    assert families.choose_family(problem_on(capability, monkeypatch, piece), None) == chosen
-    by_caller = families.choose_family(problem_on(capability, monkeypatch), None, piece == 16)
+    assert families.choose_family(problem_on(capability, monkeypatch, vector_bytes), None) == chosen
+    by_caller = families.choose_family(problem_on(capability, monkeypatch), None, vector_bytes == 16)
     assert by_caller == chosen, "the caller says whether TMA can be used"
 
 
@@ -152,12 +153,12 @@ def test_a_family_that_does_not_run_there(capability, family, words, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("capability", "piece", "words"),
+    ("capability", "vector_bytes", "words"),
     [((8, 9), 16, "^attention.forward: runs on Hopper; the arrays"), ((9, 0), 8, "^attention.forward: takes addresses .* 8"),
      (None, 8, "^attention.forward: takes addresses and positive strides.*{'k': 8}"), ((9, 0), 16, None), (None, 16, None)],
 )  # fmt: skip
-def test_what_is_for_hopper_only(capability, piece, words, monkeypatch):
-    problem = problem_on(capability, monkeypatch, piece)
+def test_what_is_for_hopper_only(capability, vector_bytes, words, monkeypatch):
+    problem = problem_on(capability, monkeypatch, vector_bytes)
     if words is None:
         families.require_hopper(problem)
     else:

@@ -1,4 +1,4 @@
-"""attention.decode on fp8 caches, with descales of heads and of each token, against float64."""
+"""attention.decode on caches of fp8 and int8, with descales of heads and of each token, against float64."""
 
 import numpy as np
 import pytest
@@ -9,14 +9,23 @@ from poison import in_pages, poisoned
 
 import attention
 from attention import reference
+from tiles import int8
+
+INT8 = int8.np
 
 
-def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
+def quantised(x, dtype):
+    """x as a cache holds it, in which it has some 8 or 32 units; what is NaN has any value in int8."""
+    x = x.astype(np.float32) * (8 if dtype == FP8 else 32)
+    return np.clip(x, -448, 448).astype(FP8) if dtype == FP8 else int8.round(np.nan_to_num(x, nan=-128))
+
+
+def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8):
     """Against float64 of the numbers that a cache holds, by 4 times what the formula in q's dtype loses. NaN stands behind
     them. per: the axes of descales, "" for none; of each token they differ by factors of 1000, and are tiny."""
     rng = np.random.default_rng(5)
     q, k, v = case(lengths, tokens, head_dim=head_dim)
-    eight = [np.clip(x.astype(np.float32) * 8, -448, 448).astype(FP8) for x in (k, v)]
+    eight = [quantised(x, dtype) for x in (k, v)]
     shape = {"B": len(lengths), "G": 2, "T": k.shape[1]}
     descales = [rng.uniform(0.05, 0.3, [shape[axis] for axis in per]).astype(np.float32) for _ in "kv"]
     if "T" in per:
@@ -33,43 +42,58 @@ def fp8_agrees(place, lengths, head_dim, tokens, size, per, splits):
         eight, kwargs["pages"] = in_pages(eight, lengths, size)
     if size and "T" in per:
         (kwargs["k_descale"], kwargs["v_descale"]), _ = in_pages(descales, lengths, size)
-    kwargs, scale = {name: place.put(x) for name, x in kwargs.items()}, None if per else 0.01
+    kwargs, scale = {name: place.put(x) for name, x in kwargs.items()}, None if per else 0.01 if dtype == FP8 else 0.001
     got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **kwargs)
     (ref, _), (low, _) = known(q, *caches, lengths, causal=True, scale=scale)
     reference.assert_close(place.get(got), ref, low, factor=4)
 
 
-@pytest.mark.parametrize(("head_dim", "tokens", "size"), [(128, 9, 16), (64, 1, None)])
-def test_caches_of_fp8(place, head_dim, tokens, size):
-    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None)
+@pytest.mark.parametrize(
+    ("head_dim", "tokens", "size", "dtype"),
+    [(128, 9, 16, FP8), (128, 9, 16, INT8), (64, 1, None, FP8), (64, 1, None, INT8)],
+    ids=str,
+)
+def test_caches(place, head_dim, tokens, size, dtype):
+    agrees(place, (150, 0, 70), head_dim, tokens, size, "BG", None, dtype)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "per", "splits"), [(96, 5, 1, "", None), (256, 1, None, "G", 2), (192, 1, 16, "BG", 1)]
-)
-def test_other_caches_of_fp8(head_dim, tokens, size, per, splits):
-    fp8_agrees(OnInterpreter(), (150, 0, 70), head_dim, tokens, size, per, splits)
+    ("head_dim", "tokens", "size", "per", "splits", "dtype"),
+    [
+        (96, 5, 1, "", None, FP8), (256, 1, None, "G", 2, FP8), (192, 1, 16, "BG", 1, FP8),
+        (96, 1, None, "G", 1, INT8), (256, 5, 16, "", 2, INT8), (192, 9, 1, "BG", None, INT8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_caches(head_dim, tokens, size, per, splits, dtype):
+    agrees(OnInterpreter(), (150, 0, 70), head_dim, tokens, size, per, splits, dtype)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tokens", "size", "splits"), [(128, 9, 16, None), (64, 1, None, 2), (64, 9, 1, 1), (256, 1, 40, None)]
-)
-def test_descales_of_each_token(place, head_dim, tokens, size, splits):
+    ("head_dim", "tokens", "size", "splits", "dtype"),
+    [
+        (128, 9, 16, None, FP8), (64, 1, None, 2, FP8), (64, 9, 1, 1, FP8), (256, 1, 40, None, FP8),
+        (128, 1, 16, None, INT8), (64, 9, None, 2, INT8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_descales_of_each_token(place, head_dim, tokens, size, splits, dtype):
     """Descales after a length are NaN."""
-    fp8_agrees(place, (150, 0, 70), head_dim, tokens, size, "BTG", splits)
+    agrees(place, (150, 0, 70), head_dim, tokens, size, "BTG", splits, dtype)
 
 
-def test_descales_of_each_token_that_grow(place):
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+def test_descales_of_each_token_that_grow(place, dtype):
     """A warp's O changes its unit when a later tile has a larger descale."""
-    fp8_agrees(place, (900,), 64, 1, None, "BTG", 1)
+    agrees(place, (900,), 64, 1, None, "BTG", 1, dtype)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_descales_of_each_token_and_norms_of_keys(bias):
+@pytest.mark.parametrize(("bias", "dtype"), [(False, FP8), (True, INT8)], ids=str)
+def test_descales_of_each_token_and_norms_of_keys(bias, dtype):
     """norm_eps is in units of the keys, not of the stored numbers."""
     lengths = (70, 5)
     q, k, v = case(lengths, 2)
-    eight = [np.nan_to_num(x.astype(np.float32) * 8).astype(FP8) for x in (k, v)]
+    eight = [quantised(np.nan_to_num(x.astype(np.float32)), dtype) for x in (k, v)]
     units = [np.exp2(draw((2, 70, 2), np.float32, seed) - 6) for seed in (8, 9)]
     weights = draw((2, 2, 64), np.float32, 10)
     norm = (weights[0], weights[1]) if bias else weights[0]
@@ -104,11 +128,12 @@ def test_descales_of_each_token_anywhere(place):
 
 
 # ---- as compiled ------------------------------------------------------------------------------------------------------
-def test_fp8_as_compiled(as_compiled):
-    as_compiled("sm_90a")
-    fp8_agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1)
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", FP8), ("sm_80", INT8)], ids=str)
+def test_as_compiled(as_compiled, arch, dtype):
+    as_compiled(arch)
+    agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1, dtype)
 
 
 def test_descales_of_each_token_as_compiled(as_compiled):
     as_compiled("sm_90a")
-    fp8_agrees(OnInterpreter(), (70,), 64, 1, 16, "BTG", 1)
+    agrees(OnInterpreter(), (70,), 64, 1, 16, "BTG", 1)

@@ -6,7 +6,7 @@ from banks import ways
 from numba import cuda
 
 import tiles
-from ops import add_held, load, load_held, store, store_wait, tma_add, warpgroup, zeros
+from ops import add_fragment, load, load_fragment, store, store_wait, tma_add, warpgroup, zeros
 from tiles import Hazard, bf16, fp32, ring, rt, st, tensor
 from tiles.testing import blank, meaning, ptx
 
@@ -18,12 +18,12 @@ def test_what_was_added_comes_back(run, sample, shape, together):
 
     @cuda.jit
     def add(x, sums):
-        add_held(sums, load(x, T, (0, 0)), (1, 0), together)
-        add_held(sums, load(x, T, (0, 0)), (1, 0), together)
+        add_fragment(sums, load(x, T, (0, 0)), (1, 0), together)
+        add_fragment(sums, load(x, T, (0, 0)), (1, 0), together)
 
     @cuda.jit
     def take(sums, y):
-        store(y, load_held(sums, T, (1, 0), together), (0, 0))
+        store(y, load_fragment(sums, T, (1, 0), together), (0, 0))
 
     x, sums, y = np.round(sample(shape) * 4), np.zeros((3, size), np.float32), blank(shape)
     run(add, x, sums, warps=2)
@@ -44,7 +44,7 @@ def test_by_way_of_a_shared_tile(run, sample, cols):
         (part,) = smem.open()
         if warpgroup.id() == 0:
             for j in range(2):
-                warpgroup.store_held(part.claim(j), warpgroup.load(x, T, (0, 0)))
+                warpgroup.store_fragment(part.claim(j), warpgroup.load(x, T, (0, 0)))
                 part.publish(j)
         elif warpgroup.rank() == 0:
             for j in range(2):
@@ -55,7 +55,7 @@ def test_by_way_of_a_shared_tile(run, sample, cols):
     @cuda.jit
     def take(sums, y):
         for w in range(4):
-            store(y, load_held(sums, T, (2 * cols + w * cols // 2, 0), 4), (16 * w, 0))
+            store(y, load_fragment(sums, T, (2 * cols + w * cols // 2, 0), 4), (16 * w, 0))
 
     x, sums, y = np.round(sample((64, cols)) * 4), np.zeros((6 * cols, 32), np.float32), blank((64, cols))
     run(add, x, tensor(sums, S), warps=8, shared=smem)
@@ -71,7 +71,7 @@ def test_what_is_refused():
 
     @cuda.jit
     def outside(sums):
-        add_held(sums, load_held(sums, T, (0, 0)), (0, 1))
+        add_fragment(sums, load_fragment(sums, T, (0, 0)), (0, 1))
 
     with pytest.raises(Hazard, match="out of range"):
         meaning(outside, np.zeros((1, 256), np.float32))
@@ -86,11 +86,11 @@ def test_four_together_lie_at_multiples_of_16_bytes(backend, adds):
 
     @cuda.jit
     def add_four(sums, first):
-        add_held(sums, zeros(T), (first,), 4)
+        add_fragment(sums, zeros(T), (first,), 4)
 
     @cuda.jit
     def load_four(sums, y, first):
-        store(y, load_held(sums, T, (first,), 4), (0, 0))
+        store(y, load_fragment(sums, T, (first,), 4), (0, 0))
 
     sums, y = np.zeros(512, np.float32), np.zeros((16, 16), np.float32)
     kernel, arrays = (add_four, (sums,)) if adds else (load_four, (sums, y))
@@ -101,14 +101,14 @@ def test_four_together_lie_at_multiples_of_16_bytes(backend, adds):
 
     @cuda.jit
     def rounded(sums):
-        add_held(sums, bf16(load_held(sums, T, (0, 0))), (0, 0))
+        add_fragment(sums, bf16(load_fragment(sums, T, (0, 0))), (0, 0))
 
-    with pytest.raises(TypeError, match="add_held: takes a register tile of fp32"):
+    with pytest.raises(TypeError, match="add_fragment: takes a register tile of fp32"):
         meaning(rounded, np.zeros((1, 256), np.float32))
 
     @cuda.jit
     def pairs(sums):
-        add_held(sums, load_held(sums, T, (0, 0)), (0, 0), 2)
+        add_fragment(sums, load_fragment(sums, T, (0, 0)), (0, 0), 2)
 
-    with pytest.raises(TypeError, match="add_held: 1 or 4 of a lane's elements"):
+    with pytest.raises(TypeError, match="add_fragment: 1 or 4 of a lane's elements"):
         meaning(pairs, np.zeros((1, 256), np.float32))

@@ -1,0 +1,328 @@
+"""Gradients of the delta rule for Hopper in segments of a sequence, where S before each chunk, E and dV are in memory
+(delta_chains_hopper.py; parts/recurrent/delta_chunks.py has the equations). A walk from the last chunk of each segment to its
+first one keeps dS and computes what is left:
+
+    dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV        dbeta = rowsum(dV * E) / beta
+    dP = scale M * dO U^T                     G = -stril(M * dV U^T)
+    dQ = scale exp(b) dO S^T + dP K
+    dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
+
+As dV is there, no product of a step waits for that of another one but by way of dS. Two warpgroups, the consumers, hold dS
+transposed, 64 columns of values each; besides, the first computes dP, the second G, whose product has beta dbeta on its
+diagonal. A third one computes dQ and dK. What all sum of rows is stored by warps of the fourth.
+
+Where a few value heads share a key head, their blocks add up dQ and dK in the output, one after the other: each chunk and key
+head has a count of those that have."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import (
+    col_index,
+    columns,
+    count_up,
+    divmod,
+    equal,
+    load,
+    row_sum,
+    store,
+    store_wait,
+    stores_done,
+    subtile,
+    tile_sum,
+    tma_add,
+    tma_store,
+    truncate,
+    wait_count,
+    warpgroup,
+    where,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
+from ..parts.recurrent.gates import COL_VEC, TILE
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+
+CONSUMERS = 2  # warpgroups with 64 columns of values each
+VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
+OF_OUTPUTS, OF_VALUES = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
+DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
+REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
+WARPS = warpgroup.WARPGROUP
+STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
+OUTPUTS = 2  # dQ and dK, stored one after the other
+FENCED = True  # who stores a tile by TMA fences itself
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? with_gates: is what the gates'
+    gradients are made of stored, too? adds: do value heads that share a key head add up their dQ and dK?"""
+
+    key_dim: int
+    dtype: dtype
+    gated: bool
+    with_gates: bool = False
+    adds: bool = False
+    threads = warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def key(self):
+        """The tile of Q or K, and of their gradients, for a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def values(self):
+        """The tile of dO, E or dV for a chunk."""
+        return st(CHUNK, VALUES, self.dtype)
+
+    @property
+    def state(self):
+        """A chunk's S or dS in shared memory, transposed: 128 columns of values by Dk."""
+        return st(VALUES, self.key_dim, self.dtype)
+
+    def __str__(self):
+        kinds = "gated" * self.gated, "gates" * self.with_gates, "adds" * self.adds
+        return ", ".join(filter(None, (f"gradients in segments, Dk {self.key_dim} {self.dtype}", *kinds)))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all that add."""
+    if target.has_wgmma:
+        for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+            for gates in (False, False), (True, False), (True, True):
+                yield from (Config(key_dim, of, *gates, adds) for adds in ((False, True) if everything else (gates[1],)))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, WITH_GATES, ADDS, vectors_of = config.dtype, config.with_gates, config.adds, ChunkVectors(config.gated)
+    STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
+    PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
+    seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
+    KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
+    all_warps, consumer_warps = (CONSUMERS + 1) * WARPS, CONSUMERS * WARPS
+    smem = shared(
+        q=ring(config.key, 1, all_warps),
+        k=ring(config.key, 2, all_warps),
+        do=ring(config.values, 1, all_warps),
+        e=ring(config.values, 2, all_warps),
+        s=ring(config.state, 1, all_warps if WITH_GATES else WARPS),
+        dv=ring(config.values, 1, all_warps),
+        vectors=ring(vectors_of.spec, 2, all_warps + 1),
+        ds=ring(config.state, 1, WARPS, writers=consumer_warps),
+        scores=ring(SCORES, 1, WARPS, writers=consumer_warps),
+        value_sums=ring(sv(CHUNK * (1 + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
+        key_sums=ring(sv(CHUNK * 3, fp32), 1, 1, writers=WARPS),
+        out=ring(config.key, 1, 1, writers=WARPS),
+    )
+
+    @inlined
+    def place(length, segments, heads):
+        """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are, the
+        index of the last one and its first token) of this block. Each warpgroup asks by itself: registers before they part are
+        scarce."""
+        slot, head = divmod(cuda.blockIdx.x, heads)
+        sequence, segment = divmod(slot, segments)
+        seq = seq_layout.segment_tokens(0, sequence, length, segment, segments)
+        n = seq.num_chunks()
+        last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
+        return slot, head, seq, n, last_chunk, seq.chunk_start(0)
+
+    @inlined
+    def add_up(parts, first, step, count):
+        """The sum of `count` parts of 16 numbers of a shared vector, each `step` parts behind the one before."""
+        total = zeros(COL_VEC)
+        for part in range(count):
+            total = total + load(subtile(parts, 16, int32(first + step * part)), COL_VEC)
+        return total
+
+    @inlined
+    def dot_panel(x, tile, panel):
+        """rowsum(x * tile) of 64 columns."""
+        rows = warpgroup.load(subtile(tile, CHUNK, 0, 64, panel), PANEL_ROWS, fenced=False)
+        return row_sum(columns(x, 64, panel) * fp32(rows))
+
+    @inlined
+    def dot_rows(x, tile):
+        """rowsum(x * tile), by panels of 64 columns."""
+        dots = dot_panel(x, tile, 0)
+        if KEY_PANELS > 1:
+            dots = dots + dot_panel(x, tile, 1)
+        return dots
+
+    @inlined
+    def store_output(out, gOut, at, index, counts, member):
+        """One warp stores dQ or dK of a chunk, number `index` of those that come: the first of the value heads that share it
+        stores, the others add, in their order. The tile is given back before the next head's turn, which waits for memory."""
+        tile = out.wait(index)
+        if ADDS:
+            count, of_chunk = counts
+            wait_count(count, of_chunk, int32(member))
+            if member == 0:
+                tma_store(gOut, at, tile)
+            else:
+                tma_add(gOut, at, tile)
+            store_wait()
+            out.release(index)
+            stores_done()
+            count_up(count, of_chunk)
+        else:
+            tma_store(gOut, at, tile)
+            store_wait()
+            out.release(index)
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def walk(
+        gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
+        gDV: ALL_VALUES, gVectors: tiled(vectors_of.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
+        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gCounts: SEMAPHORES, length: INT,
+        segments: INT, heads: INT, group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
+        each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gDots, gCarriedDots,
+        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gCounts: how many value heads have added
+        dQ and dK, for each chunk and, one after the other, both of each key head."""
+        q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
+        wg = warpgroup.id()
+        if wg == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            _, head, seq, n, last_chunk, last_token = place(length, segments, heads)
+            key_head, member = divmod(head, group)
+            if warpgroup.rank() == 0:
+                for j in range(n):
+                    token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
+                    e.fill(j, gErrors, (chunk, head))  # what has two slots first, as they are free first
+                    k.fill(j, gK, (seq.batch, token, key_head))
+                    vectors.fill(j, gVectors, (chunk, head))
+                    do.fill(j, gDOut, (seq.batch, token, head))
+                    s.fill(j, gStates, (chunk, head))
+                    dv.fill(j, gDV, (seq.batch, token, head))
+                    q.fill(j, gQ, (seq.batch, token, key_head))
+            elif warpgroup.rank() == 1:
+                for j in range(n):
+                    token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
+                    chunk_vectors, parts = vectors.wait(j), value_sums.wait(j)
+                    for i in range(WARPS):
+                        at = seq.batch, int32(token + 16 * i), head
+                        beta = load(subtile(chunk_vectors, 16, int32(WARPS * BETA + i)), COL_VEC)
+                        dbeta = load(subtile(parts, 16, i), COL_VEC) / beta
+                        store(truncate(gDBeta, 1, seq.end), dbeta, at, cols=1)
+                    if WITH_GATES:
+                        gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS, 1, STATE_WARPS))
+                    vectors.release(j)
+                    value_sums.release(j)
+            elif warpgroup.rank() == 2:
+                for j in range(n):
+                    at = seq.batch, int32(last_token - CHUNK * j), int32(key_head if ADDS else head)
+                    chunk, of_keys = int32(last_chunk - j), int32(OUTPUTS * key_head)
+                    store_output(out, gDQ, at, OUTPUTS * j, (gCounts, (chunk, of_keys)), member)
+                    store_output(out, gDK, at, OUTPUTS * j + 1, (gCounts, (chunk, int32(of_keys + 1))), member)
+            elif WITH_GATES:
+                for j in range(n):
+                    token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
+                    for i in range(WARPS):
+                        at = seq.batch, int32(token + 16 * i), head
+                        r = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
+                        store(truncate(gDots, 1, seq.end), r, at, cols=1)
+                    gCarriedDots[chunk, head, 0] = tile_sum(add_up(parts, 2 * WARPS, 1, WARPS))
+                    key_sums.release(j)
+        elif wg == DKDQ:
+            warpgroup.claim_registers(DKDQ_REGISTERS)
+            _, _, _, n, _, _ = place(length, segments, heads)
+            for j in range(n):
+                dvs, states = dv.wait(j), s.wait(j)
+                dq = warpgroup.mm_AB(do.wait(j), states)
+                read = warpgroup.mm_AB(dvs, states)
+                chunk_vectors = vectors.wait(j)
+                dq = warpgroup.wait(dq, newer=1) * vectors_of.decay_rows(scale, chunk_vectors, DECAY)
+                do.release(j)
+                read = warpgroup.wait(read) * vectors_of.decay_rows(-1.0, chunk_vectors, DECAY)
+                s.release(j)
+                dv.release(j)
+                keys = k.wait(j)
+                dp, g = subtile(scores.wait(j), CHUNK, OF_OUTPUTS), subtile(scores.wait(j), CHUNK, OF_VALUES)
+                dq = warpgroup.mma_AB(dq, dp, keys)
+                read = warpgroup.mma_AB(read, g, keys)
+                dq = warpgroup.wait(dq, newer=1)
+                queries = q.wait(j)
+                if WITH_GATES:
+                    sums = key_sums.claim(j)
+                    warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
+                warpgroup.store(out.claim(OUTPUTS * j), dq)
+                out.publish(OUTPUTS * j, FENCED)
+                written = warpgroup.mm_AB(e.wait(j), ds.wait(j))
+                read = warpgroup.wait(read, newer=1)
+                factors = vectors_of.decay_rows(vectors_of.rows(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
+                written = warpgroup.wait(written) * factors
+                e.release(j)
+                ds.release(j)
+                if WITH_GATES:
+                    warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(written, keys))
+                written = warpgroup.mma_AtB(warpgroup.mma_AtB(written, dp, queries), g, keys)
+                written = warpgroup.wait(written)
+                scores.release(j)
+                if WITH_GATES:
+                    warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(written - read, keys))
+                    key_sums.publish(j)
+                vectors.release(j)  # its fence is that of all loads of this warp
+                q.release(j)
+                k.release(j)
+                warpgroup.store(out.claim(OUTPUTS * j + 1), written + read)
+                out.publish(OUTPUTS * j + 1, FENCED)
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            slot, head, _, n, _, _ = place(length, segments, heads)
+            row = int32(COLUMNS * wg + 16 * warpgroup.rank())
+            ds_t = load(gSegmentStates, STATE, (slot, head, row, 0), aligned=True)
+            for j in range(n):
+                warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), ds_t)
+                ds.publish(j)
+                douts, errors, dvs = do.wait(j), e.wait(j), dv.wait(j)
+                left = douts
+                if wg == OF_VALUES:
+                    left = dvs
+                score = warpgroup.mm_ABt(left, errors)
+                chunk_vectors = vectors.wait(j)
+                do_t = fp32(warpgroup.load_transposed(subtile(douts, CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
+                do_t = INPUT(do_t * vectors_of.decay_cols(scale, chunk_vectors, DECAY))
+                sums, beta = value_sums.claim(j), vectors_of.cols(chunk_vectors, BETA)
+                score = warpgroup.wait(score)
+                if wg == OF_OUTPUTS:
+                    factors, diagonal = beta * scale, 0
+                else:
+                    on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
+                    warpgroup.store(subtile(sums, CHUNK, 0), row_sum(where(on_diagonal, score, 0.0)))
+                    factors, diagonal = 0.0 - beta, -1
+                score = vectors_of.decay_scores(score, chunk_vectors, factors)
+                warpgroup.store(subtile(scores.claim(j), CHUNK, wg), INPUT(warpgroup.causal(score, diagonal, 0.0)))
+                scores.publish(j)  # its fence is that of loads of dO, too
+                do.release(j)
+                e.release(j)
+                dv_t = fp32(warpgroup.load_transposed(subtile(dvs, CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
+                dv_t = INPUT(dv_t * vectors_of.decay_cols(-1.0, chunk_vectors, DECAY))
+                if WITH_GATES:
+                    dots = dot_rows(ds_t, subtile(s.wait(j), COLUMNS, wg))
+                    store(subtile(sums, 16, int32(WARPS + WARPS * wg + warpgroup.rank())), dots)
+                value_sums.publish(j)
+                ds_t = vectors_of.decay_state(ds_t, chunk_vectors)
+                vectors.release(j)  # its fence is that of loads of dV and S, too
+                dv.release(j)
+                if WITH_GATES:
+                    s.release(j)
+                ds_t = warpgroup.mma_AB(ds_t, do_t, q.wait(j))
+                ds_t = warpgroup.wait(warpgroup.mma_AB(ds_t, dv_t, k.wait(j)))
+                q.release(j)
+                k.release(j)
+
+    return walk, smem
