@@ -81,6 +81,7 @@ from .reductions.reduce import (
 from .reductions.scan import cumsum, cumsum_columns, reverse_cumsum_columns
 from .schedule import divmod, line_up, persistent_tile, rasterize, warp_index
 from .scopes import refuse_others as _refuse_others
+from .shape.column import column
 from .shape.shifted import shift_rows
 from .shape.slicing import columns, hstack, rows, vstack
 from .shape.subtile import subtile
@@ -89,8 +90,8 @@ from .shape.viewed import viewed
 
 __all__ = [
     "abs", "add_fragment", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored", "count_up",
-    "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
+    "col_prod", "col_sum", "column", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored",
+    "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
     "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum", "lane_moment",
     "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_fragment",
     "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill",

@@ -14,9 +14,13 @@ channel: E = exp(r_0), D = exp(r_1 - r_0) and F = exp(b_last - r_1). Sums over b
 so far is multiplied by D. What numbers do not hold is a strong chunk: its references are 0 for queries and b_last for keys, so
 what goes through states is right, its P and A are 0, and channel_pairs_ampere.py adds its pairs afterwards.
 
-Two consumers have 64 channels each: they sum up their gates, write q' and k*, hold dS in registers, and compute dQ, dK and r,
-what a token has for all gates up to its own. Besides each has 64 columns of dV, for which it reads dS of both. A third
-warpgroup, the scorer, loads all tiles, computes P and A, and sums up r."""
+Two consumers have 64 channels each, and all tiles as channels by tokens, so that a channel's references and decays are numbers
+of a lane, and nothing is a sum over warps: b by a scan in registers, q' and k*, dS, dQ, dK and r, what a token has for all
+gates up to its own. A third warpgroup, the scorer, loads all tiles, and computes P, A and dV from q', k* and dS in shared
+memory, so that consumers never wait for each other. It sums up r, too.
+
+A tile's place serves what comes later: q' and k* lie over q and k, and dQ and dK over these; b, once the state is read, over
+the state, so that the next gates may come; and r over dS."""
 
 import functools
 import itertools
@@ -27,23 +31,24 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import (
-    col_sum,
+    column,
     columns,
-    cumsum_columns,
+    cumsum,
     divmod,
     exp2,
     hstack,
     less,
     load,
-    load_row,
     minimum,
     ones,
+    persistent_tile,
     reverse_cumsum_columns,
     row_sum,
     store,
     subtile,
     tile_min,
     truncate,
+    turned,
     viewed,
     warpgroup,
     where,
@@ -54,7 +59,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import FLOOR, LOG2_E
-from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
 HALF = KEYS // 2  # channels of a consumer, and its columns of dV
@@ -62,12 +67,11 @@ BLOCK = CHUNK // 2  # tokens with one reference
 CONSUMERS, SCORER = 2, 2
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 ALL_WARPS = WARPS + warpgroup.WARPGROUP
-REGISTERS = {False: (88, 208), True: (104, 200)}  # of a thread of the scorer, of a consumer; by varlen
+REGISTERS = 104, 200  # of a thread of the scorer, of a consumer
+PANEL = 32  # channels whose gates' gradients a warp of the scorer sums up
 LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay by half of a block that q' and k* hold
-FACTORS = E, ROOT_D = range(2)  # vectors of powers of 2; D itself may be less than numbers hold
-DECAYS = F, LAST = range(2)  # vectors: F, and the decay by all of a chunk
 FORGOTTEN = 1.5 * FLOOR  # what a gate below the floor counts in sums: its block decays too much for q' and k*
-PREPARED, SUMMED, STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3))
+PREPARED, READ, SUMMED, STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,22 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VARLEN, least_decay = config.dtype, config.varlen, LEAST_DECAY[config.dtype]
-    scorer_registers, consumer_registers = REGISTERS[VARLEN]
+    scorer_registers, consumer_registers = REGISTERS
     floor = FLOOR * LOG2_E
     of_floor = floor / (2.0 * least_decay)
     seq_layout = SequenceLayout(VARLEN, reversed=True)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
-    SUMS, SCORES, SQUARE = st(CHUNK, KEYS, fp32), st(2 * CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize), rt(16, CHUNK, fp32)
-    STATE, OUT, OPERAND = rt(16, VALUES, fp32), rt(16, HALF, fp32), rt(16, HALF, INPUT)
-    ROWS, ROW_OPERAND, TRANSPOSED = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, BLOCK, INPUT)
-    PANEL, OF_STATES = rt(16, 32, fp32), rt(16, CHUNK, INPUT)  # of gates' gradients; of a state, transposed
+    GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
+    STATE, OF_STATES = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
+    SUMS, OPERAND = rt(16, BLOCK, fp32), rt(16, BLOCK, INPUT)
+    ROWS, ROW_OPERAND, OUT = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, HALF, fp32)
+    OWN_SUMS = st(CHUNK, HALF, fp32)  # S of a consumer's channels, once it is read: b
+    HALF_OPERAND = rt(16, HALF, INPUT)
     R = st(KEYS, HALF, fp32)  # dS, once it is read: r of both consumers, one below the other
     OF_GATES = array(4) if VARLEN else tiled(st(CHUNK, HALF, fp32), unit=1)
     OUT_TILE = st(CHUNK, HALF, INPUT)
-    FENCED = VARLEN or config.unrounded  # must loads fence themselves, as no TMA store follows that does so?
-    KEY_GRADIENT = fp32 if config.unrounded else INPUT
-    OF_KEYS = array(4) if config.unrounded else seq_layout.output_argument(OUT_TILE)
+    UNROUNDED = config.unrounded  # then no store follows the last loads of tokens, which would fence them
+    OF_KEYS = array(4) if UNROUNDED else seq_layout.output_argument(OUT_TILE)
     OF_VALUES = array(4, fp32 if config.unrounded_values else INPUT)
     smem = shared(
         q=ring(KEY, 2, ALL_WARPS),
@@ -130,38 +135,23 @@ def make(config: Config):
         v=ring(VALUE, 1, ALL_WARPS),
         do=ring(VALUE, 2, ALL_WARPS),
         s=ring(STATES, 1, WARPS),
-        scores=ring(SCORES, 1, WARPS, writers=warpgroup.WARPGROUP),
+        g=ring(GATES, 1, WARPS),
+        p=ring(SCORES, 1, WARPS, writers=warpgroup.WARPGROUP),
         ds=st(KEYS, VALUES, INPUT),
-        c=ring(SUMS, 1, ALL_WARPS),  # gates, their sums in blocks, and c; at last what all gates have from each warp's tokens
-        factors=sv(len(FACTORS) * KEYS, bf16),  # powers of 2
-        decays=sv(len(DECAYS) * KEYS, fp32),
+        first_keys=st(BLOCK, KEYS, INPUT),  # k* of the first block, times D
+        references=sv(2 * KEYS, fp32),  # r of both blocks, each less what b is before it
         ends=sv(KEYS, fp16),  # of a strong chunk: the references of keys, in powers of 2
+        of_all=sv(KEYS, fp32),  # what all gates of a chunk have, in each channel
     )
 
     @inlined
-    def vector(vectors, which, kind, first, count):
-        """`count` channels from `first` * count on of one of the chunk's vectors."""
-        return load(subtile(vectors, count, int32(KEYS // count * which + first)), kind)
-
-    @inlined
-    def rows(tile, rank):
-        """A warp's 16 tokens of a tile."""
-        return subtile(tile, 16, rank)
-
-    @inlined
-    def part(tile, wg, rank):
-        """A warp's 16 tokens and a consumer's channels of a tile."""
-        return subtile(tile, 16, rank, HALF, wg)
-
-    @inlined
-    def store_keys(gOut, tile, x, seq, token, head, wg):
-        """Store a consumer's channels of dQ or dK."""
-        if FENCED:
-            at = seq.batch, token, head, int32(HALF * wg)
-            warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
-        else:
-            warpgroup.store(tile, x)
-            warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)
+    def find_place(block, gCuSeqlens, length, segments, heads):
+        """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are) of a
+        block. Each warpgroup asks by itself: registers before they part are scarce."""
+        slot, head = divmod(block, heads)
+        sequence, segment = divmod(slot, segments)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        return sequence, slot, head, seq, seq.num_chunks()
 
     @inlined
     def clear_tails(tiles, remaining):
@@ -170,137 +160,137 @@ def make(config: Config):
             seq_layout.zero_other_rows(tile, remaining, CONSUMERS)
 
     @inlined
-    def decay_channels(x, decay):
-        """Channels times a power of 2 each, which rounds nothing."""
-        return x * INPUT(ones(rt(16, BLOCK, fp32)) * decay)
-
-    @inlined
-    def decay_twice(x, root):
-        """A warp's tokens in all channels times D, which rounds nothing."""
-        factor = INPUT(ones(ROWS) * root)
-        return x * factor * factor
-
-    @inlined
-    def fill(rings, arrays, j, n, seq, first_chunk, head, key_head):
-        """Have TMA load the j-th of n chunks, if there is one."""
-        (q, k, v, do, s), (gQ, gK, gV, gDOut, gStates) = rings, arrays
+    def fill(rings, arrays, j, n, seq, head, key_head):
+        """Have TMA load the j-th of n chunks, if there is one, but for its values and state."""
+        (q, k, do, g), (gQ, gK, gDOut, gGates) = rings, arrays
         if j < n:
             token = seq.chunk_start(j)
-            v.fill(j, gV, (seq.batch, token, head))
-            s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
+            g.fill(j, gGates, (seq.batch, token, head))
+            do.fill(j, gDOut, (seq.batch, token, head))
             q.fill(j, gQ, (seq.batch, token, key_head))
             k.fill(j, gK, (seq.batch, token, key_head))
-            do.fill(j, gDOut, (seq.batch, token, head))
 
     @inlined
-    def fill_gates(c, gGates, j, n, seq, head):
-        """Have TMA load the gates of the j-th of n chunks, if there is one."""
+    def fill_values(v, gV, j, n, seq, head):
+        """Have TMA load the values of the j-th of n chunks, if there is one."""
         if j < n:
-            c.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
+            v.fill(j, gV, (seq.batch, seq.chunk_start(j), head))
 
     @inlined
-    def load_end(sums, row):
-        """A row of the sums of gates, in powers of 2."""
-        return load_row(sums, OUT.row_vec, row, fenced=False) * LOG2_E
+    def fill_states(s, gStates, j, n, seq, first_chunk, head):
+        """Have TMA load the state before the j-th of n chunks, if there is one."""
+        if j < n:
+            s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
 
     @inlined
-    def sum_gates(sums, wg, rank):
-        """Sum up the gates of each block, over a consumer's channels. Its warps meet."""
-        mine = subtile(sums, BLOCK, rank // 2, PANEL.cols, int32(2 * wg + rank % 2))
-        cumsum_columns(mine, mine, FLOOR, below=FORGOTTEN)
-        warpgroup.sync(True)
+    def sum_gates(gates, wg, block):
+        """The sums of a block's gates, in powers of 2, channels by tokens."""
+        x = warpgroup.load_transposed(subtile(gates, BLOCK, block, HALF, wg), SUMS, fenced=False)
+        return turned(cumsum(turned(where(less(x, FLOOR), FORGOTTEN * LOG2_E, x * LOG2_E))))
 
     @inlined
-    def load_columns(tile, half, wg, rank):
-        """Half of a consumer's channels of a warp's tokens."""
-        return fp32(columns(load(part(tile, wg, rank), OPERAND, fenced=FENCED), PANEL.cols, half))
-
-    @inlined
-    def factor(tiles, r, end, half, wg, rank, scale):
-        """q' and k* of a warp's tokens, in half of a consumer's channels. Writes c over the sums of blocks."""
-        (queries, keys, sums), r, end = tiles, columns(r, PANEL.cols, half), columns(end, PANEL.cols, half)
-        own = subtile(sums, 16, rank, PANEL.cols, int32(2 * wg + half))
-        c = load(own, PANEL, fenced=False) * LOG2_E - r
-        store(own, c)
-        query = INPUT(load_columns(queries, half, wg, rank) * (exp2(c) * scale))
-        return query, INPUT(load_columns(keys, half, wg, rank) * exp2(end - c))
-
-    @inlined
-    def prepare(queries, keys, sums, vectors, wg, rank, scale):
-        """Write c over the sums of blocks, q' over q, k* over k, and the chunk's vectors, in a consumer's channels."""
-        factors, decays, ends = vectors
-        mine = subtile(sums, CHUNK, 0, HALF, wg)
-        first, last_0 = load_end(mine, 0), load_end(mine, BLOCK - 1)
+    def choose_references(b_0, b_1):
+        """(r of both blocks, each less what b is before it; r_1 - r_0; r_1; the reference of keys; b_last)."""
+        first, last_0 = column(b_0, 0), column(b_0, BLOCK - 1)
         r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * of_floor, first)
-        first, last = load_end(mine, BLOCK), load_end(mine, CHUNK - 1)
+        first, last = column(b_1, 0), column(b_1, BLOCK - 1)
         least = minimum(least, minimum((last - first) * of_floor, first))
         r_1, last = (last_0 * 2.0 + first + last) * 0.25 // 1 * 2.0, last_0 + last
         strong = less(least, float32(floor))
         r_0, r_1, end = where(strong, 0.0, r_0), where(strong, 0.0, r_1), where(strong, fp32(fp16(last)), 0.0)
-        warpgroup.sync(True)  # all have read these rows
-        if rank == 0:
-            store(subtile(factors, HALF, int32(2 * E + wg)), exp2(r_0))
-            store(subtile(ends, HALF, wg), end)
-        elif rank == 1:
-            store(subtile(factors, HALF, int32(2 * ROOT_D + wg)), exp2((r_1 - r_0) * 0.5))
-        elif rank == 2:
-            store(subtile(decays, HALF, int32(2 * F + wg)), exp2(last - end - r_1))
-        else:
-            store(subtile(decays, HALF, int32(2 * LAST + wg)), exp2(last))
-        r = r_0 if rank < 2 else r_1 - last_0
-        tiles = queries, keys, sums
-        query_0, key_0 = factor(tiles, r, end, 0, wg, rank, scale)
-        query_1, key_1 = factor(tiles, r, end, 1, wg, rank, scale)
-        store(part(queries, wg, rank), hstack(query_0, query_1))
-        store(part(keys, wg, rank), hstack(key_0, key_1))
+        return r_0, r_1 - last_0, r_1 - r_0, r_1, end, last
 
     @inlined
-    def score_values(douts, values, p_tile):
-        """P = tril(dO V^T), to shared memory."""
-        p = warpgroup.wait(warpgroup.mm_ABt(douts, values))
-        warpgroup.store(p_tile, warpgroup.causal(p, 0, 0.0))
-
-    @inlined
-    def score_keys(queries, keys, factors, a_tile, rank):
-        """Write A. Queries are loaded twice: kept, they would take twice as many registers."""
-        x = load(rows(queries, rank), ROW_OPERAND, fenced=False)
-        a_1 = warpgroup.wait(warpgroup.mm_ABt(x, subtile(keys, BLOCK, 1)))
-        x = load(rows(queries, rank), ROW_OPERAND, fenced=False)
-        if rank >= 2:
-            x = decay_twice(x, vector(factors, ROOT_D, ROWS.row_vec, 0, KEYS))
-        a_0 = warpgroup.wait(warpgroup.mm_ABt(x, subtile(keys, BLOCK, 0)))
-        warpgroup.store(a_tile, warpgroup.causal(hstack(a_0, a_1), 0, 0.0))
-
-    @inlined
-    def dot_states(ds, states, half, fenced):
+    def dot_states(ds, states, half):
         """<S, dS> of each channel, over half of the columns of values."""
-        of_states = warpgroup.load_transposed(subtile(states, CHUNK, half), OF_STATES, fenced=fenced)
+        of_states = warpgroup.load_transposed(subtile(states, CHUNK, half), OF_STATES, fenced=False, recompute=True)
         return row_sum(columns(ds, CHUNK, half) * fp32(of_states))
 
     @inlined
-    def finish(gradients, for_all, tiles, sums, ends, half, wg, rank, scale):
-        """dQ and dK in half of a consumer's channels, from what references are taken out of. Writes r, and `for_all` to the
-        warp's part of c."""
-        (dq, dk), (queries, keys, r_tile), column = gradients, tiles, int32(2 * wg + half)
-        dq, dk = columns(dq, PANEL.cols, half), columns(dk, PANEL.cols, half)
-        own = subtile(sums, 16, rank, PANEL.cols, column)
-        c = load(own, PANEL, fenced=False)
-        store(own, zeros(PANEL) + columns(for_all, PANEL.cols, half))
-        r = dq * load_columns(queries, half, wg, rank) - dk * load_columns(keys, half, wg, rank)
-        store(subtile(r_tile, 16, rank, PANEL.cols, half), r)
-        dq, dk = dq * (exp2(c) * scale), dk * exp2(load(subtile(ends, PANEL.cols, column), PANEL.row_vec) - c)
-        return KEY_GRADIENT(dq), KEY_GRADIENT(dk)
+    def load_block(tile, block):
+        """A warp's channels of a block's tokens, transposed."""
+        return warpgroup.load_transposed(subtile(tile, BLOCK, block), OPERAND, fenced=False, recompute=True)
 
     @inlined
-    def gather(c, decays, rank):
-        """Write what all gates of a chunk have in a warp's channels, from the consumers' warps and from states, over F."""
-        of_all = load(subtile(decays, PANEL.cols, rank), PANEL.row_vec)
-        for warp in range(1, warpgroup.WARPGROUP):
-            of_all = of_all + load_row(subtile(c, 16, warp, PANEL.cols, rank), PANEL.row_vec, 0, fenced=False)
-        of_all = of_all + load_row(subtile(c, 16, 0, PANEL.cols, rank), PANEL.row_vec, 0)
-        cuda.syncwarp()  # all lanes have read what is overwritten
-        store(subtile(decays, PANEL.cols, rank), of_all)
-        cuda.syncwarp()
+    def factor(queries, keys, b, r, end, block, scale):
+        """Write q' over q and k* over k, in a warp's channels of a block."""
+        x = INPUT(fp32(load_block(queries, block)) * (exp2(b - r) * scale))
+        warpgroup.store_transposed(subtile(queries, BLOCK, block), x, True)
+        x = INPUT(fp32(load_block(keys, block)) * exp2(end + r - b))
+        warpgroup.store_transposed(subtile(keys, BLOCK, block), x, True)
+        return x
+
+    @inlined
+    def decay_twice(x, root):
+        """x times D, which rounds nothing."""
+        factor = INPUT(ones(SUMS) * root)
+        return x * factor * factor
+
+    @inlined
+    def decay_queries(queries, block, decay):
+        """q' of a block, transposed, times a power of 2 for each channel, which rounds nothing."""
+        return load_block(queries, block) * INPUT(ones(SUMS) * decay)
+
+    @inlined
+    def store_block(gOut, tile, x, block, at):
+        """Store a warp's channels of a block of dQ or dK, x transposed, for store_keys."""
+        if UNROUNDED:
+            (seq, token, head), channel = at, int32(HALF * warpgroup.id() + 16 * warpgroup.rank())
+            store(truncate(gOut, 1, seq.end), turned(x), (seq.batch, int32(token + BLOCK * block), head, channel), 1, 3)
+        else:
+            warpgroup.store_transposed(subtile(tile, BLOCK, block), INPUT(x), True)
+
+    @inlined
+    def finish(arrays, gradients, tiles, vectors, block, at, scale):
+        """Store dQ and dK of a block, from what references are taken out of. Writes what gates have."""
+        (gDQ, gDK), (dq, dk), (queries, keys, sums, r_tile), (references, ends) = arrays, gradients, tiles, vectors
+        x = dq * fp32(load_block(queries, block)) - dk * fp32(load_block(keys, block))
+        warpgroup.store_transposed(subtile(r_tile, BLOCK, block), x)
+        channel, b = (
+            int32(4 * warpgroup.id() + warpgroup.rank()),
+            warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False),
+        )
+        r = load(subtile(references, 16, int32(KEYS // 16 * block + channel)), SUMS.col_vec)
+        store_block(gDQ, queries, dq * (exp2(b - r) * scale), block, at)
+        store_block(gDK, keys, dk * exp2(load(subtile(ends, 16, channel), SUMS.col_vec) + r - b), block, at)
+
+    @inlined
+    def load_decayed_keys(keys, first_keys, rank):
+        """A warp's tokens of k* decayed to the end of the chunk but for F."""
+        if rank < 2:
+            return load(subtile(first_keys, 16, rank), ROW_OPERAND, fenced=False)
+        else:
+            return load(subtile(keys, 16, rank), ROW_OPERAND, fenced=False)
+
+    @inlined
+    def load_half(tiles, half, rank):
+        """The same, in half of the channels: with all of them registers would spill."""
+        keys, first_keys = tiles
+        if rank < 2:
+            return load(subtile(first_keys, 16, rank, HALF, half), HALF_OPERAND, fenced=False)
+        else:
+            return load(subtile(keys, 16, rank, HALF, half), HALF_OPERAND, fenced=False)
+
+    @inlined
+    def sum_values(tiles, ds_tile, a, douts, half, rank):
+        """Half of the columns of dV."""
+        x = load_half(tiles, 0, rank)
+        dv = warpgroup.wait(warpgroup.mm_AB(x, subtile(ds_tile, HALF, 0, HALF, half)))
+        x = load_half(tiles, 1, rank)
+        dv = warpgroup.mma_AB(dv, x, subtile(ds_tile, HALF, 1, HALF, half))
+        return warpgroup.wait(warpgroup.mma_AB(dv, a, subtile(douts, CHUNK, 0, HALF, half)))
+
+    @inlined
+    def store_keys(gOut, tile, seq, token, head, wg):
+        """Store a consumer's channels of dQ or dK."""
+        at = seq.batch, token, head, int32(HALF * wg)
+        if VARLEN and not UNROUNDED:
+            warpgroup.sync()
+            warpgroup.store(truncate(gOut, 1, seq.end), warpgroup.load(tile, rt(16, HALF, INPUT)), at, 1, 3, aligned=True)
+        elif UNROUNDED:
+            warpgroup.sync()
+        else:
+            warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)
 
     @inlined
     def store_gates(gDGates, r, seq, token, head, rank):
@@ -316,54 +306,62 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(SUMS, unit=1), gDQ: OF_KEYS, gDK: OF_KEYS, gDV: OF_VALUES,
+        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: OF_KEYS, gDK: OF_KEYS, gDV: OF_VALUES,
         gDGates: OF_GATES, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
         gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS after each segment, gFirstState: before each sequence. gStrong, gStrongSegments:
         of each chunk and head, of each segment and head, is it, or one of its chunks, strong?"""
-        q, k, v, do, s, scores, ds_tile, c, factors, decays, ends = smem.open()
+        q, k, v, do, s, g, p, ds_tile, first_keys, references, ends, of_all = smem.open()
         wg, rank = warpgroup.id(), warpgroup.rank()
-        _, segment, head, sequence = block_coord(cuda.blockIdx.x, 1, segments, heads)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        n, first_chunk = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            key_head, _ = divmod(head, group)
-            rings, arrays = (q, k, v, do, s), (gQ, gK, gV, gDOut, gStates)
-            gStrongSegments[int32(sequence * segments + segment), head] = float32(0)
-            fill_gates(c, gGates, int32(0), n, seq, head)
-            fill(rings, arrays, int32(0), n, seq, first_chunk, head, key_head)
+            sequence, place, head, seq, n = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            first_chunk, (key_head, _) = seq_layout.chunk_index(seq.start, sequence, length), divmod(head, group)
+            rings, arrays = (q, k, do, g), (gQ, gK, gDOut, gGates)
+            gStrongSegments[place, head] = float32(0)
+            fill(rings, arrays, int32(0), n, seq, head, key_head)
+            fill_values(v, gV, int32(0), n, seq, head)
+            fill_states(s, gStates, int32(0), n, seq, first_chunk, head)
             for j in range(n):
                 token = seq.chunk_start(j)
-                queries, keys, douts, values, of_chunk = q.wait(j), k.wait(j), do.wait(j), v.wait(j), scores.claim(j)
-                if not VARLEN:  # where consumers clear tails, P waits for that
-                    score_values(douts, values, subtile(of_chunk, CHUNK, 0))
-                PREPARED.sync(0)
-                if VARLEN:
-                    score_values(douts, values, subtile(of_chunk, CHUNK, 0))
+                douts, values = do.wait(j), v.wait(j)
+                if VARLEN:  # consumers clear tails
+                    PREPARED.sync(0)
+                scores = warpgroup.wait(warpgroup.mm_ABt(douts, values))
+                v.release(j)
+                if not VARLEN:
+                    PREPARED.sync(0)
                 strong = tile_min(load(ends, ROWS.row_vec)) < float32(0)
+                warpgroup.store(p.claim(j), warpgroup.causal(scores, int32(-CHUNK if strong else 0), 0.0))
+                p.publish(j)
                 gStrong[int32(first_chunk + seq.chunk_number(j)), head] = float32(1.0 if strong else 0.0)
                 if strong:
-                    gStrongSegments[int32(sequence * segments + segment), head] = float32(1)
-                    warpgroup.store(subtile(of_chunk, CHUNK, 0), zeros(SQUARE))
-                    warpgroup.store(subtile(of_chunk, CHUNK, 1), zeros(SQUARE))
-                else:
-                    score_keys(queries, keys, factors, subtile(of_chunk, CHUNK, 1), rank)
-                scores.publish(j)
+                    gStrongSegments[place, head] = float32(1)
+                fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+                queries, keys = q.wait(j), k.wait(j)
+                x = load_decayed_keys(keys, first_keys, rank)
+                a_0 = warpgroup.mm_ABt(keys, subtile(queries, BLOCK, 0))
+                a_1 = warpgroup.wait(warpgroup.mm_ABt(x, subtile(queries, BLOCK, 1)))
+                scores = hstack(warpgroup.wait(a_0), a_1)
+                a = INPUT(warpgroup.triu(scores, int32(CHUNK if strong else 0), 0.0))
+                gOut, at = truncate(gDV, 1, seq.end), (seq.batch, token, head, int32(0))
+                dv = sum_values((keys, first_keys), ds_tile, a, douts, 0, rank)
+                warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
+                fill_values(v, gV, int32(j + 1), n, seq, head)
+                dv = sum_values((keys, first_keys), ds_tile, a, douts, 1, rank)
+                READ.arrive(0)
                 q.release(j)
                 k.release(j)
-                v.release(j)
                 do.release(j)
-                fill(rings, arrays, int32(j + 1), n, seq, first_chunk, head, key_head)
+                at = seq.batch, token, head, int32(HALF)
+                warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
                 SUMMED.sync(0)
-                gather(c.wait(j), decays, rank)
-                c.release(j)
-                fill_gates(c, gGates, int32(j + 1), n, seq, head)
+                fill_states(s, gStates, int32(j + 1), n, seq, first_chunk, head)
                 r = viewed(ds_tile, R)
-                mine = subtile(r, CHUNK, rank // 2, PANEL.cols, rank % 2)
-                reverse_cumsum_columns(mine, subtile(decays, PANEL.cols, rank))
+                mine = subtile(r, CHUNK, rank // 2, PANEL, rank % 2)
+                reverse_cumsum_columns(mine, subtile(of_all, PANEL, rank))
                 warpgroup.sync()
                 store_gates(gDGates, r, seq, token, head, rank)
                 if not VARLEN:
@@ -371,94 +369,91 @@ def make(config: Config):
                 STORED.arrive(0)
         else:
             warpgroup.claim_registers(consumer_registers)
-            at = int32(sequence * segments + segment), head, int32(HALF * wg), 0
-            ds = warpgroup.load(gLastState, STATE, at)
+            sequence, place, head, seq, n = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            channel = int32(4 * wg + rank)  # the first one of a warp's, over 16
+            ds = warpgroup.load(gLastState, STATE, (place, head, int32(HALF * wg), 0))
             for j in range(n):
                 token, remaining = seq.chunk_start(j), seq.remaining(j)
-                douts, values, queries, keys = do.wait(j), v.wait(j), q.wait(j), k.wait(j)
+                gates = g.wait(j)
                 if VARLEN:
-                    clear_tails((douts, values), remaining)
-                    clear_tails((queries, keys), remaining)
-                    clear_tails((c.wait(j),), remaining)
+                    clear_tails((do.wait(j), v.wait(j)), remaining)
+                    clear_tails((q.wait(j), k.wait(j)), remaining)
+                    clear_tails((gates,), remaining)
                     warpgroup.sync_several(CONSUMERS)
-                states = subtile(s.wait(j), VALUES, 0, HALF, wg)
-                dots = dot_states(ds, states, 0, False) + dot_states(ds, states, 1, True)
+                b_0, b_1 = sum_gates(gates, wg, 0), sum_gates(gates, wg, 1)
+                r_0, r_1, between, both, end, last = choose_references(b_0, b_1)
                 if j > 0:
                     warpgroup.store_wait()
                     q.release(j - 1)
                     k.release(j - 1)
-                    scores.release(j - 1)
-                sums = c.wait(j)
-                sum_gates(sums, wg, rank)
-                if j > 0:
                     STORED.sync(0)  # the gates' gradients of the chunk before have left the place of dS
-                prepare(queries, keys, sums, (factors, decays, ends), wg, rank, scale)
-                warpgroup.sync(True)  # all have written vectors
-                channel = int32(4 * wg + rank)  # the first one of a warp's rows of dS, over 16
-                warpgroup.store(subtile(ds_tile, HALF, wg), ds * vector(decays, F, STATE.col_vec, channel, 16))
-                warpgroup.sync_several(CONSUMERS)
+                ds = ds * exp2(last - end - both)
+                warpgroup.store(subtile(ds_tile, HALF, wg), ds)
+                store(subtile(ends, 16, channel), end)
+                store(subtile(references, 16, channel), r_0)
+                store(subtile(references, 16, int32(KEYS // 16 + channel)), r_1)
+                root = exp2(between * 0.5)  # of D, which may be less than numbers hold
+                queries, keys = subtile(q.wait(j), CHUNK, 0, HALF, wg), subtile(k.wait(j), CHUNK, 0, HALF, wg)
+                x = decay_twice(factor(queries, keys, b_0, r_0, end, 0, scale), root)
+                warpgroup.store_transposed(subtile(first_keys, BLOCK, 0, HALF, wg), x, True)
+                factor(queries, keys, b_1, r_1, end, 1, scale)
+                warpgroup.sync()
                 PREPARED.arrive(0)
-                store(subtile(decays, 16, channel), dots * vector(decays, LAST, STATE.col_vec, channel, 16))
-                x = load(rows(keys, rank), ROW_OPERAND, fenced=False)
-                if rank < 2:
-                    x = decay_twice(x, vector(factors, ROOT_D, ROWS.row_vec, 0, KEYS))
-                dv = warpgroup.mm_AB(x, subtile(ds_tile, KEYS, 0, HALF, wg))
-                dv = warpgroup.wait(dv)
-                dq = warpgroup.mm_AB(douts, states)
-                dk = warpgroup.mm_ABt(values, subtile(ds_tile, HALF, wg))
-                of_chunk = scores.wait(j)
-                p_tile, a_tile = subtile(of_chunk, CHUNK, 0), subtile(of_chunk, CHUNK, 1)
-                dv = warpgroup.mma_AtB(dv, a_tile, subtile(douts, CHUNK, 0, HALF, wg))
-                own_queries, own_keys = subtile(queries, CHUNK, 0, HALF, wg), subtile(keys, CHUNK, 0, HALF, wg)
-                at = seq.batch, token, head, int32(CHUNK * wg)
-                dq, dk, dv = warpgroup.wait(dq, newer=2), warpgroup.wait(dk, newer=1), warpgroup.wait(dv)
-                s.release(j)
+                g.release(j)
+                values, douts = v.wait(j), do.wait(j)
+                dk_0 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 0))
+                dk_1 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 1))
+                states = subtile(s.wait(j), VALUES, 0, HALF, wg)
+                carried = (dot_states(ds, states, 0) + dot_states(ds, states, 1)) * exp2(end + both)
+                dk_0, dk_1 = warpgroup.wait(dk_0, newer=1), warpgroup.wait(dk_1)
                 v.release(j)
-                warpgroup.store(truncate(gDV, 1, seq.end), dv, at, 1, 3, aligned=True)
-                dq = dq * vector(factors, E, OUT.row_vec, wg, HALF)
-                dq = warpgroup.mma_AB(dq, subtile(p_tile, CHUNK, 0, BLOCK, 0), subtile(own_keys, BLOCK, 0))
-                for_all = col_sum(dk * fp32(load(rows(own_keys, rank), OPERAND, fenced=False)))
-                if rank < 2:
-                    between = vector(factors, ROOT_D, OUT.row_vec, wg, HALF)
-                    for_all = for_all * between * between
-                dk = warpgroup.mma_AtB(dk, subtile(p_tile, BLOCK, 1), subtile(own_queries, BLOCK, 1))
-                dq, dk = warpgroup.wait(dq, newer=1), warpgroup.wait(dk)
-                between = vector(factors, ROOT_D, OUT.row_vec, wg, HALF)
-                if rank < 2:
-                    dk = dk * between * between
-                else:
-                    dq = dq * between * between
-                dq = warpgroup.mma_AB(dq, subtile(p_tile, CHUNK, 0, BLOCK, 1), subtile(own_keys, BLOCK, 1))
-                dk = warpgroup.mma_AtB(dk, subtile(p_tile, BLOCK, 0), subtile(own_queries, BLOCK, 0))
-                state_decay = vector(decays, LAST, STATE.col_vec, channel, 16)
-                decay = vector(factors, E, STATE.col_vec, channel, 16)
-                x_0 = decay_channels(warpgroup.load_transposed(subtile(own_queries, BLOCK, 0), TRANSPOSED, fenced=False), decay)
-                ds = warpgroup.mma_AB(ds * state_decay, x_0, subtile(douts, BLOCK, 0))
-                root = vector(factors, ROOT_D, STATE.col_vec, channel, 16)
-                decay = decay * root * root
-                x_1 = decay_channels(warpgroup.load_transposed(subtile(own_queries, BLOCK, 1), TRANSPOSED, fenced=False), decay)
-                ds = warpgroup.mma_AB(ds, x_1, subtile(douts, BLOCK, 1))
-                dq, dk = warpgroup.wait(dq, newer=3), warpgroup.wait(dk, newer=2)
+                for_all = row_sum(dk_0 * fp32(load_block(keys, 0))) * root * root
+                for_all = for_all + row_sum(dk_1 * fp32(load_block(keys, 1)))
+                store(subtile(of_all, 16, channel), for_all + carried)
+                dq_0 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 0))
+                dq_1 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 1))
+                dq_0, dq_1 = warpgroup.wait(dq_0, newer=1), warpgroup.wait(dq_1)
+                warpgroup.sync()  # all have read the state
+                sums = viewed(states, OWN_SUMS)
+                warpgroup.store_transposed(subtile(sums, BLOCK, 0), b_0)
+                warpgroup.store_transposed(subtile(sums, BLOCK, 1), b_1)
+                scores, first_decay = p.wait(j), exp2(r_0)
+                dq_0, dq_1 = dq_0 * first_decay, dq_1 * first_decay
+                dq_1 = warpgroup.mma_AtBt(dq_1, subtile(keys, BLOCK, 0), subtile(scores, BLOCK, 1, BLOCK, 0))
+                dk_0 = warpgroup.mma_AtB(dk_0, subtile(queries, BLOCK, 1), subtile(scores, BLOCK, 1, BLOCK, 0))
+                dq_0 = warpgroup.mma_AtBt(dq_0, subtile(keys, BLOCK, 0), subtile(scores, BLOCK, 0, BLOCK, 0))
+                dk_1 = warpgroup.mma_AtB(dk_1, subtile(queries, BLOCK, 1), subtile(scores, BLOCK, 1, BLOCK, 1))
+                dq_1, dk_0 = warpgroup.wait(dq_1, newer=3), warpgroup.wait(dk_0, newer=2)
+                dq_1 = warpgroup.mma_AtBt(dq_1 * root * root, subtile(keys, BLOCK, 1), subtile(scores, BLOCK, 1, BLOCK, 1))
+                dk_0 = warpgroup.mma_AtB(dk_0 * root * root, subtile(queries, BLOCK, 0), subtile(scores, BLOCK, 0, BLOCK, 0))
+                second_decay = first_decay * root * root
+                x = decay_queries(queries, 0, first_decay)
+                ds = warpgroup.mma_AB(ds * (second_decay * exp2(end)), x, subtile(douts, BLOCK, 0))
+                y = decay_queries(queries, 1, second_decay)
+                ds = warpgroup.mma_AB(ds, y, subtile(douts, BLOCK, 1))
+                dq_0, dk_1 = warpgroup.wait(dq_0, newer=5), warpgroup.wait(dk_1, newer=4)
+                dq_1, dk_0 = warpgroup.wait(dq_1, newer=3), warpgroup.wait(dk_0, newer=2)
                 ds = warpgroup.wait(ds)
+                p.release(j)
                 do.release(j)
-                warpgroup.sync_several(CONSUMERS)  # both have read P, A, keys and vectors
-                gradients, of_chunk = (dq, dk), (queries, keys, subtile(viewed(ds_tile, R), CHUNK, wg))
-                dq_0, dk_0 = finish(gradients, for_all, of_chunk, sums, ends, 0, wg, rank, scale)
-                dq_1, dk_1 = finish(gradients, for_all, of_chunk, sums, ends, 1, wg, rank, scale)
-                dq, dk = hstack(dq_0, dq_1), hstack(dk_0, dk_1)
+                READ.sync(0)  # the scorer has read dS, q' and k*
+                chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, R), CHUNK, wg)
+                outputs, coord = (gDQ, gDK), (seq, token, head)
+                finish(outputs, (dq_0, dk_0), chunk_tiles, (references, ends), 0, coord, scale)
+                finish(outputs, (dq_1, dk_1), chunk_tiles, (references, ends), 1, coord, scale)
                 SUMMED.arrive(0)
-                store_keys(gDQ, own_queries, dq, seq, token, head, wg)
-                if FENCED:
-                    warpgroup.sync()
-                c.release(j)
-                store_keys(gDK, own_keys, dk, seq, token, head, wg)
-            warpgroup.store_wait()
-            if n > 0:
-                q.release(n - 1)
-                k.release(n - 1)
-                scores.release(n - 1)
-                STORED.sync(0)
-            if VARLEN and segment == segments - 1:
+                store_keys(gDQ, queries, seq, token, head, wg)
+                s.release(j)
+                store_keys(gDK, keys, seq, token, head, wg)
+                if j + 1 == n:
+                    warpgroup.store_wait()
+                    q.release(j)
+                    k.release(j)
+                    STORED.sync(0)
+            # where this is, anew, to save registers
+            sequence, place, head, seq, n = find_place(persistent_tile(0), gCuSeqlens, length, segments, heads)
+            is_last = place + 1 == segments * (sequence + 1)
+            if VARLEN and is_last:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                 for j in range(padding.num_chunks()):
                     at = padding.batch, padding.chunk_start(j), head, int32(HALF * wg)
@@ -466,8 +461,8 @@ def make(config: Config):
                     warpgroup.store(gDK, zeros(OUT), at, 1, 3, aligned=True)
                     warpgroup.store(gDGates, zeros(OUT), at, 1, 3, aligned=True)
                     warpgroup.store(gDV, zeros(OUT), at, 1, 3, aligned=True)
-            if segment == segments - 1:
-                at = sequence, head, int32(HALF * warpgroup.id()), 0  # anew, to save registers
+            if is_last:
+                at = sequence, head, int32(HALF * warpgroup.id()), 0
                 warpgroup.store(gFirstState, ds, at, aligned=False)
 
     return differentiate_channels, smem
