@@ -10,7 +10,7 @@ import numpy as np
 
 from tiles.compiling.compiler import check_arch
 from tiles.launching.devices import device
-from tiles.piped import leave
+from tiles.pipes import leave
 
 from . import forward, reference
 from . import show as drawing

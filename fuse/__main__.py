@@ -14,7 +14,7 @@ import numpy as np
 
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.inspect.command import module_at
-from tiles.piped import leave
+from tiles.pipes import leave
 
 from . import inspect
 from .calls.fused import Fused

@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from .piped import leave
+from .pipes import leave
 
 COMMANDS = {  # name: (module, what it does)
     "doctor": ("doctor", "what this machine has, what runs where, and what to do about what is missing"),

@@ -1,4 +1,4 @@
-"""tiles/piped.py: a command whose reader leaves."""
+"""tiles/pipes.py: a command whose reader leaves."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiles.piped import STOPPED
+from tiles.pipes import STOPPED
 
 ROOT = Path(__file__).parents[2]
 
