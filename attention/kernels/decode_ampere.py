@@ -226,7 +226,7 @@ def make(config: Config):
     S, O = rt(ROWS, KEYS, fp32), rt(ROWS, config.value_dim, fp32)
     value_bytes = STAGES * KV * config.value_dim * CACHE.itemsize  # there the warps' O are merged, in O_PARTS parts
     o_bytes = WARPS * ROWS * config.value_dim * fp32.itemsize
-    O_PARTS = next(n for n in (1, 2, 3) if o_bytes <= n * value_bytes and O.cols % (SLAB_COLS * n) == 0)
+    O_PARTS = next(n for n in (1, 2, 3, 4) if o_bytes <= n * value_bytes and O.cols % (SLAB_COLS * n) == 0)
     COLUMNS, ALL_COLUMNS = config.value_dim // O_PARTS, config.value_dim
     WARPS_O, SLAB, SLABS = st(WARPS * ROWS, COLUMNS, fp32), rt(ROWS, SLAB_COLS, fp32), COLUMNS // SLAB_COLS
     # are pages looked up two tiles ahead? If there are registers for it
@@ -421,6 +421,9 @@ def make(config: Config):
             if O_PARTS > 2:
                 block.sync()
                 merge_warps(columns(o, COLUMNS, 2), l, v_descale, 2 * COLUMNS, v, out_tile, params)
+            if O_PARTS > 3:
+                block.sync()
+                merge_warps(columns(o, COLUMNS, 3), l, v_descale, 3 * COLUMNS, v, out_tile, params)
             if warp == 0:
                 result.store_row_sums(m, l, scale, out_tile, params)
             work = split.next_work(work, tokens, params)

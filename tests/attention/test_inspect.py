@@ -30,6 +30,7 @@ from attention.kernels import (
     forward_ampere,
     forward_fp8_hopper,
     forward_hopper,
+    gla_ampere,
     gla_hopper,
     gla_states_hopper,
     linear_gradients_hopper,
@@ -240,7 +241,7 @@ def test_what_there_is_nothing_of(words, message, capsys):
 
 def test_only_what_is_asked_for():
     actual = list(inspect.configurations(True, "sm_90a", ("linear", "gla", "Dk 128", "varlen")))
-    assert {module for _, module, _ in actual} == {gla_hopper, gla_states_hopper} and all(
+    assert {module for _, module, _ in actual} == {gla_ampere, gla_hopper, gla_states_hopper} and all(
         x.varlen and x.key_dim == 128 for *_, x in actual
     )
-    assert len(actual) == 18
+    assert len(actual) == 22

@@ -90,7 +90,7 @@ def test_torch():
 
 
 def test_what_is_refused():
-    with pytest.raises(TypeError, match="cast: dtype must be one of fp32, bf16, fp16, fp8e4m3 of tiles"):
+    with pytest.raises(TypeError, match="cast: dtype must be one of fp32, bf16, fp16, fp8e4m3, int8 of tiles"):
         fuse.kernel(lambda x: fuse.cast(x, fp8e5m2)).run(normal(4, 8))
     with pytest.raises(TypeError, match="x: dtype must be one of"):
         fuse.kernel(lambda x: x + 1.0).run(normal(4, 8, dtype=fp8e4m3))

@@ -17,13 +17,13 @@ STAGES, ZERO, HALF, T = 3, 0, 0.5, rt(16, 96, fp32)
 
 def folded(function):
     """The numbers that take the places of expressions."""
-    ir, found = run_frontend(function), []
+    ir, values = run_frontend(function), []
     for block in ir.blocks.values():
         fold = FoldConstants(SimpleNamespace(args=[None] * ir.arg_count))
         if fold.match(ir, block, None, None):
-            found += fold.found.values()
+            values += fold.constants.values()
             fold.apply().verify()
-    return sorted(found)
+    return sorted(values)
 
 
 def test_names_from_outside():

@@ -193,6 +193,11 @@ for how, clamps in {"bfly": 31, "idx": 31, "up": 0, "down": 31}.items():
     for width in (32, 8):
         c = 32 - width << 8 | clamps
         SNIPPETS[f"shuffle {how} in {width}"] = f"shfl.sync.{how}.b32 o, x, 3, {c}, -1;", x[shuffled(how, 3, width)]
+BYTES = {name: of.view(np.int8).reshape(8, 16).astype(np.int32) for name, of in (("x", x), ("y", y))}  # rows of four lanes
+SNIPPETS["a product of int8"] = (
+    ".reg .b32 d, e, f; mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {o, d, e, f}, {x, y, x, y}, {x, y}, {0, 0, 0, 0};",
+    (np.hstack([BYTES["x"]] * 2) @ np.hstack([BYTES["x"], BYTES["y"]]).T)[LANE // 4, LANE % 4 * 2].view(np.uint32)
+)  # fmt: skip
 SNIPPETS["shuffle and say whether"] = (
     ".reg .pred p; shfl.sync.up.b32 o|p, x, 4, 0, -1; selp.u32 o, o, 7, p;", np.where(LANE < 4, 7, x[LANE - 4])
 )  # fmt: skip

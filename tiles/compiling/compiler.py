@@ -72,7 +72,7 @@ class Compiled:
 
 class CompileError(RuntimeError):
     """ptxas or the linker refuse a kernel. complaints: [(what they say, the Place that it is about, or Place())], each once.
-    lacks: the instructions that the architecture does not have."""
+    missing_features: the instructions that the architecture does not have."""
 
     SHOWN = 8  # places
 
