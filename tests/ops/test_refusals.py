@@ -40,7 +40,7 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.rescale, [T.col_vec, T.col_vec], "rescale: takes an fp32 tile and its col_vec"),
     (triangular_inverse.inverse_unit_lower, [T], "inverse_unit_lower: takes rt(16, 16, fp32), got rt(16, 64, fp32)"),
     (grid.wait, [X], "grid.wait: `after` must be an integer"),
-    (ops.unzipped, [COLUMNS, None], "unzipped: takes a tile in row layout, and not of fp8"),
+    (ops.unzipped, [COLUMNS, None], "unzipped: takes a tile in row layout: of fp8 or int8 with a dtype"),
     (ops.rezipped, [T.row_vec], "rezipped: takes a tile in row layout, and not of fp8"),
     (ops.copy_async, [T, A, TWO, 0, 1, 16], "copy_async: copies to a shared tile, got rt"),
     (ops.copy_async, [sv(64, bf16), A, TWO, 0, 1, 16], "copy_async: copies to a shared tile, got sv(64, bf16): load and"),
