@@ -235,7 +235,11 @@ def test_complaints_come_once_with_op_and_line():
         f"  wait in inspected.py:{number} `{source}`",
         "      Instruction 'wgmma.wait_group' not supported on .target 'sm_80'",
     ]
-    assert caught.value.missing_features[0] == "wgmma.fence" and caught.value.__cause__ is None and caught.value.__suppress_context__
+    assert (
+        caught.value.missing_features[0] == "wgmma.fence"
+        and caught.value.__cause__ is None
+        and caught.value.__suppress_context__
+    )
 
 
 @pytest.mark.parametrize("log, said", [
