@@ -1,5 +1,7 @@
 """attention.decode on caches of fp8 and int8, with descales of heads and of each token, against float64."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from decode_checks import FP8, case, known
@@ -9,7 +11,9 @@ from poison import in_pages, poisoned
 
 import attention
 from attention import reference
+from attention.plans import decode_launches
 from tiles import int8
+from tiles.targets import MEDIUM
 
 INT8 = int8.np
 
@@ -20,7 +24,7 @@ def quantised(x, dtype):
     return np.clip(x, -448, 448).astype(FP8) if dtype == FP8 else int8.round(np.nan_to_num(x, nan=-128))
 
 
-def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8):
+def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8, family=None):
     """Against float64 of the numbers that a cache holds, by 4 times what the formula in q's dtype loses. NaN stands behind
     them. per: the axes of descales, "" for none; of each token they differ by factors of 1000, and are tiny."""
     rng = np.random.default_rng(5)
@@ -43,7 +47,7 @@ def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8):
     if size and "T" in per:
         (kwargs["k_descale"], kwargs["v_descale"]), _ = in_pages(descales, lengths, size)
     kwargs, scale = {name: place.put(x) for name, x in kwargs.items()}, None if per else 0.01 if dtype == FP8 else 0.001
-    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, **kwargs)
+    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, family=family, **kwargs)
     (ref, _), (low, _) = known(q, *caches, lengths, causal=True, scale=scale)
     reference.assert_close(place.get(got), ref, low, factor=4)
 
@@ -128,13 +132,22 @@ def test_descales_of_each_token_anywhere(place):
 
 
 # ---- as compiled ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arch", "head_dim", "tokens", "dtype"), [("sm_90a", 64, 1, FP8), ("sm_80", 64, 1, INT8), ("sm_80", 128, 16, INT8)], ids=str
-)
-def test_as_compiled(as_compiled, arch, head_dim, tokens, dtype):
-    """On an A100 eight warps' O of 32 rows are merged in four parts."""
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_90a", FP8), ("sm_80", INT8)], ids=str)
+def test_as_compiled(as_compiled, arch, dtype):
     as_compiled(arch)
-    agrees(OnInterpreter(), (70,), head_dim, tokens, None, "BG", 1, dtype)
+    agrees(OnInterpreter(), (70,), 64, 1, None, "BG", 1, dtype)
+
+
+def test_shared_memory_of_an_a100(place, monkeypatch, nothing_known):
+    """Eight warps' O of 32 rows are merged in four parts there."""
+    machine = decode_launches.machine
+
+    def limited(device):
+        gpu = machine(device)
+        return SimpleNamespace(processors=gpu.processors, shared_bytes=MEDIUM, target=gpu.target)
+
+    monkeypatch.setattr(decode_launches, "machine", limited)
+    agrees(place, (150, 0, 70), 128, 16, None, "BG", None, INT8, family="sm_80")
 
 
 def test_descales_of_each_token_as_compiled(as_compiled):
