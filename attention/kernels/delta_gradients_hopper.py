@@ -54,15 +54,14 @@ STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? with_gates: is what the gates'
-    gradients are made of stored, too? varlen: are sequences packed (cu_seqlens)?"""
+class GradientTiles:
+    """The tiles of a walk that computes gradients. key_dim: the channels of keys, padded. gated: are there decays? with_gates:
+    is what the gates' gradients are made of stored, too?"""
 
     key_dim: int
     dtype: dtype
     gated: bool
     with_gates: bool = False
-    varlen: bool = False
     threads = warpgroup.THREADS * (PRODUCER + 1)
 
     @property
@@ -79,6 +78,13 @@ class Config:
     def state(self):
         """A chunk's S or dS in shared memory, transposed: 128 columns of values by Dk."""
         return st(VALUES, self.key_dim, self.dtype)
+
+
+@dataclass(frozen=True)
+class Config(GradientTiles):
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
+
+    varlen: bool = False
 
     def __str__(self):
         kinds = "gated" * self.gated, "gates" * self.with_gates, "varlen" * self.varlen
@@ -172,10 +178,10 @@ def make(config: Config):
         gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS, gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT,
         segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors .. gVectors: of
-        each chunk and head, as delta_chunk_states_hopper.py stores them. gLastState: the gradient of the state after each
-        segment, transposed; gFirstState: before each sequence, if it has one segment. gDots, gCarriedDots, gStateDots: see
-        gate_gradient.py; gDots has the differences of both row sums. gTailQ .. gTailDV: see packed_tails.py."""
+        """A block has a head of a sequence. gErrors .. gVectors: of each chunk and head, as delta_chunk_states_hopper.py stores
+        them. gLastState, gFirstState: the gradients of the states after and before each sequence, transposed. gDots,
+        gCarriedDots, gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gTailQ .. gTailDV: see
+        packed_tails.py. segments: 1; without this number registers spill where sequences are packed."""
         q, k, do, e, s, p, r, vectors, ds, dv, value_sums, key_sums, dp_tile, g_tile, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:

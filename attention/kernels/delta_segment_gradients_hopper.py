@@ -43,51 +43,25 @@ from ops import (
     where,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
 from ..parts.recurrent.gates import COL_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+from .delta_gradients_hopper import CONSUMERS, DKDQ, PRODUCER, REGISTERS, STATE_WARPS, WARPS, GradientTiles
 
-CONSUMERS = 2  # warpgroups with 64 columns of values each
-VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
 OF_OUTPUTS, OF_VALUES = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
-DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
-REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
-WARPS = warpgroup.WARPGROUP
-STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
 OUTPUTS = 2  # dQ and dK, stored one after the other
 FENCED = True  # who stores a tile by TMA fences itself
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? with_gates: is what the gates'
-    gradients are made of stored, too? adds: do value heads that share a key head add up their dQ and dK?"""
+class Config(GradientTiles):
+    """A kernel's configuration. adds: do value heads that share a key head add up their dQ and dK?"""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
-    with_gates: bool = False
     adds: bool = False
-    threads = warpgroup.THREADS * (PRODUCER + 1)
-
-    @property
-    def key(self):
-        """The tile of Q or K, and of their gradients, for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def values(self):
-        """The tile of dO, E or dV for a chunk."""
-        return st(CHUNK, VALUES, self.dtype)
-
-    @property
-    def state(self):
-        """A chunk's S or dS in shared memory, transposed: 128 columns of values by Dk."""
-        return st(VALUES, self.key_dim, self.dtype)
 
     def __str__(self):
         kinds = "gated" * self.gated, "gates" * self.with_gates, "adds" * self.adds
