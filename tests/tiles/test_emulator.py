@@ -329,7 +329,7 @@ def test_a_threads_own_memory():
     execute(body, actual)
     assert (actual == np.arange(32)).all()
     beyond = body.replace("d+16", "d+24")
-    stops("bounds", "8 bytes at 24 to 24 of a thread's own memory, which ends at 24", execute, beyond, actual)
+    stops("bounds", "8 bytes at 24 to 24 of local memory, which ends at 24", execute, beyond, actual)
 
 
 def test_generic_addresses():

@@ -92,9 +92,9 @@ def test_lines_of_other_code_are_not_shown():
     text = compiled(cuda.jit(product), [numbers(64), np.zeros((64, 64), np.float32)])
     plain, other = read(text), read(text)
     plain.with_lines = lambda: other.code[1:]
-    assert plain.shown is plain.code
+    assert plain.listing is plain.code
     other.with_lines = lambda: plain.code
-    assert other.shown is plain.code
+    assert other.listing is plain.code
 
 
 def test_a_wgmma_that_subtracts():

@@ -13,10 +13,10 @@ INIT = ".reg .pred p; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;\
 FORBIDDEN = {  # PTX: (kind, words)
     "ld.global.b32 x, [%a0+2];": ("bounds", "4 bytes at 0x.*, which is no multiple"),
     "ld.global.v4.b32 {x, x, x, x}, [%a0+4];": ("bounds", "16 bytes at 0x.*, which is no multiple"),
-    "ld.global.b32 x, [%a0+128];": ("bounds", "not all of one array that the launch was given"),
-    "ld.global.b32 x, [%a0+-4];": ("bounds", "not all of one array that the launch was given"),
-    "st.global.b32 [%a0+128], x;": ("bounds", "not all of one array that the launch was given"),
-    "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "not all of one array"),
+    "ld.global.b32 x, [%a0+128];": ("bounds", "do not all lie in one of the launch.s arrays"),
+    "ld.global.b32 x, [%a0+-4];": ("bounds", "do not all lie in one of the launch.s arrays"),
+    "st.global.b32 [%a0+128], x;": ("bounds", "do not all lie in one of the launch.s arrays"),
+    "mad.wide.u32 d, %t, 8, %a0; st.global.b32 [d], x;": ("bounds", "do not all lie in one"),
     "mad.wide.u32 d, %t, 2, %a0; ld.global.b32 x, [d];": ("bounds", "4 bytes at 0x.*, which is no multiple"),  # of some lanes
     "mad.lo.u32 s, %t, 2, s; ld.shared.b32 x, [s];": ("bounds", "shared memory at .*, which is no multiple of 4"),
     "ld.shared.b32 x, [s+2];": ("bounds", "shared memory at .*, which is no multiple of 4"),
@@ -26,7 +26,7 @@ FORBIDDEN = {  # PTX: (kind, words)
     "cp.async.cg.shared.global [s], [%a0], 8;": ("language", "cp.async.cg copies 16 bytes, not 8"),
     "cp.async.ca.shared.global [s+4], [%a0], 8;": ("bounds", "no multiple of 8"),
     "cp.async.ca.shared.global [s], [%a0+4], 8;": ("bounds", "cp.async of 8 bytes from an address that is no multiple"),
-    "cp.async.ca.shared.global [s], [%a0+128], 4;": ("bounds", "not all of one array"),
+    "cp.async.ca.shared.global [s], [%a0+128], 4;": ("bounds", "do not all lie in one"),
     "cp.async.ca.shared.global [s], [%a0], 4, 8;": ("bounds", "cp.async of 8 bytes into 4"),
     "st.shared.b32 [s], %t;": ("race", "lanes put different numbers in the same place"),
     "st.shared.b32 [s], x; .reg .pred p; setp.eq.u32 p, %t, 3; @p st.shared.b32 [s], x;": ("race", "after the write"),
@@ -38,7 +38,7 @@ FORBIDDEN = {  # PTX: (kind, words)
     ".reg .b32 y; add.u32 x, y, 1;": ("never written", "reads a register that nobody has written"),
     "add.u32 x, %t, 1; bar.sync x, 32;": ("divergence", "name different barriers"),
     "bar.sync 16, 32;": ("bounds", "named barriers are numbered 0 to 15, got 16"),
-    "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "only whole warps are emulated"),
+    "shfl.sync.bfly.b32 x, x, 1, 31, 0xFFFF;": ("language", "the emulator takes only 0xffffffff, a whole warp"),
     "mapa.shared::cluster.u32 x, s, 1; ld.shared::cluster.b32 x, [x];": ("bounds", "the cluster has no block 1"),
     INIT + "bar.warp.sync -1; mad.lo.u32 s, %t, 8, s; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": (
         "divergence",
@@ -50,11 +50,11 @@ FORBIDDEN = {  # PTX: (kind, words)
     ),
     "mad.lo.u32 x, %t, 8, s; st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [x], %t, [x];": (
         "divergence",
-        "lanes store and tell different barriers",
+        "the lanes of a st.async signal different mbarriers",
     ),
     ".reg .b32 f; mov.b32 f, 0f00000000; red.global.add.v4.f32 [%a0+4], {f, f, f, f};": (
         "bounds",
-        "an addition to 16 bytes at 0x.*, which is no multiple",
+        "red.global.add.v4.f32 at 0x.*, which is no multiple of 16",
     ),
     ".reg .b32 f; mov.b32 f, 0f3F800001; "
     "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {x, x, x, x}, {f, f, f, f}, {f, f}, {x, x, x, x};": (
@@ -86,7 +86,7 @@ def test_forbidden(body):
             "mapa.shared::cluster.u32 z, s, r; mad.lo.u32 z, %t, 4, z; "
             "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [z], x, [y];",
             "plan",
-            "st.async writes to one block and tells another's barrier",
+            "st.async writes to one block and signals another's mbarrier",
         ),
     ],
 )

@@ -1,12 +1,12 @@
-"""Runs a kernel *as compiled*, its PTX, on the CPU: the interpreter's other end.
+"""The emulator runs a kernel *as compiled*, its PTX, on the CPU.
 
-The interpreter runs what a kernel says; this runs what it became: lanes, addresses, parities, descriptors, fences. What is
-wrong in a lowering, and right in the op's meaning, shows here and nowhere else without a GPU. Its findings are those of the
-interpreter (interpreter/hazard.py), with the PTX line and the Python line. docs/emulator.md says how it works, and how an
+The interpreter runs a kernel's Python; the emulator runs the PTX that it is compiled to: lanes, addresses, parities,
+descriptors, fences. It finds faults of a lowering, which the interpreter cannot see. It raises the interpreter's Hazards
+(interpreter/hazard.py), which name the line of PTX and the line of Python. docs/emulator.md says how it works, and how an
 instruction is added.
 
-text.py reads PTX; table.py finds what an instruction means in arithmetic.py, moves.py, barriers.py, copies.py and matrices.py;
-warp.py executes, memory.py keeps watch.
+text.py parses PTX; table.py looks up an instruction among those of arithmetic.py, moves.py, barriers.py, copies.py and
+matrices.py; warp.py executes them, memory.py checks accesses to memory.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from ..launching.arguments import parameters, types_of
 from ..layout import LANES
 from . import arithmetic, barriers, copies, matrices, moves  # noqa: F401  # they fill the table
 from .flow import reconvergence_points
-from .memory import BASE, EmulatedSharedMemory, Global
+from .memory import BASE, EmulatedSharedMemory, GlobalMemory
 from .table import meaning
 from .text import PtxProgram, read
 from .warp import EmulatedWarp
@@ -36,13 +36,13 @@ from .warp import EmulatedWarp
 __all__ = ["ExecutionCounts", "emulate", "forget", "program"]
 
 PARAMETERS = 1 << 40  # the address of a launch's parameter block; no array lies there
-ALIGN = 1024  # bytes: no variable asks for more
-MBARRIERS = 128  # how many a block may set up besides those of its plan
+ALIGN = 1024  # bytes: the most alignment that a variable in shared memory asks for
+MBARRIERS = 128  # how many mbarriers a block may initialise besides those of its plan of shared memory
 
 
 class EmulatedCluster(Cluster):
-    """The blocks of a cluster, executing a program. memory: the launch's arrays. parameters: its parameter block. maps: tensor
-    maps by their addresses."""
+    """The blocks of a cluster, which execute a program. memory: the launch's arrays, a GlobalMemory. parameters: the launch's
+    parameter block. maps: its tensor maps, by their addresses."""
 
     block_address = PARAMETERS
 
@@ -51,13 +51,13 @@ class EmulatedCluster(Cluster):
         self.program, self.memory, self.parameters, self.maps, self.counts = program, memory, parameters, maps, counts
         other_agents, lanes = 2 * warps + 1 + MBARRIERS + (smem.barriers if smem else 0), len(indices) * warps * LANES
         self.smem, self.agents = None, Agents(lanes, len(indices) * (other_agents + warps) + lanes)
-        first = self.agents.new()  # of the agents as which lanes write to a peer's memory: see memory.py
+        first = self.agents.new()  # the first of the agents as which lanes write to a peer's memory (memory.py)
         self.peer_writers, self.agents.next = slice(first, first + lanes), first + lanes
         self.in_flight, self.barrier = [], ClusterBarrier(self)
         self.blocks = [_Block(self, rank, index, ctas_per_sm, smem) for rank, index in enumerate(indices)]
 
     def warp(self, block, index, program, _):
-        """One of a block's warps, about to begin."""
+        """Make one of a block's warps, which has not begun to run."""
         warp = EmulatedWarp(block, index, program)
         agent, time = block.ready
         warp.clocks[:, agent] = time
@@ -65,15 +65,15 @@ class EmulatedCluster(Cluster):
 
 
 class _Block(Block):
-    """A block of such a cluster: its shared memory, by address."""
+    """A block of an EmulatedCluster, whose shared memory is accessed by address."""
 
     def __init__(self, cluster, rank, index, ctas_per_sm, smem):
         super().__init__(cluster, rank, index, ctas_per_sm)
         declared, self.dynamic = cluster.program.shared_bytes, smem.nbytes if smem else 0  # bytes: the kernel's, the launch's
-        self.declared = -(-(BASE + self.dynamic) // ALIGN) * ALIGN  # where the kernel's lie
+        self.declared = -(-(BASE + self.dynamic) // ALIGN) * ALIGN  # the address of what the kernel declares
         self.shadow = EmulatedSharedMemory(self.declared - BASE + declared if declared else self.dynamic, self.agents)
-        self.mma_agents = [self.agents.new() for _ in range(self.size)]  # of each warp: none knows when another's is over
-        self.ready = self.agents.new(), 1  # from its beginning on
+        self.mma_agents = [self.agents.new() for _ in range(self.size)]  # one a warp: its waits cover no other warp's wgmmas
+        self.ready = self.agents.new(), 1  # (agent, time) of the block's set-up, which its warps know from their beginning on
         self.barriers_at, self.votes = {}, {}
 
 
@@ -81,7 +81,7 @@ _programs: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(
 
 
 def program(kernel, types, arch, lowered=None) -> PtxProgram:
-    """What a kernel is compiled to for these types of arguments, ready to be executed."""
+    """The PtxProgram that a kernel is compiled to for these types of arguments, compiled and parsed once."""
     known = _programs.setdefault(kernel, {})
     ptx_program = known.get((types, arch))
     if ptx_program is None:
@@ -91,29 +91,29 @@ def program(kernel, types, arch, lowered=None) -> PtxProgram:
             ptx_program.with_lines = functools.partial(_with_lines, weakref.ref(kernel), types, arch)
         ptx_program.reconvergence_points = reconvergence_points(ptx_program)
         ptx_program.runs = [
-            None if at.target is not None or at.opcode in ("ret", "exit") else meaning(at) for at in ptx_program.code
+            None if instr.target is not None or instr.opcode in ("ret", "exit") else meaning(instr)
+            for instr in ptx_program.code
         ]
         ptx_program.unguarded = [
-            None if at.guard is not None else run for at, run in zip(ptx_program.code, ptx_program.runs, strict=True)
+            None if instr.guard is not None else run for instr, run in zip(ptx_program.code, ptx_program.runs, strict=True)
         ]
         known[types, arch] = ptx_program
     return ptx_program
 
 
 def forget(kernel) -> None:
-    """What this kernel is compiled to is not kept any longer. The kernel itself goes when garbage is collected, which takes its
-    time over a program of many thousand objects."""
+    """Drop the programs that a kernel was compiled to. The next garbage collection frees them: many thousand objects."""
     _programs.pop(kernel, None)
 
 
 def _with_lines(kernel, types, arch):
-    """The instructions of a kernel that is compiled once more, with a table of lines."""
+    """Compile a kernel once more, with a table of lines, and return its instructions."""
     return read(Lowered(kernel(), types, arch, lines=True).ptx()).code
 
 
 class ExecutionCounts(NamedTuple):
-    """What a run did: how often warps executed each opcode; and for each opcode the worst bank conflict: how many different
-    words an access to shared memory asked one bank for."""
+    """What a run counted. executed: how often warps executed each opcode. ways: for each opcode the worst bank conflict, as the
+    number of different words that one access to shared memory read or wrote in one bank."""
 
     executed: Counter
     ways: dict
@@ -123,9 +123,9 @@ def emulate(
     kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), arch="sm_90a", lowered=None
 ) -> ExecutionCounts:
     """Run kernel[grid, threads](*args) as compiled for `arch`, cluster by cluster; arguments as for interpreter.interpret.
-    lowered: what it was compiled to, if that is at hand.
+    lowered: the kernel as tiles.compiling.compiler.Lowered, if the caller has it already.
 
-    Hazard: what went wrong, at which instruction and line. NotImplementedError: an instruction that has no meaning yet."""
+    Hazard: a fault, with its instruction and line. NotImplementedError: an instruction that is not in the table."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"threads: a multiple of {LANES} up to 1024, got {threads}")
     params = parameters(kernel, args)
@@ -133,18 +133,18 @@ def emulate(
     block, maps, places = bytearray(), {}, iter(ptx_program.parameters.values())
     for p in params:
         for slot in p.slots:
-            at, size = next(places)
-            block.extend(bytes(at + size - len(block)))
+            offset, size = next(places)
+            block.extend(bytes(offset + size - len(block)))
             if p.encoding and p.array:
-                maps[PARAMETERS + at] = copies.TensorMap(p.encoding, p.array.pointer)
+                maps[PARAMETERS + offset] = copies.TensorMap(p.encoding, p.array.pointer)
             else:
-                block[at : at + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
+                block[offset : offset + size] = (slot & 2 ** (8 * size) - 1).to_bytes(size, "little")
     flat = [part for a in args for part in (a if isinstance(a, tuple) else (a,))]
     arrays = [getattr(a, "array", a) for a in flat]
     byte_ranges = [np.lib.array_utils.byte_bounds(a) for a in arrays if isinstance(a, np.ndarray) and a.size]
     bounds = kernel.targetoptions.get("launch_bounds")
     ctas_per_sm = bounds[1] if isinstance(bounds, tuple) and len(bounds) > 1 else 1
-    rng, memory, counts = random_order(seed), Global(byte_ranges), ExecutionCounts(Counter(), {})
+    rng, memory, counts = random_order(seed), GlobalMemory(byte_ranges), ExecutionCounts(Counter(), {})
     cluster_indices = list(clusters(grid, cluster))
     progress = Progress(kernel.py_func.__name__, len(cluster_indices), math.prod(cluster))
     with contextlib.closing(progress), np.errstate(all="ignore"):

@@ -1,4 +1,4 @@
-"""What PTX's arithmetic means (PTX ISA, "Integer Arithmetic" to "Data Movement and Conversion Instructions")."""
+"""Arithmetic instructions of PTX (PTX ISA, "Integer Arithmetic" to "Data Movement and Conversion Instructions")."""
 
 import operator
 from fractions import Fraction
@@ -12,12 +12,11 @@ LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 COMPARE = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge}
 COMPARE |= {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-WIDER = {16: 32, 32: 64}
 LEAST, ZERO = np.float32(2**-126), np.float32(0)
 
 
 def flush(x):
-    """.ftz: numbers below 2 ** -126 are 0."""
+    """x, with 0 in place of subnormal numbers, those below 2 ** -126: what .ftz does to operands and results."""
     small = np.abs(x) < LEAST
     return np.where(small, np.copysign(ZERO, x), x) if np.count_nonzero(small) else x
 
@@ -59,7 +58,7 @@ def _(match, x, y, z):
 
 @pure(r"(div|rem)\.([su](?:16|32|64))", "{2}", "{2}", "{2}")
 def _(match, x, y):
-    rest = np.fmod(x, y)  # of the sign of x, as in C
+    rest = np.fmod(x, y)  # has the sign of x, as in C
     return (x - rest) // y if match[1] == "div" else rest
 
 
@@ -118,7 +117,8 @@ def _(_, x):
 
 @pure(r"prmt\.b32", "b32", "b32", "b32", "b32")
 def _(_, x, y, select):
-    """Four of eight bytes; of one whose selector has its fourth bit, the sign alone, eight times."""
+    """Each of four selectors picks one of the eight bytes; if the selector's fourth bit is set, the byte's sign, eight
+    times."""
     both = np.stack([x, y], 1).view(np.uint8)
     select = np.stack([select >> np.uint32(4 * k) & 15 for k in range(4)], 1).astype(np.int64)
     chosen = np.take_along_axis(both, select & 7, 1)
@@ -147,7 +147,7 @@ def _(match, x, y, z):
 
 @pure(r"fma\.rn\.f64", "f64", "f64", "f64", "f64")
 def _(_, x, y, z):
-    """Rounded once: float64 holds no product, fractions do."""
+    """x y + z is rounded once. float64 cannot hold the exact product, so fractions compute it."""
     plain = x * y + z
     for k in np.flatnonzero(np.isfinite(plain)):
         if exact := Fraction(x[k]) * Fraction(y[k]) + Fraction(z[k]):
@@ -171,16 +171,16 @@ def _(match, x, y):
     return flush(flush(x) / flush(y)) if match[1] else x / y
 
 
-MOST = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum}
+EXTREMA = {("min", False): np.fmin, ("max", False): np.fmax, ("min", True): np.minimum, ("max", True): np.maximum}
 
 
 @pure(r"(min|max)(\.ftz)?(\.NaN)?\.(f32|f64)", "{4}", "{4}", "{4}")
 def _(match, x, y):
-    """-0 is less than 0. A NaN loses against a number, or with .NaN wins."""
+    """-0 is less than 0. Of a number and a NaN the result is the number, or with .NaN the NaN."""
     if match[2]:
         x, y = flush(x), flush(y)
     first = np.signbit(x) == (match[1] == "min")  # of two zeros
-    return np.where(x == y, np.where(first, x, y), MOST[match[1], bool(match[3])](x, y))
+    return np.where(x == y, np.where(first, x, y), EXTREMA[match[1], bool(match[3])](x, y))
 
 
 @pure(r"(neg|abs)(\.ftz)?\.(f32|f64)", "{3}", "{3}")
@@ -228,29 +228,29 @@ def _(_, x, y):
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------
-def _compared(comparison, x, y):
+def _compare(comparison, x, y):
     """An ordered comparison is false if one of the two is NaN; one that ends in u is true then."""
     if comparison in ("num", "nan"):
         return (np.isnan(x) | np.isnan(y)) ^ (comparison == "num")
     unordered = comparison[-1] == "u" and len(comparison) == 3
     result = COMPARE[comparison[:2]](x, y)
     if x.dtype.kind == "f":
-        odd = np.isnan(x) | np.isnan(y)
-        result = result | odd if unordered else result & ~odd
+        has_nan = np.isnan(x) | np.isnan(y)
+        result = result | has_nan if unordered else result & ~has_nan
     return result
 
 
 @pure(r"setp\.(\w+)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{3}", "{3}")
 def _(match, x, y):
-    """Two results, p|q: it and its contrary."""
-    flag = _compared(match[1], *map(flush, (x, y))) if match[2] else _compared(match[1], x, y)
+    """Two results for p|q: the comparison, and its negation."""
+    flag = _compare(match[1], *map(flush, (x, y))) if match[2] else _compare(match[1], x, y)
     return flag, ~flag
 
 
 @pure(r"setp\.(\w+)\.(and|or|xor)(\.ftz)?\.([sub](?:16|32|64)|f16|f32|f64)", "pred", "{4}", "{4}", "pred")
 def _(match, x, y, p):
-    """Two results: of the comparison, and of its contrary."""
-    flag = _compared(match[1], *map(flush, (x, y))) if match[3] else _compared(match[1], x, y)
+    """Two results for p|q: from the comparison, and from its negation."""
+    flag = _compare(match[1], *map(flush, (x, y))) if match[3] else _compare(match[1], x, y)
     return LOGIC[match[2]](flag, p), LOGIC[match[2]](~flag, p)
 
 
@@ -280,12 +280,12 @@ ROUND = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 
 @pure(r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:16|32|64))\.(f16|bf16|f32|f64)", "{2}", "{3}")
 def _(match, x):
-    """The nearest integer that there is; of NaN 0, or of 64 bits the first bit alone."""
+    """Integers too large for the type saturate. NaN becomes 0, or 1 << 63 as an integer of 64 bits."""
     ends, near = np.iinfo(TYPES[match[2]]), ROUND[match[1]](x.astype(np.float64))
     inside = (near >= ends.min) & (near < 2.0 * (ends.max // 2 + 1))
     end = np.where(near < 0, ends.min, ends.max).astype(TYPES[match[2]])
-    odd = np.array(1 << 63, np.uint64).astype(TYPES[match[2]]) if ends.bits == 64 else 0
-    return np.where(inside, np.where(inside, near, 0).astype(TYPES[match[2]]), np.where(np.isnan(near), odd, end))
+    of_nan = np.array(1 << 63, np.uint64).astype(TYPES[match[2]]) if ends.bits == 64 else 0
+    return np.where(inside, np.where(inside, near, 0).astype(TYPES[match[2]]), np.where(np.isnan(near), of_nan, end))
 
 
 @pure(r"cvt\.(rni|rzi|rmi|rpi)(?:\.ftz)?\.(f32)\.f32", "f32", "f32")
@@ -311,14 +311,14 @@ def _(match, x):
 
 @pure(r"cvt\.pack\.sat\.s8\.s32\.b32", "b32", "s32", "s32", "b32")
 def _(_, high, low, rest):
-    """The two integers, as near as bytes come, in the lower half of the result, the lower half of the rest in the upper one."""
+    """The two integers, saturated to bytes, in the lower half of the result; in its upper half the lower half of `rest`."""
     pair = np.clip(np.stack([low, high], 1), -128, 127).astype(np.int8).view(np.uint16)[:, 0].astype(np.uint32)
     return pair | rest << np.uint32(16)
 
 
 @pure(r"cvt\.rna\.tf32\.f32", "b32", "f32")
 def _(_, x):
-    """Ten bits of mantissa after the first; half a unit goes away from zero."""
+    """fp32 rounded to the ten bits of tf32's mantissa, ties away from zero."""
     mantissa, exponent = np.frexp(x.astype(np.float64))
     scale = np.exp2(np.minimum(11, exponent + 136.0))
     rounded = np.copysign(np.floor(np.abs(mantissa) * scale + 0.5), mantissa) / scale

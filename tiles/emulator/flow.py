@@ -1,5 +1,5 @@
-"""Control flow: where lanes that diverge at a branch reconverge (the branch's immediate postdominator), and how many registers
-are live at once."""
+"""Analyses of control flow: where lanes that diverge at a branch reconverge (its immediate postdominator), and how many
+registers are live at once."""
 
 from .text import Address, PtxProgram, Reg
 
@@ -9,16 +9,16 @@ READS = ("st.", "red.", "bar", "cp.", "wgmma.", "nanosleep", "setmaxnreg")  # op
 def _successors(program):
     """For each instruction, the indices of those that may come next; the end is the number of instructions."""
     end, successors_of = len(program.code), []
-    for k, at in enumerate(program.code):
-        leaves = at.opcode in ("ret", "exit")
-        successors = [end] if leaves else [] if at.target is not None and at.guard is None else [k + 1]
-        successors += [at.target] if at.target is not None else [k + 1] if leaves and at.guard is not None else []
+    for k, instr in enumerate(program.code):
+        leaves = instr.opcode in ("ret", "exit")
+        successors = [end] if leaves else [] if instr.target is not None and instr.guard is None else [k + 1]
+        successors += [instr.target] if instr.target is not None else [k + 1] if leaves and instr.guard is not None else []
         successors_of.append(successors)
     return successors_of
 
 
 def reconvergence_points(program: PtxProgram) -> list[int]:
-    """For each instruction, its immediate postdominator: the first one that every path to the end comes through."""
+    """For each instruction, its immediate postdominator: the next instruction that is on every path to the end."""
     end, successors_of = len(program.code), _successors(program)
     before: list[list[int]] = [[] for _ in range(end + 1)]
     for k, successors in enumerate(successors_of):
@@ -63,16 +63,16 @@ def reconvergence_points(program: PtxProgram) -> list[int]:
 def pressure(program: PtxProgram) -> int:
     """The most registers of four bytes that are live at once, if instructions stay in the order of the text.
 
-    ptxas reorders them and needs some more registers, but a kernel that stays far below the limit here does not spill there."""
+    ptxas reorders instructions and needs some more registers. It does not spill where this number is far below the limit."""
     successors_of, used, defined = _successors(program), [], []
-    for at in program.code:
-        wide = _bits(at.operands[1:] if at.operands else [])
-        first = _bits(at.operands[:1])
-        reads = at.opcode.startswith(READS) or (at.operands and isinstance(at.operands[0], Address))
-        used.append(wide | (first if reads else 0) | (1 << at.guard.slot if at.guard else 0))
-        defined.append(0 if reads or at.guard else first)
-    ones = sum(1 << slot for slot, width in enumerate(program.widths) if width > 1)
-    twos = sum(1 << slot for slot, width in enumerate(program.widths) if width > 4)
+    for instr in program.code:
+        wide = _bits(instr.operands[1:] if instr.operands else [])
+        first = _bits(instr.operands[:1])
+        reads = instr.opcode.startswith(READS) or (instr.operands and isinstance(instr.operands[0], Address))
+        used.append(wide | (first if reads else 0) | (1 << instr.guard.slot if instr.guard else 0))
+        defined.append(0 if reads or instr.guard else first)
+    narrow_registers = sum(1 << slot for slot, width in enumerate(program.widths) if width > 1)
+    wide_registers = sum(1 << slot for slot, width in enumerate(program.widths) if width > 4)
     live = [0] * (len(program.code) + 1)
     changed = True
     while changed:
@@ -84,11 +84,11 @@ def pressure(program: PtxProgram) -> int:
             now = after & ~defined[k] | used[k]
             if now != live[k]:
                 live[k], changed = now, True
-    return max((now & ones).bit_count() + (now & twos).bit_count() for now in live)
+    return max((now & narrow_registers).bit_count() + (now & wide_registers).bit_count() for now in live)
 
 
 def _bits(operands):
-    """The registers among the operands, as a bit mask."""
+    """The registers among the operands, as an integer with a bit for each register's slot."""
     bits = 0
     for one in operands:
         if isinstance(one, Reg):

@@ -1,7 +1,7 @@
-"""What the matrix instructions do (PTX ISA, "Warp Level Matrix Multiply-Accumulate", "Asynchronous Warpgroup Level Matrix").
+"""Matrix instructions (PTX ISA, "Warp Level Matrix Multiply-Accumulate", "Asynchronous Warpgroup Level Matrix").
 
-A wgmma's accumulators are promises until a wait covers its group: they can be moved and handed to the next wgmma, and nothing
-else. It reads shared memory when it must, at the wait.
+A wgmma's accumulators are pending until a wait covers its group: until then they can be copied to other registers and
+accumulated to by the next wgmma, and nothing else. A wgmma reads shared memory as late as it may, at the wait.
 """
 
 import functools
@@ -20,30 +20,31 @@ LANE = np.arange(LANES)
 
 
 # ---- ldmatrix, stmatrix --------------------------------------------------------------------------------------------
-def _matrices(w, count, at):
-    """The bytes (count, 8 rows, 16) at the addresses that lanes 0..7, 8..15, ... give."""
-    w.converged(at.opcode)
+def _matrices(w, count, instr):
+    """The bytes (count, 8 rows, 16) of the matrices that ldmatrix loads: lanes 0 to 7 have the addresses of the first one's
+    rows, lanes 8 to 15 those of the second, and so on."""
+    w.converged(instr.opcode)
     mask, full = w.mask, w.full
     w.mask = 8 * count > LANE
-    rows = w.read_shared(address(w, at.operands[1], np.uint32), ROW)
+    rows = w.read_shared(address(w, instr.operands[1], np.uint32), ROW)
     w.mask, w.full = mask, full
     return rows.reshape(count, 8, ROW)
 
 
 @means(r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
-def _(match, w, at):
-    targets = at.operands[0] if isinstance(at.operands[0], list) else [at.operands[0]]
-    for to, rows in zip(targets, _matrices(w, int(match[1]), at), strict=True):
+def _(match, w, instr):
+    targets = instr.operands[0] if isinstance(instr.operands[0], list) else [instr.operands[0]]
+    for dst, rows in zip(targets, _matrices(w, int(match[1]), instr), strict=True):
         matrix = rows.view(np.uint16)
         if match[2]:
             matrix = np.ascontiguousarray(matrix.T)
-        w.set(to, matrix.reshape(LANES, 2).view(np.uint32)[:, 0])
+        w.set(dst, matrix.reshape(LANES, 2).view(np.uint32)[:, 0])
 
 
 @means(r"stmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16")
-def _(match, w, at):
-    w.converged(at.opcode)
-    where, values = at.operands
+def _(match, w, instr):
+    w.converged(instr.opcode)
+    where, values = instr.operands
     values = values if isinstance(values, list) else [values]
     matrices = []
     for value in values:
@@ -58,70 +59,72 @@ def _(match, w, at):
 
 # ---- mma -----------------------------------------------------------------------------------------------------------
 def _elements(w, registers, kind):
-    """(register, lane, element in it) of fragments."""
+    """The elements of fragments, as float64 (register, lane, element of the register)."""
     raw = np.array([w.get(r) for r in registers])
     if kind == "tf32" and np.count_nonzero(raw & np.uint32(0x1FFF)):
-        raise w.hazard("a number is not rounded to tf32: the last bits are cut off", "language")
+        raise w.hazard("a number is not rounded to tf32: the tensor core ignores its last 13 bits", "language")
     return raw[..., None].view(TYPES[kind]).astype(np.float64).reshape(len(registers), LANES, -1)
 
 
 def _fragment(elements, rows):
-    """The matrix (8 * rows, k) of a fragment of A (rows = 2) or B (rows = 1): a register's s elements lie at k = s t .., t the
-    lane in its group of four, the second register eight rows lower (if A), the next ones 4 s further along k."""
+    """The matrix (8 * rows, k) that a fragment of A (rows = 2) or B (rows = 1) holds. The s elements of a lane's first register
+    lie at k = s t, ..., s t + s - 1, where t is the lane's index in its group of four; those of the second register eight rows
+    below (only of A); those of the next ones 4 s further along k."""
     count, _, s = elements.shape
     out = np.empty(8 * rows * (count // rows * 4 * s))
-    out[_places(count, s, rows)] = elements
+    out[_fragment_indices(count, s, rows)] = elements
     return out.reshape(8 * rows, -1)
 
 
 @functools.cache
-def _places(count, s, rows):
-    """The places of such elements in a matrix."""
+def _fragment_indices(count, s, rows):
+    """The flat indices, in the matrix, of a fragment's elements (register, lane, element of the register)."""
     i, h = np.arange(count)[:, None, None], np.arange(s)
     return (LANE[:, None] // 4 + i % rows * 8) * (count // rows * 4 * s) + s * (LANE[:, None] % 4 + i // rows * 4) + h
 
 
 def _accumulators(product):
-    """The registers (register, lane) in which lanes hold a product of 16 rows: pairs of columns, two rows eight apart, and the
-    next eight columns."""
-    return product.ravel()[_places_of_accumulators(product.shape[1])]
+    """A product of 16 rows as accumulator registers (register, lane): a lane's first two hold a pair of columns of one row, the
+    next two the same of the row eight below, and so on for the next eight columns."""
+    return product.ravel()[_accumulator_indices(product.shape[1])]
 
 
 @functools.cache
-def _places_of_accumulators(columns):
+def _accumulator_indices(columns):
+    """The flat indices, in such a product, of the accumulators (register, lane)."""
     i = np.arange(columns // 2)[:, None]
     return (LANE // 4 + i // 2 % 2 * 8) * columns + i // 4 * 8 + LANE % 4 * 2 + i % 2
 
 
 @means(r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32")
-def _(_, w, at):
+def _(_, w, instr):
     w.converged("mma.sync")
-    out, a, b, c = at.operands
+    out, a, b, c = instr.operands
     left, right = (_fragment(_elements(w, x, "s8"), rows) for x, rows in ((a, 2), (b, 1)))
     added = np.array([w.get(x) if x.__class__ is Reg else operand(x, np.uint32)(w) for x in c], np.uint32)
     sums = _accumulators(left @ right.T).astype(np.int32).view(np.uint32) + added
-    for to, value in zip(out, sums, strict=True):
-        w.set(to, value)
+    for dst, value in zip(out, sums, strict=True):
+        w.set(dst, value)
 
 
 @means(r"mma\.sync\.aligned\.m16n8k(4|8|16|32)\.row\.col\.f32\.(bf16|f16|tf32|e4m3|e5m2)\.(bf16|f16|tf32|e4m3|e5m2)\.f32")
-def _(match, w, at):
+def _(match, w, instr):
     w.converged("mma.sync")
-    out, a, b, c = at.operands
-    left, right = (_fragment(_elements(w, x, kind), rows) for x, kind, rows in ((a, match[2], 2), (b, match[3], 1)))
+    out, a, b, c = instr.operands
+    left, right = (_fragment(_elements(w, x, dtype), rows) for x, dtype, rows in ((a, match[2], 2), (b, match[3], 1)))
     sums = _accumulators(left @ right.T) + np.array([_bits(w, x) for x in c]).view(np.float32)
-    for to, value in zip(out, sums.astype(np.float32).view(np.uint32), strict=True):
-        w.set(to, value)
+    for dst, value in zip(out, sums.astype(np.float32).view(np.uint32), strict=True):
+        w.set(dst, value)
 
 
 def _bits(w, source):
-    """An fp32 operand's bits: a register's, or a literal's."""
+    """The bits of an fp32 operand, a register or a literal."""
     return w.get(source) if source.__class__ is Reg else operand(source, np.float32)(w).view(np.uint32)
 
 
 # ---- wgmma ---------------------------------------------------------------------------------------------------------
 class WgmmaRegister:
-    """One register that a wgmma is to write, or has written: `value`."""
+    """An accumulator register of a wgmma. value: None while the wgmma is pending."""
 
     def __init__(self, mma, index):
         self.mma, self.index, self.value = mma, index, None
@@ -141,14 +144,15 @@ class WarpWgmma:
         self.results = [WgmmaRegister(self, k) for k in range(registers)]
 
     def finish(self):
-        """Compute the product and write the registers of the result."""
+        """Compute the product, and give the accumulator registers their values."""
         for result, value in zip(self.results, self.compute(), strict=True):
             result.value = value
 
 
 def _cells(w, descriptor, rows, k_major, size):
-    """The cells (row, byte along k) of the rows `rows` of an operand's 32-byte slice (PTX ISA, "Matrix descriptor"): swizzled
-    atoms of eight rows, `stride` bytes from atom to atom, `leading` bytes from panel to panel."""
+    """The addresses (row, element along k, byte) of these rows of an operand's slice of 32 bytes along k (PTX ISA, "Matrix
+    descriptor"): swizzled atoms of eight rows, `stride` bytes from atom to atom, `leading` bytes from panel to panel. k_major:
+    k is the contiguous axis. size: bytes of an element."""
     bits = operand(descriptor, np.uint64)(w)
     if np.count_nonzero(bits != bits[0]):
         raise w.hazard("the lanes' descriptors differ", "divergence")
@@ -157,59 +161,59 @@ def _cells(w, descriptor, rows, k_major, size):
     width = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62]
     mn, k = np.asarray(rows)[:, None], np.arange(SLICE // size)[None, :]
     if k_major:
-        at = start + mn // 8 * stride + mn % 8 * width + size * k
+        addresses = start + mn // 8 * stride + mn % 8 * width + size * k
     elif size != 2:
         raise w.hazard("only operands of 2 bytes are read transposed", "language")
     else:
-        at = start + k // 8 * stride + k % 8 * width + 2 * mn // width * leading + 2 * mn % width
-    at = at ^ (at >> 7 & width // 16 - 1) << 4
-    return at[..., None] + np.arange(size)
+        addresses = start + k // 8 * stride + k % 8 * width + 2 * mn // width * leading + 2 * mn % width
+    addresses = addresses ^ (addresses >> 7 & width // 16 - 1) << 4
+    return addresses[..., None] + np.arange(size)
 
 
 @means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.[fs]32\.(bf16|f16|tf32|e4m3|e5m2|s8)\.(bf16|f16|tf32|e4m3|e5m2|s8)")
-def _(match, w, at):
+def _(match, w, instr):
     n, k, left, right = int(match[1]), int(match[2]), match[3], match[4]
-    acc, a, b, scale, *numbers = at.operands
+    acc, a, b, scale, *numbers = instr.operands
     size = np.dtype(TYPES[right]).itemsize
     w.converged("wgmma")
     signs, transposed = [int(x.text) for x in numbers[:2]] or [1, 1], [int(x.text) for x in numbers[2:]]
     sums_type = np.int32 if left == "s8" else np.float32
     if k * size != SLICE or len(acc) != n // 2:
-        raise w.hazard(f"{at.opcode} with {len(acc)} registers", "language")
-    w.check_collective(f"wgmma {at.number}")
+        raise w.hazard(f"{instr.opcode} with {len(acc)} registers", "language")
+    w.check_collective(f"wgmma {instr.number}")
     accumulate = operand(scale, np.bool_)(w)
     if accumulate.any() != accumulate.all():
         raise w.hazard("the lanes disagree on whether the wgmma accumulates", "divergence")
     adds = [_accumulator(w, reg) for reg in acc] if accumulate[0] else None
-    from_registers = isinstance(a, list)
+    a_in_registers = isinstance(a, list)
     w.mmas.append(None)
     agent, time = w.block.mma_agents[w.index], len(w.mma_groups) + 1
-    ask, shadow = w.knowledge(asynchronous=True), w.block.shadow
+    knowledge, shadow = w.knowledge(asynchronous=True), w.block.shadow
     b_cells = _cells(w, b, range(n), transposed[-1:] != [1], size)
     reads = [b_cells]
-    if from_registers:
-        fixed = _fragment(_elements(w, [_fenced(w, reg) for reg in a], left), 2)
+    if a_in_registers:
+        a_matrix = _fragment(_elements(w, [_check_fenced(w, reg) for reg in a], left), 2)
     else:
         a_cells = _cells(w, a, 16 * (w.index % WARPGROUP) + np.arange(16), transposed[:1] != [1], size)
         reads.append(a_cells)
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
         w.check_range(int(cells.min()), int(cells.max()) + 1, 1)
-        w._check_access(shadow.unreadable(ask, cells), "mma reads shared memory")
+        w._check_access(shadow.unreadable(knowledge, cells), "mma reads shared memory")
         shadow.note_read(agent, time, cells, event)
 
-    def matrix(cells, kind):
-        return np.ascontiguousarray(shadow.bytes[cells]).view(TYPES[kind])[..., 0].astype(np.float64)
+    def matrix(cells, dtype):
+        return np.ascontiguousarray(shadow.bytes[cells]).view(TYPES[dtype])[..., 0].astype(np.float64)
 
     def compute():
-        rows = fixed if from_registers else matrix(a_cells, left)
+        rows = a_matrix if a_in_registers else matrix(a_cells, left)
         product = signs[0] * rows @ (signs[1] * matrix(b_cells, right).T)
         sums = _accumulators(product)
         if adds:
             sums += np.stack([x.value if isinstance(x, WgmmaRegister) else x for x in adds]).view(sums_type)
         return sums.astype(sums_type).view(np.uint32)
 
-    a_registers = {reg.slot: w.r[reg.slot] for reg in a} if from_registers else {}
+    a_registers = {reg.slot: w.r[reg.slot] for reg in a} if a_in_registers else {}
     mma = w.mmas[-1] = WarpWgmma(w.place(), n // 2, compute, a_registers)
     for reg, result in zip(acc, mma.results, strict=True):
         w.r[reg.slot] = result
@@ -217,26 +221,26 @@ def _(match, w, at):
 
 
 def _accumulator(w, reg):
-    """A register's promise, or its value."""
+    """An accumulator that a wgmma adds to: a pending WgmmaRegister of the one before, or a value."""
     value = w.r[reg.slot]
-    return value if isinstance(value, WgmmaRegister) else w.get(_fenced(w, reg))
+    return value if isinstance(value, WgmmaRegister) else w.get(_check_fenced(w, reg))
 
 
-def _fenced(w, reg: Reg):
-    """The register. A Hazard if it was written since the last wgmma.fence, and not by a wgmma."""
+def _check_fenced(w, reg: Reg):
+    """The register itself. Raises a Hazard if something other than a wgmma has written it since the last wgmma.fence."""
     if id(w.get(reg)) not in w.fenced_ids():
         raise w.hazard("wgmma reads a register that was written after the last wgmma.fence", "fence")
     return reg
 
 
 @means(r"wgmma\.fence\.sync\.aligned")
-def _(_, w, at):
+def _(_, w, instr):
     w.converged("wgmma.fence")
     w.fence_registers()
 
 
 @means(r"wgmma\.commit_group\.sync\.aligned")
-def _(_, w, at):
+def _(_, w, instr):
     w.converged("wgmma.commit_group")
     w.check_collective("wgmma.commit_group")
     w.mma_groups.append(w.mmas)
@@ -244,9 +248,9 @@ def _(_, w, at):
 
 
 @means(r"wgmma\.wait_group\.sync\.aligned")
-def _(_, w, at):
+def _(_, w, instr):
     w.converged("wgmma.wait_group")
-    newer: Imm = at.operands[0]
+    newer: Imm = instr.operands[0]
     done = max(0, len(w.mma_groups) - int(newer.text))
     group = w.block.warp_list[w.group * WARPGROUP : (w.group + 1) * WARPGROUP]
     w.wait_until(

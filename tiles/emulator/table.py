@@ -1,16 +1,16 @@
-r"""How an instruction gets its meaning: a table from opcodes to what they do, which modules of this package fill.
+r"""A table from opcodes to the functions that execute them, which modules of this package fill.
 
     @pure(r"abs\.(f32|f64)", "{1}", "{1}")                 # the result's type, the operands' types
     def _(match, x):
         return np.abs(x)
 
-    @means(r"bar\.warp\.sync")                             # all else: a function of the warp and the instruction
-    def _(match, w, at):
+    @means(r"bar\.warp\.sync")                             # not arithmetic: a function of the warp and the instruction
+    def _(match, w, instr):
         w.converged("bar.warp.sync")
         w.join_lanes()
 
-A pattern must match the whole opcode. A register is 32 numbers, its bits unsigned; `operand` reads one, or a literal, as of a
-type.
+A pattern must match the whole opcode. A register is an array of 32 unsigned integers, its bits in each lane; `operand` reads a
+register or a literal as numbers of a type.
 """
 
 import functools
@@ -35,8 +35,8 @@ TYPES |= {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
 TYPES |= {
     f"{sign}{bits}": getattr(np, f"{'int' if sign == 's' else 'uint'}{bits}") for sign in "sub" for bits in (8, 16, 32, 64)
 }
-TABLE: list[tuple[re.Pattern, Callable]] = []  # (opcode, function of the match and an instruction that gives what runs it)
-Run = Callable  # of a warp
+TABLE: list[tuple[re.Pattern, Callable]] = []  # (pattern of opcodes, function of its match and an instruction: its Run)
+Run = Callable  # a function of the warp that executes an instruction
 
 
 @functools.cache
@@ -53,29 +53,29 @@ def _declare(pattern, build):
 
 
 def means(pattern):
-    """The function below, of (match, warp, instruction), is what opcodes of this pattern do."""
+    """Decorator: opcodes of this pattern are executed by a function of (match, warp, instruction)."""
 
     def declare(function):
-        _declare(pattern, lambda match, at: lambda w: function(match, w, at))
+        _declare(pattern, lambda match, instr: lambda w: function(match, w, instr))
         return function
 
     return declare
 
 
 def pure(pattern, result, *operands):
-    """The function below, of the match and an array an operand, computes the first operand of such opcodes from the others.
-    result, operands: their types, in which {1} stands for a group of the pattern. A function that gives two arrays
-    serves `p|q`, too."""
+    """Decorator: a function of the match and of an array for each source operand computes the destination of such opcodes.
+    result, operands: the types of the destination and of the sources, in which {1} stands for a group of the pattern. A
+    function that returns two arrays serves the destination `p|q`, too."""
 
     def declare(function):
-        known = {}  # opcode: the function of its operands, and their types
+        known = {}  # opcode: (the function of its operands, the destination's type, the sources' types)
 
-        def build(match, at):
-            if at.opcode not in known:
+        def build(match, instr):
+            if instr.opcode not in known:
                 types = [TYPES[name.format(match[0], *match.groups())] for name in (result, *operands)]
-                known[at.opcode] = functools.partial(function, match), *types
-            function_, to, *types = known[at.opcode]
-            return _computes(function_, to, types, at)
+                known[instr.opcode] = functools.partial(function, match), *types
+            function_, to, *types = known[instr.opcode]
+            return _compile_pure(function_, to, types, instr)
 
         _declare(pattern, build)
         return function
@@ -83,80 +83,80 @@ def pure(pattern, result, *operands):
     return declare
 
 
-def meaning(at: PtxInstruction) -> Run:
-    """The function of the warp that executes an instruction. NotImplementedError, which names the instruction: it is not in the
-    table."""
-    row = _find(at.opcode)
+def meaning(instr: PtxInstruction) -> Run:
+    """The function of a warp that executes an instruction. NotImplementedError: the table has no pattern for its opcode."""
+    row = _find(instr.opcode)
     if row is None:
         raise NotImplementedError(
-            f"PTX line {at.number}: no meaning for {at.opcode}: `{at.text}`; tiles.emulator.table says how one is added"
+            f"PTX line {instr.number}: no meaning for {instr.opcode}: `{instr.text}`; "
+            "tiles.emulator.table says how one is added"
         )
     build, match = row
-    return build(match, at)
+    return build(match, instr)
 
 
-def operand(source, kind):
-    """A function from a warp to an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
-    size, unsigned = _bits_of(kind)
+def operand(source, dtype):
+    """A function of a warp that returns an operand's 32 numbers of a type: a register's lowest bytes, or a literal."""
+    size, unsigned = _bits_of(dtype)
     if isinstance(source, Reg):
         if size != source.width:
-            return lambda w: w.get(source).astype(unsigned).view(kind)
-        slot, kind = source.slot, np.dtype(kind)
-        is_raw = kind == unsigned and size > 1  # as registers hold them
+            return lambda w: w.get(source).astype(unsigned).view(dtype)
+        slot, dtype = source.slot, np.dtype(dtype)
+        is_raw = dtype == unsigned and size > 1  # as registers hold them
 
         def get(w):
             value = w.r[slot]
             if value.__class__ is not np.ndarray:
                 value = w.get(source)  # a Hazard
-            return value if is_raw else value.view(kind)
+            return value if is_raw else value.view(dtype)
 
         return get
     if isinstance(source, Imm):
-        value = _literal_in_all_lanes(source.text, kind)
+        value = _literal_in_all_lanes(source.text, dtype)
         return lambda w: value
     raise NotImplementedError(f"an operand {source}")
 
 
 @functools.cache
-def _bits_of(kind):
-    """The bytes of a type's numbers, and the unsigned type of as many bits."""
-    kind = np.dtype(kind)
-    return kind.itemsize, np.dtype(f"u{kind.itemsize}")
+def _bits_of(dtype):
+    """(the bytes of a number of a type, the unsigned integer type of the same size)."""
+    dtype = np.dtype(dtype)
+    return dtype.itemsize, np.dtype(f"u{dtype.itemsize}")
 
 
 @functools.lru_cache(4096)
-def _literal_in_all_lanes(text, kind):
-    """A literal, in all lanes."""
-    value = np.full(LANES, literal(text, kind))
+def _literal_in_all_lanes(text, dtype):
+    """A literal as an array of 32 equal numbers, which nobody may write to."""
+    value = np.full(LANES, literal(text, dtype))
     value.setflags(write=False)
     return value
 
 
-def literal(text, kind):
-    """A number as PTX writes it."""
-    size = np.dtype(kind).itemsize
+def literal(text, dtype):
+    """The number that a literal of PTX, such as 0f3F800000, stands for."""
+    size = np.dtype(dtype).itemsize
     if text[:2].lower() in ("0f", "0d"):
         bits = 4 if text[1] in "fF" else 8
-        return np.array(int(text[2:], 16), f"u{bits}").view(f"f{bits}").astype(kind)
-    if kind is np.bool_:
+        return np.array(int(text[2:], 16), f"u{bits}").view(f"f{bits}").astype(dtype)
+    if dtype is np.bool_:
         return np.bool_(int(text))
-    return np.array(int(text.rstrip("U"), 0) % 2 ** (8 * size), f"u{size}").view(kind)
+    return np.array(int(text.rstrip("U"), 0) % 2 ** (8 * size), f"u{size}").view(dtype)
 
 
-def into(w, reg, value):
-    """Write 32 numbers to a register, widened by their sign."""
+def write_register(w, reg, value):
+    """Write 32 numbers to a register; if it is wider, integers are extended, signed ones by their sign."""
     if value.dtype.itemsize != reg.width:
         value = value.astype(f"{'i' if value.dtype.kind == 'i' else 'u'}{reg.width}")
     w.set(reg, value.view(f"u{reg.width}"))
 
 
-def _computes(function, to, types, at):
-    target, *sources = at.operands
+def _compile_pure(function, dtype, types, instr):
+    target, *sources = instr.operands
     gets = [operand(source, kind) for source, kind in zip(sources, types, strict=True)]
-    unsigned, to = _bits_of(to)[1], np.dtype(to)
-    raw = to if to.kind in "iu" else unsigned
+    unsigned, dtype = _bits_of(dtype)[1], np.dtype(dtype)
+    integer_type = dtype if dtype.kind in "iu" else unsigned
 
-    fits = isinstance(target, Reg) and raw.itemsize == target.width
+    same_width = isinstance(target, Reg) and integer_type.itemsize == target.width
     first, second = (*gets, None, None)[:2]
     count = len(gets)
 
@@ -167,10 +167,10 @@ def _computes(function, to, types, at):
             value = function(*[get(w) for get in gets])
         if value.__class__ is tuple:
             value = value[0]
-        if value.dtype is not to:
-            value = value.astype(to, copy=False)
-        if not fits:
-            into(w, target, value.view(raw))
+        if value.dtype is not dtype:
+            value = value.astype(dtype, copy=False)
+        if not same_width:
+            write_register(w, target, value.view(integer_type))
         elif w.full:
             w.r[target.slot] = value.view(unsigned)
         else:
@@ -180,6 +180,6 @@ def _computes(function, to, types, at):
         values = function(*[get(w) for get in gets])
         for reg, value in zip(target, values, strict=True):
             if isinstance(reg, Reg):  # not `_`
-                into(w, reg, value.astype(to, copy=False).view(raw))
+                write_register(w, reg, value.astype(dtype, copy=False).view(integer_type))
 
     return run_two if isinstance(target, list) else run

@@ -1,4 +1,4 @@
-"""The text of a PTX module: its entry's parameters and registers, and its instructions with labels resolved.
+"""A parser of PTX modules: the entry's parameters and registers, and its instructions with labels resolved.
 
 Braces open scopes, in which inline assembly declares registers and labels of its own; `.loc` says which line of Python
 an instruction comes from.
@@ -19,10 +19,12 @@ _TOKEN = re.compile(
     r"|(?P<label>[\w$]+):(?!:)"
     r"|(?P<statement>[^;]+);"
 )
-_STATEMENT = re.compile(r"(?:@(?P<no>!?)(?P<guard>[\w%$]+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
+_STATEMENT = re.compile(r"(?:@(?P<negated>!?)(?P<guard>[\w%$]+)\s+)?(?P<opcode>[\w.:]+)\s*(?P<operands>.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
 _VARIABLE = re.compile(r"\.(local|shared)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d+)\])?")
-_BEFORE = re.compile(r"^[ \t]*(?P<extern>\.extern\s+)?(?P<variable>\.shared\s[^;]*);", re.MULTILINE)  # the entry
+_MODULE_VARIABLE = re.compile(
+    r"^[ \t]*(?P<extern>\.extern\s+)?(?P<variable>\.shared\s[^;]*);", re.MULTILINE
+)  # before the entry
 _FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', re.MULTILINE)
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\((.*?)\)([^{]*)\{", re.DOTALL)
 BYTES = {"pred": 1, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
@@ -30,26 +32,26 @@ BYTES |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8}
 
 
 class Reg(NamedTuple):
-    """A register, by its place in a warp's list, and its width in bytes (predicates: 1)."""
+    """A register: its index in a warp's list of registers, and its width in bytes (1 for a predicate)."""
 
     slot: int
     width: int
 
 
 class Imm(NamedTuple):
-    """A number as it is written."""
+    """An immediate operand, as the text writes it."""
 
     text: str
 
 
 class Symbol(NamedTuple):
-    """A special register, a symbol of shared memory, a parameter, or `_`."""
+    """A special register, the name of a variable or of a parameter, or `_`."""
 
     name: str
 
 
 class Address(NamedTuple):
-    """[base + offset], or of a tensor [base, {coordinates}]."""
+    """An address operand, [base + offset], or [base, {coordinates}] with a tensor map at the base."""
 
     base: Any
     offset: int
@@ -58,8 +60,8 @@ class Address(NamedTuple):
 
 @dataclass
 class PtxInstruction:
-    """`@guard opcode operands;`. number: its line in the text. index: its own. target: of a branch, the index of an
-    instruction."""
+    """An instruction `@guard opcode operands;`. number: its line in the text of PTX. place: (file, line) of Python. index: its
+    index in the program. target: of a branch, the index of the instruction that it jumps to."""
 
     opcode: str
     operands: list
@@ -74,11 +76,13 @@ class PtxInstruction:
 
 @dataclass
 class PtxProgram:
-    """A kernel's text, read. parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in a thread's
-    own memory, of local_bytes. shared: the same of what the kernel itself declares in shared memory. dynamic: names of the
-    memory that a launch adds. widths: of each register. runs: the function that executes each instruction; unguarded: those of
-    instructions without a guard. reconvergence_points: for each instruction, where lanes that diverge there reconverge.
-    with_lines: compiles the same instructions with a table of lines, if these have none."""
+    """A parsed kernel.
+
+    parameters: name -> (offset, bytes) in the parameter block. local: name -> offset in local memory, which has local_bytes.
+    shared: name -> offset in the shared memory that the kernel declares, which has shared_bytes. dynamic: names of the dynamic
+    shared memory. widths: bytes of each register. runs: the function that executes each instruction, None for branches and
+    returns. unguarded: the same, None for instructions with a guard, too. reconvergence_points: for each instruction, where
+    lanes that diverge at it reconverge. with_lines: compiles the same kernel with a table of lines, if this text has none."""
 
     name: str
     parameters: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -95,23 +99,23 @@ class PtxProgram:
     with_lines: Callable[[], list[PtxInstruction]] | None = None
 
     @functools.cached_property
-    def shown(self):
+    def listing(self):
         """The instructions with their lines of Python, for error messages. A table of lines costs a fifth of the time of
         compiling, so it is made only when something fails."""
         listing = self.with_lines() if self.with_lines else self.code
-        same_code = [at.opcode for at in listing] == [at.opcode for at in self.code]  # nothing promises that they are
+        same_code = [instr.opcode for instr in listing] == [instr.opcode for instr in self.code]  # which nothing guarantees
         return listing if same_code else self.code
 
 
 class _Scope:
-    """Registers and labels that a pair of braces declares."""
+    """The registers and labels that are declared between a pair of braces. outer: the scope around it."""
 
     def __init__(self, outer=None):
         self.outer, self.names, self.ranges, self.labels = outer, {}, {}, {}
-        self.operands = {}  # text of an operand -> what it is
+        self.operands = {}  # text of an operand -> the operand, parsed
 
     def register(self, program, name):
-        """The Reg of that name; None: nobody has declared it."""
+        """The Reg of that name, or None if no scope around declares it."""
         scope = self
         while scope:
             if name in scope.names:
@@ -123,14 +127,14 @@ class _Scope:
         return None
 
     def declare(self, program, name, width):
-        """Give a register of the text its slot in the warp's registers."""
+        """Declare a register in this scope: a new slot in the warp's list of registers."""
         program.widths.append(width)
         self.operands.clear()
         self.names[name] = reg = Reg(len(program.widths) - 1, width)
         return reg
 
     def label(self, name):
-        """The index of the instruction that a label stands before."""
+        """The index of the instruction that follows a label."""
         scope = self
         while scope:
             if name in scope.labels:
@@ -140,18 +144,18 @@ class _Scope:
 
 
 def read(text: str) -> PtxProgram:
-    """Reads a PTX module with one kernel. ValueError: a statement is not understood."""
+    """Parse a PTX module with one kernel. ValueError: a statement cannot be parsed."""
     files = dict(_FILE.findall(text))
     entry = _ENTRY.search(text)
     if not entry:
         raise ValueError("the text has no kernel")
-    program, at = PtxProgram(entry[1]), 0
+    program, offset = PtxProgram(entry[1]), 0
     for kind, name, count in _PARAMETER.findall(entry[2]):
         size = BYTES[kind] * int(count or 1)
-        at = -(-at // min(size, 64)) * min(size, 64)  # a number lies at a multiple of its size, a map of 64 bytes
-        program.parameters[name] = at, size
-        at += size
-    for declaration in _BEFORE.finditer(text, 0, entry.start()):
+        offset = -(-offset // min(size, 64)) * min(size, 64)  # a number is aligned to its size, a tensor map to 64 bytes
+        program.parameters[name] = offset, size
+        offset += size
+    for declaration in _MODULE_VARIABLE.finditer(text, 0, entry.start()):
         if declaration["extern"]:
             program.dynamic.update(re.findall(r"([\w$]+)\s*\[\s*\]", declaration["variable"]))
         else:
@@ -198,7 +202,9 @@ def _statement(program, scope, text, number, place, jumps):
     match = _STATEMENT.fullmatch(text)
     guard = match["guard"] and scope.register(program, match["guard"])
     opcode, operands = match["opcode"], match["operands"].strip()
-    parsed = PtxInstruction(opcode, [], guard, match["no"] == "!", number, place, " ".join(text.split()), len(program.code))
+    parsed = PtxInstruction(
+        opcode, [], guard, match["negated"] == "!", number, place, " ".join(text.split()), len(program.code)
+    )
     if opcode.startswith("bra"):
         jumps.append((parsed, scope, operands))
     else:
@@ -207,17 +213,17 @@ def _statement(program, scope, text, number, place, jumps):
 
 
 def _variable(program, text):
-    """The place of a variable in a thread's own memory or in shared memory, if this declares one."""
+    """Give a variable its offset in local or in shared memory, if the text declares one."""
     if match := _VARIABLE.fullmatch(text.strip()):
         space, align, kind, name, count = match.groups()
-        step, end = int(align or BYTES[kind]), getattr(program, f"{space}_bytes")
-        at = -(-end // step) * step
-        getattr(program, space)[name] = at
-        setattr(program, f"{space}_bytes", at + BYTES[kind] * int(count or 1))
+        alignment, used_bytes = int(align or BYTES[kind]), getattr(program, f"{space}_bytes")
+        offset = -(-used_bytes // alignment) * alignment
+        getattr(program, space)[name] = offset
+        setattr(program, f"{space}_bytes", offset + BYTES[kind] * int(count or 1))
 
 
 def _split(text):
-    """The operands between the commas that no bracket holds."""
+    """The texts of the operands, which commas separate that are in no brackets."""
     if "{" not in text:
         return [part.strip() for part in text.split(",")]
     parts, depth, start = [], 0, 0

@@ -1,7 +1,7 @@
-"""A warp that executes PTX: its registers, its lanes' clocks, its branches, and what its lanes do to memory.
+"""A warp that executes PTX: its registers, its lanes' clocks, its branches, and its lanes' accesses to memory.
 
-A register is an array with an entry a lane, its bits unsigned. Lanes that diverge at a branch run one side after the other, and
-reconverge at the branch's immediate postdominator, as ptxas makes them do.
+A register is an array of 32 unsigned integers, one a lane: the register's bits. When lanes diverge at a branch, one side of it
+runs after the other, and both reconverge at the branch's immediate postdominator, as ptxas makes them do.
 """
 
 import contextvars
@@ -15,41 +15,41 @@ from ..interpreter.hazard import Hazard, WarpPlace
 from ..interpreter.shadow import POISON, VALID, Event
 from ..interpreter.warp import InterpretedWarp
 from ..layout import LANES, WARPGROUP
-from .memory import LOCAL, WINDOW, Knowledge
+from .memory import LOCAL, RANK_SHIFT, Knowledge
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @functools.lru_cache(4096)  # loops repeat the same pattern for other tiles
-def _busiest(at, size):
+def _busiest(addresses, size):
     """The number of different words that the busiest bank serves in a pass of 128 bytes. at: the addresses of the lanes, as
     int64."""
-    words, lanes = (np.frombuffer(at, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
+    words, lanes = (np.frombuffer(addresses, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
     passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
     return max(max(Counter(word % 32 for word in requested).values()) for requested in passes)
 
 
 class InstructionPlace(WarpPlace):
-    """A warp and the instruction that it is at; code_positions: its program, the instruction."""
+    """A warp and the instruction that it executes. code_positions: (its program, the instruction)."""
 
     @property
     def _shown(self):
-        program, at = self.code_positions
-        return program.shown[at.index]
+        program, instr = self.code_positions
+        return program.listing[instr.index]
 
     @property
     def frames(self):
-        """The line of Python that the instruction comes from."""
+        """(file, line) of the Python that the instruction comes from, alone in a tuple: inlined frames are not known."""
         return (self._shown.place,)
 
     @property
     def code(self):
-        """The instruction, and its line in the text."""
+        """The instruction, and its line in the text of PTX."""
         return f"PTX line {self._shown.number} `{self._shown.text[:100]}`"
 
 
 class Thread:
-    """One lane, as barriers see it."""
+    """One lane of a warp, with what an mbarrier's arrivals and waits need of it: agent, clock, place."""
 
     def __init__(self, warp, lane):
         self.warp, self.lane, self.block = warp, lane, warp.block
@@ -59,7 +59,7 @@ class Thread:
 
 
 class EmulatedWarp(greenlet):
-    """Warp `index` of a block, at the beginning of a program."""
+    """Warp `index` of a block, a coroutine that executes a program from its beginning."""
 
     def __init__(self, block, index, program):
         super().__init__(self._execute)
@@ -67,8 +67,8 @@ class EmulatedWarp(greenlet):
         self.block, self.index, self.program = block, index, program
         self.group, self.rank = divmod(index, WARPGROUP)
         self.agents = block.agents
-        self.agent = self.first = (block.rank * block.size + index) * LANES  # of its lanes
-        self.copier = self.agents.warps + self.first  # of their copies by cp.async
+        self.agent = self.first = (block.rank * block.size + index) * LANES  # the agent of its first lane
+        self.copier = self.agents.warps + self.first  # the agent of that lane's copies by cp.async
         self.clocks = np.zeros((LANES, self.agents.count), np.int64)
         self.lane_agents = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
@@ -80,12 +80,19 @@ class EmulatedWarp(greenlet):
         self.r = [None] * len(program.widths)
         self.threads = [Thread(self, lane) for lane in range(LANES)]
         self.local = np.full((LANES, program.local_bytes), POISON, np.uint8)  # each thread's own memory
-        self.copies, self.groups = [], []  # by cp.async: of the open group, groups
-        self.stores, self.store_groups, self.stores_known = [], [], 0  # by TMA
-        self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # of the open group, groups, how many were waited for
-        self.pending, self.fenced = set(), ([], None)  # registers that hold promises; values at the last wgmma.fence, their ids
+        self.copies, self.groups = [], []  # cp.async: the copies of the group that is not committed yet; groups of copies
+        self.stores, self.store_groups, self.stores_known = (
+            [],
+            [],
+            0,
+        )  # the same of TMA's stores; how many groups were waited for
+        self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # the same of wgmmas
+        self.pending, self.fenced = (
+            set(),
+            ([], None),
+        )  # slots of pending accumulators; values at the last wgmma.fence, their ids
 
-    # -- time, messages: as in the interpreter
+    # -- clocks, hazards and collectives: as in the interpreter
     wait_until, hazard, check_collective, set_registers, close_collectives = (
         InterpretedWarp.wait_until,
         InterpretedWarp.hazard,
@@ -94,10 +101,10 @@ class EmulatedWarp(greenlet):
         InterpretedWarp.close_collectives,
     )
     _check_access, __str__ = InterpretedWarp._check_access, InterpretedWarp.__str__
-    _describe_unawaited = staticmethod(lambda cause: "")  # the instructions say it
+    _describe_unawaited = staticmethod(lambda cause: "")  # a Hazard's place names the instruction
 
     def tick(self):
-        """A new time of all lanes' clocks."""
+        """Advance the clocks of all lanes, and return the new time."""
         self.time += 1
         self.clocks[self.lane_agents] = self.time
         return self.time
@@ -117,11 +124,11 @@ class EmulatedWarp(greenlet):
         self.synced = self.time
 
     def place(self):
-        """The instruction, and the line of Python that it comes from."""
+        """The InstructionPlace of the instruction that the warp executes."""
         return InstructionPlace(self.block.index, self.index, (self.program, self.instruction))
 
     def converged(self, operation):
-        """All lanes must be here."""
+        """Raises a Hazard unless all lanes of the warp execute this instruction together."""
         if not self.full:
             lanes = np.flatnonzero(~self.mask)
             raise self.hazard(f"{operation} takes all lanes of a warp, and lanes {lanes.min()} .. are elsewhere", "divergence")
@@ -138,7 +145,7 @@ class EmulatedWarp(greenlet):
         return value
 
     def move(self, to, source):
-        """mov: a promise moves, too."""
+        """Copy a register. The pending accumulator of a wgmma is copied as such, which does not wait for it."""
         value = self.r[source.slot]
         if isinstance(value, np.ndarray) or value is None:
             self.set(to, self.get(source))
@@ -157,18 +164,18 @@ class EmulatedWarp(greenlet):
         self.fenced = [*self.fenced[0], *pending_values.values()], None
 
     def fence_registers(self):
-        """wgmma.fence: what registers hold now, a wgmma may read and overwrite."""
+        """wgmma.fence: from here on a wgmma may read and overwrite the registers' present values."""
         self.fenced = list(self.r), None
 
     def fenced_ids(self):
-        """The identities of such values."""
+        """The identities of the values that registers had at the last wgmma.fence, or got from wgmmas since."""
         values, ids = self.fenced
         if ids is None:
             self.fenced = values, (ids := set(map(id, values)))
         return ids
 
     def set(self, reg, value):
-        """Give the active lanes a new value."""
+        """Write a register in the active lanes."""
         if not self.full:
             old = self.r[reg.slot]
             if old is not None:
@@ -184,64 +191,65 @@ class EmulatedWarp(greenlet):
             self.program.unguarded,
         )
         end, executed = len(code), self.block.cluster.counts.executed
-        stack = [[0, np.ones(LANES, bool), end, LANES]]  # the next instruction, which lanes, where they reconverge, how many
+        # of each side of a branch: the next instruction, the mask of its lanes, where they reconverge, how many they are
+        stack = [[0, np.ones(LANES, bool), end, LANES]]
         while stack:
-            top = stack[-1]
-            pc, mask, until, lanes = top
-            if pc == until or not lanes:
+            entry = stack[-1]
+            pc, mask, reconvergence_point, lanes = entry
+            if pc == reconvergence_point or not lanes:
                 stack.pop()
                 continue
             self.mask, self.full = mask, lanes == LANES
-            while pc != until and (run := unguarded[pc]) is not None:  # straight on
+            while pc != reconvergence_point and (run := unguarded[pc]) is not None:  # neither a guard nor a branch
                 self.instruction = code[pc]
                 executed[code[pc].opcode] += 1
                 run(self)
                 pc += 1
-            top[0] = pc
-            if pc == until:
+            entry[0] = pc
+            if pc == reconvergence_point:
                 continue
-            at = self.instruction = code[pc]
-            executed[at.opcode] += 1
-            if at.guard is not None:
-                mask_of_guard = mask & (self.get(at.guard).astype(bool) ^ at.negated)
+            instr = self.instruction = code[pc]
+            executed[instr.opcode] += 1
+            if instr.guard is not None:
+                mask_of_guard = mask & (self.get(instr.guard).astype(bool) ^ instr.negated)
                 count = int(np.count_nonzero(mask_of_guard))
             else:
                 mask_of_guard, count = mask, lanes
-            if at.target is not None:
+            if instr.target is not None:
                 if count == lanes:
-                    top[0] = at.target
+                    entry[0] = instr.target
                 elif not count:
-                    top[0] = pc + 1
+                    entry[0] = pc + 1
                 else:
-                    top[0], rest = reconvergence_points[pc], mask & ~mask_of_guard
+                    entry[0], rest = reconvergence_points[pc], mask & ~mask_of_guard
                     stack += [
                         [pc + 1, rest, reconvergence_points[pc], lanes - count],
-                        [at.target, mask_of_guard, reconvergence_points[pc], count],
+                        [instr.target, mask_of_guard, reconvergence_points[pc], count],
                     ]
                 continue
-            if at.opcode in ("ret", "exit"):
-                for entry in stack:
-                    entry[1] = entry[1] & ~mask_of_guard
-                    entry[3] = int(np.count_nonzero(entry[1]))
+            if instr.opcode in ("ret", "exit"):
+                for side in stack:
+                    side[1] = side[1] & ~mask_of_guard
+                    side[3] = int(np.count_nonzero(side[1]))
                 if count == lanes:
                     continue
             elif count:
                 self.mask, self.full = mask_of_guard, count == LANES
                 runs[pc](self)
-            top[0] = pc + 1
+            entry[0] = pc + 1
 
     # -- shared memory
     def find_owner(self, address):
-        """(the block of the cluster in whose memory an address lies, the address there)"""
-        rank, blocks = address >> WINDOW, self.block.cluster.blocks
+        """(the block of the cluster in whose memory a shared::cluster address lies, the address there)"""
+        rank, blocks = address >> RANK_SHIFT, self.block.cluster.blocks
         if rank >= len(blocks):
             raise self.hazard(f"the cluster has no block {rank}", "bounds")
         if rank != self.block.rank and "::cluster" not in self.instruction.opcode:
             raise self.hazard(f"an address of block {rank} of the cluster, which takes shared::cluster", "bounds")
-        return blocks[rank], address & (1 << WINDOW) - 1
+        return blocks[rank], address & (1 << RANK_SHIFT) - 1
 
     def knowledge(self, rows=None, asynchronous=False):
-        """The Knowledge of these lanes, for each its own; without `rows`, what all lanes know in common."""
+        """The Knowledge of each of these lanes. rows: None for what all lanes of the warp know in common."""
         if rows is None:
             return Knowledge(np.minimum.reduce(self.clocks), self.agents.ordinary, asynchronous)
         return Knowledge(self.clocks, self.agents.ordinary, asynchronous, rows)
@@ -263,39 +271,42 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"bytes {first} to {last} of shared memory, which ends at {shadow.end}")
 
     def _cells(self, addresses, size, align=None):
-        """(owner, lanes, cells) that the active lanes access: the block in whose memory they lie, the lanes' numbers, the bytes
-        of each."""
+        """(owner, lanes, cells) of an access to shared memory by the active lanes: the block in whose memory it lies, the
+        lanes' indices, the addresses of each lane's bytes."""
         lanes = np.flatnonzero(self.mask)
-        at = addresses[lanes].astype(np.int64)
-        ranks = at >> WINDOW
+        in_block = addresses[lanes].astype(np.int64)
+        ranks = in_block >> RANK_SHIFT
         if np.count_nonzero(ranks != ranks[0]):
             raise self.hazard("one instruction reaches into several blocks of a cluster", "language")
-        owner, _ = self.find_owner(int(at[0]))
-        at &= (1 << WINDOW) - 1
-        if np.count_nonzero(at % (align or size)):
-            raise self.hazard(f"shared memory at {at[at % (align or size) != 0][0]}, which is no multiple of {align or size}")
-        self.check_range(int(at.min()), int(at.max()) + size, 1, owner)
-        self._count_passes(at, size)
-        return owner, lanes, at[:, None] + np.arange(size)
+        owner, _ = self.find_owner(int(in_block[0]))
+        in_block &= (1 << RANK_SHIFT) - 1
+        if np.count_nonzero(in_block % (align or size)):
+            raise self.hazard(
+                f"shared memory at {in_block[in_block % (align or size) != 0][0]}, which is no multiple of {align or size}"
+            )
+        self.check_range(int(in_block.min()), int(in_block.max()) + size, 1, owner)
+        self._count_passes(in_block, size)
+        return owner, lanes, in_block[:, None] + np.arange(size)
 
-    def _count_passes(self, at, size):
+    def _count_passes(self, addresses, size):
         """Record the number of different words that the busiest bank serves in a pass of 128 bytes."""
         ways, opcode = self.block.cluster.counts.ways, self.instruction.opcode
-        ways[opcode] = max(ways.get(opcode, 0), _busiest((at - (at[0] & -128)).tobytes(), size))
+        ways[opcode] = max(ways.get(opcode, 0), _busiest((addresses - (addresses[0] & -128)).tobytes(), size))
 
-    def read_shared(self, addresses, size, plain=False):
-        """(active lanes, size) bytes. plain: they may be bytes that nobody has written."""
+    def read_shared(self, addresses, size, allow_unwritten=False):
+        """Load `size` bytes for each active lane, as an array (lanes, size). allow_unwritten: bytes that nobody has written may
+        be among them."""
         operation = "reads shared memory"
         owner, lanes, cells = self._cells(addresses, size)
         owner.check_reachable(self.threads[lanes[0]], operation)
-        self._check_access(owner.shadow.unreadable(self.knowledge(lanes), cells, plain), operation)
+        self._check_access(owner.shadow.unreadable(self.knowledge(lanes), cells, allow_unwritten), operation)
         time = self.tick()
         owner.note_visit(self, time, operation)
-        owner.shadow.note_lanes(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
+        owner.shadow.note_lane_reads(self.first, lanes, cells, time, self.synced, Event("read", "the read", self.place()))
         return owner.shadow.bytes[cells]
 
     def write_shared(self, addresses, values):
-        """Store (active lanes, size) bytes."""
+        """Store the rows of an array (active lanes, size) of bytes, one for each active lane."""
         operation = "writes shared memory"
         owner, lanes, cells = self._cells(addresses, values.shape[1])
         owner.check_reachable(self.threads[lanes[0]], operation)
@@ -312,20 +323,20 @@ class EmulatedWarp(greenlet):
             raise self.hazard(f"{operation}, and lanes put different numbers in the same place", "race")
 
     def local_bytes_of(self, addresses, size):
-        """(lanes, bytes) of what the active lanes reach of their own memory, as indices of `local`."""
-        at = addresses[self.mask].astype(np.int64) - LOCAL
+        """The indices into `local`, lanes and bytes, of an access of `size` bytes by each active lane."""
+        addresses = addresses[self.mask].astype(np.int64) - LOCAL
         end = self.local.shape[1]
-        if np.count_nonzero(at % size) or at.min() < 0 or at.max() + size > end:
-            raise self.hazard(f"{size} bytes at {at.min()} to {at.max()} of a thread's own memory, which ends at {end}")
-        return np.flatnonzero(self.mask)[:, None], at[:, None] + np.arange(size)
+        if np.count_nonzero(addresses % size) or addresses.min() < 0 or addresses.max() + size > end:
+            raise self.hazard(f"{size} bytes at {addresses.min()} to {addresses.max()} of local memory, which ends at {end}")
+        return np.flatnonzero(self.mask)[:, None], addresses[:, None] + np.arange(size)
 
     def fence_async(self):
-        """fence.proxy.async, by the active lanes."""
+        """fence.proxy.async: the async proxy now knows all ordinary accesses that the active lanes know."""
         n = self.agents.ordinary
         self.clocks[self.mask, n : 2 * n] = self.clocks[self.mask, :n]
 
     def close(self, _):
-        """Check at the block's end that the warp has waited for what it started."""
+        """Raises a Hazard if the block ends before the warp has waited for all its copies, stores and wgmmas."""
         copies = [copy for group in self.groups for copy in group if not copy.awaited] + self.copies
         for what in [*self.store_groups[self.stores_known :], self.stores, copies]:
             for work in what if isinstance(what, list) else [what]:
