@@ -56,6 +56,7 @@ class Op:
         self.signature = inspect.signature(operator.add if not callable(meaning) or isinstance(meaning, np.ufunc) else meaning)
         self.rule, self.known, self.agreed, self.bindings = None, {}, {}, {}
         self.of_arrays = False  # does it take NumPy arrays outside kernels?
+        self.keeps_integers = False  # are results of integer arrays integers there, so that they index other arrays?
         OPS[op_function] = self
 
     def __repr__(self):
@@ -136,7 +137,7 @@ class Op:
     def __call__(self, *args, **kwargs):
         """The NumPy meaning, after the rule has agreed."""
         if self.of_arrays and any([type(x) is np.ndarray for x in args]):
-            return self.meaning(*args, **kwargs)
+            return self._of_arrays(*args, **kwargs)
         spec_of, wrap, getcurrent, record_op, of_a_type = _interpreted()
         if kwargs or len(args) != len(self.defaults):
             args = self._bound(args, kwargs)
@@ -162,6 +163,12 @@ class Op:
             from .interpreter import hazard_line
 
             raise TypeError(f"{self.name}: {error}{hazard_line()}") from None
+
+    def _of_arrays(self, *args, **kwargs):
+        """The NumPy meaning outside kernels. There integers index arrays; in kernels whole numbers of fp32 do."""
+        result = self.meaning(*args, **kwargs)
+        kinds = {np.asarray(x).dtype.kind for x in (*args, *kwargs.values())}
+        return result.astype(int) if self.keeps_integers and kinds <= set("biu") else result
 
     @functools.cached_property
     def parameters(self):

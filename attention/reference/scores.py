@@ -17,6 +17,7 @@ Key j is visible to query i if all of these hold:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,7 +50,7 @@ class ReferenceVariant:
     def cast(self, real: type) -> ReferenceVariant:
         """These options with NumPy arrays, whose elements are integers or of dtype `real`."""
         alibi, bias, *aux = (_cast_array(x, real) for x in (self.alibi, self.bias, *self.aux))
-        return replace(self, alibi=alibi, bias=bias, aux=tuple(aux))
+        return replace(self, alibi=alibi, bias=bias, aux=tuple(x.view(AuxArray) for x in aux))
 
     def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """s for scaled scores x (n, m) in rows i and columns j; past is Sk - Sq."""
@@ -111,6 +112,21 @@ class ReferenceVariant:
             partial, full = _listed_blocks(self.blocks, b, h, i, j)
             masked = masked & partial | full
         return visible & masked
+
+
+class AuxArray(np.ndarray):
+    """An array that mask and score read. Elements outside it are 0, as in kernels: functions are called for all pairs of query
+    and key, and those that are not visible may read there."""
+
+    def __getitem__(self, index):
+        array, places = np.asarray(self), index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(place, (int, np.integer, np.ndarray)) for place in places):
+            return array[index]
+        ends = [max(extent - 1, 0) for extent in self.shape]
+        inside = [(place >= 0) & (place < extent) for place, extent in zip(places, self.shape)]
+        found = array[tuple(np.clip(place, 0, end) for place, end in zip(places, ends))]
+        axes = (..., *[None] * (self.ndim - len(places)))
+        return np.where(np.asarray(functools.reduce(np.logical_and, inside))[axes], found, array.dtype.type(0))[()]
 
 
 def _cast_array(x, real):

@@ -29,9 +29,10 @@ def plain(x):
     return x.array.astype(np.float32) if isinstance(x, Tile) else np.float32(x)
 
 
-def elementwise(op_function):
-    """`lowers` for an op that goes element by element: outside kernels it takes NumPy arrays, too."""
-    OPS[op_function].of_arrays = True
+def elementwise(op_function, keeps_integers=False):
+    """`lowers` for an op that goes element by element: outside kernels it takes NumPy arrays, too; keeps_integers: of integers
+    it gives integers there."""
+    OPS[op_function].of_arrays, OPS[op_function].keeps_integers = True, keeps_integers
     return lowers(op_function)
 
 
@@ -243,12 +244,12 @@ for _name, (_ufunc, _emit) in OPERATORS.items():
         lowers(_op_function, _meaning(_ufunc))(_operator(_name, _emit))
 
 
-@elementwise(maximum)
+@elementwise(maximum, keeps_integers=True)
 def _(x, y):
     return _several("maximum", fmax, x, y)
 
 
-@elementwise(minimum)
+@elementwise(minimum, keeps_integers=True)
 def _(x, y):
     return _several("minimum", fmin, x, y)
 

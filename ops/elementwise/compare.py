@@ -119,7 +119,7 @@ def _where(b, mask, x, y):
     return b.select(_holds(b, mask), x, y)
 
 
-@elementwise(where)
+@elementwise(where, keeps_integers=True)
 def _(mask, x, y):
     dtype = next((s.dtype for s in (x, y) if isinstance(s, (rt, rv))), fp32)
     if isinstance(mask, (rt, rv)) and mask.dtype is fp32:

@@ -167,7 +167,7 @@ FUNCTIONS = {
     gelu_tanh: _emit_gelu_tanh,
 }
 for _op_function, _emit in FUNCTIONS.items():
-    elementwise(_op_function)(map_rule(_op_function.__name__, _emit))
+    elementwise(_op_function, keeps_integers=_op_function in (abs, relu))(map_rule(_op_function.__name__, _emit))
 lowers(builtins.abs, OPS[abs].meaning)(
     lambda x: map_rule("abs", FUNCTIONS[abs])(x) if isinstance(x, (rt, rv, st, sv)) else None
 )

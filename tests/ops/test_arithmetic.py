@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from ops import exp2, fma, full, load, maximum, minimum, product, store
+from ops import exp2, fma, full, load, maximum, minimum, product, store, where
 from tiles import bf16, fp16, fp32, rt
 from tiles.testing import EPS, blank, close, pairs, wide
 
@@ -195,3 +195,10 @@ def test_products_of_two_byte_tiles_are_rounded_once(run, sample, dtype):
     run(body, x, y, out)
     want = dtype.round(wide(x) * wide(y))
     assert np.array_equal(wide(out), want, equal_nan=True)
+
+
+def test_integers_outside_kernels_stay_integers_and_index_arrays():
+    i = np.arange(4)
+    for out, ref in (minimum(i, 2), [0, 1, 2, 2]), (maximum(2, i), [2, 2, 2, 3]), (where(i > 1, i, 7), [7, 7, 2, 3]):
+        assert out.dtype.kind == "i" and out.tolist() == ref and i[minimum(out, 3)].shape == (4,)
+    assert minimum(i, 2.5).dtype == minimum(i.astype(np.float32), 2).dtype == np.float32

@@ -194,6 +194,16 @@ def test_a_mask_that_returns_numbers():
         forward(q, k, v, mask=lambda b, h, i, j: (j - i) * 0.5)
 
 
+def test_keys_that_are_not_seen_may_be_outside_of_what_a_score_reads():
+    """attention.forward allows it, so the reference does: the same numbers as from an array with all of them."""
+    rng, q, k, v = draw(8, 1, 6, 6, 1, 1)
+    table = rng.standard_normal((2, 4))
+    longer, options = np.pad(table, ((0, 0), (8, 8))), {"window": (3, 0)}
+    short, _ = forward(q, k, v, score=lambda s, b, h, i, j, w: s + w[h, i - j], aux=(table,), **options)
+    long, _ = forward(q, k, v, score=lambda s, b, h, i, j, w: s + w[h, i - j + 8], aux=(longer,), **options)
+    assert np.array_equal(short, long)
+
+
 def test_low_is_near():
     """In bfloat16: rounding errors only, and the documented dtypes."""
     rng, *qkv = draw(7, 1, 8, 8, 2, 2, 16, 8)
