@@ -29,8 +29,8 @@ LIBRARIES = "cupy", "jax", "numpy", "scipy", "torch"  # whose functions take arr
 REMEDIES = {  # {words of an error of Python or NumPy: the remedy}
     "truth value of an array": "it has no `if`, `and`, `or`, `not` and no a < b < c: say & | ~ and where",
     "converted to Python scalars": "the functions of math take numbers: use those of ops, exp, log, sqrt, tanh, ...",
-    "used as indices must be of integer": "index by whole numbers: i, j, b, h, arrays of integers in aux, and what + - * // % abs "
-    "and minimum, maximum and where of ops make of these",
+    "used as indices must be of integer": "index by whole numbers: i, j, b, h, arrays of integers, and what "
+    "+ - * // % abs and minimum, maximum and where of ops make of these",
 }
 TRIAL_SIZE = 4  # queries and keys of a trial call of a function
 

@@ -47,7 +47,7 @@ INVALID = [
     (dict(mask=lambda b, h, i, j: None), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: it returns None"),
     (dict(mask=lambda b, h, i, j: (i < 3)[0, 0, 0]), T, "mask: mask(b, h, i, j) fails on NumPy arrays: IndexError: "),
     (dict(score=lambda s, b, h, i, j, at: s + at[i / 2], aux=(AROUND,)), T, "score: score(s, b, h, i, j, aux0) fails on NumPy "
-     "arrays: IndexError: arrays used as indices must be of integer (or boolean) type; index by whole numbers: i, j, b, h, arr"),
+     "arrays: IndexError: arrays used as indices must be of integer (or boolean) type; index by whole numbers: i, j, b"),
     # how they are called
     (dict(mask=lambda b, h, i: b), T, "mask: mask(b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 3 positional"),
     (dict(score=lambda b, h, i, j: j), T, "score: score(s, b, h, i, j) fails on NumPy arrays: TypeError: <lambda>() takes 4"),
