@@ -175,7 +175,10 @@ def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], requeste
         if x not in on_path or x not in parts or not x.args:
             continue
         if x.operation not in GRADIENT_RULES:
-            raise NoRule(f"{x.operation}: has no gradient yet: {x!r:.200}")
+            raise NoRule(
+                f"{x.operation}: has no gradient yet: of torch's tensors that require grad, loss.backward() goes by torch's "
+                f"operations; {x!r:.200}"
+            )
         total = _sum_parts(parts[x])
         if total is None or (x.operation == "max" and _is_zero(total.term)):
             continue

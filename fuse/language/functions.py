@@ -212,9 +212,9 @@ def causal(scores: Any) -> Any:
     return scores.masked_fill(scores.new_ones(queries, keys).tril(keys - queries) == 0, float("-inf"))
 
 
-def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False) -> Any:
+def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False, is_causal: bool = False) -> Any:
     """softmax(q @ transpose(k) * scale) @ v. q (..., S, D), k (..., T, D), v (..., T, Dv), with the same leading axes; gives
-    (..., S, Dv).
+    (..., S, Dv). is_causal: query i sees key j if j <= i + T - S.
 
     Query heads may share key heads (GQA) if heads have an axis of their own, q (B, Hk, H / Hk, S, D), k (B, Hk, 1, T, D), or
     with enable_gqa=True, as in torch: q (B, H, S, D), k and v (B, Hk, T, D), H a multiple of Hk; query head h reads key head
@@ -231,7 +231,8 @@ def attention(q: Any, k: Any, v: Any, scale: Any = 1.0, enable_gqa: bool = False
             )
     elif enable_gqa and all(leading) and 1 not in (heads := [x[-1] for x in leading]) and heads[0] != heads[1]:
         k, v = (_repeat_heads(x, heads[0] // heads[1]) for x in (k, v))
-    return softmax(q @ transpose(k) * scale) @ v
+    scores = q @ transpose(k) * scale
+    return softmax(causal(scores) if is_causal else scores) @ v
 
 
 def _repeat_heads(x: Any, count: int) -> Any:

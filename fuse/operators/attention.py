@@ -1,7 +1,7 @@
 """Attention and what comes before it."""
 
 from ..calls.fused import kernel
-from ..language.functions import attention, causal, concatenate, halves, mean, rsqrt, softmax, transpose
+from ..language.functions import attention, concatenate, halves, mean, rsqrt, transpose
 
 
 @kernel
@@ -18,12 +18,13 @@ def qk_norm_attention(q, k, v, gq, gk, eps=1e-6):
 @kernel
 def qk_norm_rotary_attention(q, k, v, gq, gk, cos, sin, eps=1e-6):
     """Causal attention with queries and keys that are normalised (RMSNorm of each row) and rotated by their positions.
-    q, k (..., S, D), v (..., S, Dv); the leading axes are a batch and heads. gq, gk (D,). cos, sin (S, D/2)."""
+    q, k (..., S, D), v (..., S, Dv); the leading axes are a batch and heads. Query heads may share key heads, as in
+    qk_norm_attention. gq, gk (D,). cos, sin (S, D/2)."""
     q1, q2 = halves(q * rsqrt(mean(q * q) + eps) * gq)
     k1, k2 = halves(k * rsqrt(mean(k * k) + eps) * gk)
     queries = concatenate([q1 * cos - q2 * sin, q2 * cos + q1 * sin])
     keys = concatenate([k1 * cos - k2 * sin, k2 * cos + k1 * sin])
-    return softmax(causal(queries @ transpose(keys) * q.shape[-1] ** -0.5)) @ v
+    return attention(queries, keys, v, q.shape[-1] ** -0.5, enable_gqa=True, is_causal=True)
 
 
 @kernel

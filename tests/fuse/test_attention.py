@@ -276,6 +276,18 @@ def test_gradients_of_query_heads_that_share_key_heads():
         assert (x - y).abs().max() <= 3 * (z - y).abs().max() + 2**-8 * y.abs().max()
 
 
+def test_rotated_query_heads_that_share_key_heads():
+    """The numbers of a call whose key heads are repeated. Its gradient is refused with a remedy."""
+    operator = operators.qk_norm_rotary_attention
+    q, k, v, *rest = sample((2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 24), (16,), (16,), (5, 8), (5, 8))
+    repeated = [np.repeat(x, 2, axis=1) for x in (k, v)]
+    out = operator.run(q, k, v, *rest)
+    compare(operator, [q, *repeated, *rest], out)
+    assert (operator(q, k, v, *rest) == operator(q, *repeated, *rest)).all()
+    with pytest.raises(TypeError, match="^causal: has no gradient yet: of torch's tensors that require grad, loss.backward"):
+        operator.gradient(q, k, v, *rest, out)
+
+
 def test_heads_that_cannot_be_shared():
     """The error has the remedy, and an axis of their own is one."""
     arrays = sample((1, 4, 8, 64), (1, 2, 8, 64), (1, 2, 8, 64))

@@ -39,8 +39,24 @@ COLUMNS = 32, 64  # columns of a warp's tile: 32 for maps of few tiles, else as 
 MUCH = 6  # so many input tiles take wide tiles
 MOST_COLUMNS = 128  # columns of a half, where there are sums
 Sums = dict[Term, tuple[Term, ...]]
-COUNTED = "rest", "band", "col_tile", "col", "width", "columns", "batches", "heads", "col_tiles"  # the kernel's variables
-PLACES = {"batch": "batches", "head": "heads"}  # {index along a leading axis: its extent}, names in the kernel
+COUNTED = (
+    "rest",
+    "band",
+    "col_tile",
+    "col",
+    "width",
+    "columns",
+    "batches",
+    "groups",
+    "heads",
+    "col_tiles",
+)  # the kernel's variables
+PLACES = {
+    "batch": "batches",
+    "group": "groups",
+    "head": "heads",
+}  # {index along a leading axis: its extent}, names in the kernel
+LEADING = (), ("head",), ("batch", "head"), tuple(PLACES)  # indices along so many leading axes
 
 
 class Halves:
@@ -64,7 +80,7 @@ class Halves:
         parts = root.args if root.operation == "concat" else (root,)
         if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
             parts = _take_half(root, 0), _take_half(root, 1)  # halves of a concatenation, and of terms with as many columns
-        if 2 <= root.ndim <= 2 + len(PLACES) and has_columns(root) and all(map(_is_map_of_halves, parts)):
+        if 2 <= root.ndim < 2 + len(LEADING) and has_columns(root) and all(map(_is_map_of_halves, parts)):
             for each in dict.fromkeys([tuple(map(_push_halves_to_arrays, parts)), parts]):
                 yield from cls._of(root, each, wgmma)
 
@@ -135,7 +151,7 @@ class Halves:
     def lead(self) -> dict[int, str]:
         """{axis of the root ahead of its rows and columns: the kernel's name for its index}."""
         lead = [n for n in range(-self.root.ndim, -1) if n != self.axis]
-        return {n: name for n, name in zip(lead, [*PLACES][-len(lead) :]) if self.root.axes[n] is not None}
+        return {n: name for n, name in zip(lead, LEADING[len(lead)]) if self.root.axes[n] is not None}
 
     @property
     def unordered(self) -> bool:
