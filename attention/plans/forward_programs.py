@@ -26,7 +26,7 @@ from .call_options import (
     needs_gradient,
 )
 from .forward_launches import choose_config, plan_forward
-from .fp8_checks import FP8_SCHEMA, check_output, fp8_cache_schema
+from .fp8_checks import FP8_SCHEMA, INT8_REMEDY, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
 from .planning import build_scores, check_extents, norm_and_dropout_parts, resolve_scale
 from .variant_spec import VariantSpec, build_variant
@@ -40,6 +40,7 @@ FORWARD = Schema(
     out  (batch, seqlen_q, heads, head_dim_v)    tile     in_place
     lse  (batch, heads, seqlen_q)                float32  output  return_lse
     """,
+    remedies=INT8_REMEDY,
 )
 INPUTS = f"""
     q             (batch, seqlen_q, heads, head_dim)               tile
@@ -73,12 +74,12 @@ ACCUMULATED_OUTPUTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  float32  updated
     lse  (batch, heads, seqlen_q)              float32  updated
 """
-VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS), Schema("block_lists", INPUTS)
+VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS, remedies=INT8_REMEDY), Schema("block_lists", INPUTS)
 IN_FLOAT32, INTO = (
-    Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS),
-    Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS),
+    Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=INT8_REMEDY),
+    Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=INT8_REMEDY),
 )
-FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS))
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS), remedies=INT8_REMEDY)
 
 
 def _prepare_gradient(arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:

@@ -12,6 +12,9 @@ from .call_options import AUX_ROWS, BLOCK_MASK_ROWS
 
 MAX_BLOCK_COLUMNS = 128  # the largest head dims with descales of blocks
 DESCALES = "q_descale", "k_descale", "v_descale"
+INT8_REMEDY = {
+    "int8": "attention.decode reads keys and values of int8, with q of 16 bits; for forward multiply them by their descales"
+}
 FP8_SCHEMA = Schema(
     "forward_fp8",
     f"""
@@ -33,6 +36,7 @@ FP8_SCHEMA = Schema(
     out           (batch, seqlen_q, heads, head_dim_v)                           half         in_place
     lse           (batch, heads, seqlen_q)                                       float32      output    return_lse
 """,
+    remedies=INT8_REMEDY,
 )
 
 

@@ -24,9 +24,15 @@ ARRAYS = """
     computed  (batch, heads_k)                    float32  output  computes
     mean      (batch, heads_k, head_dim)          float32  output  centred
 """
-QUANTIZE = Schema("quantize", ARRAYS)
+REMEDIES = {"int8": "attention.append quantises to int8, the keys and values of a cache"}
+QUANTIZE = Schema("quantize", ARRAYS, remedies=REMEDIES)
 ARRAYS_OF_BLOCKS = ARRAYS.replace("computed  (batch, heads_k)", "computed  (batch, blocks, heads_k)")
-QUANTIZE_BLOCKS = Schema("quantize_blocks", ARRAYS_OF_BLOCKS, blocks=lambda extents: (extents["seqlen"] + BLOCK - 1) // BLOCK)
+QUANTIZE_BLOCKS = Schema(
+    "quantize_blocks",
+    ARRAYS_OF_BLOCKS,
+    remedies=REMEDIES,
+    blocks=lambda extents: (extents["seqlen"] + BLOCK - 1) // BLOCK,
+)
 DTYPES = {"bfloat16": bf16, "float16": fp16}
 
 

@@ -33,6 +33,7 @@ from .decoding import check_splits
 
 MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths
 
+REMEDIES = {"int8": "latents of one byte are float8_e4m3fn, with rotary= and descale=; of 16 bits bfloat16 or float16"}
 MLA_DECODE = Schema(
     "mla_decode",
     """
@@ -44,6 +45,7 @@ MLA_DECODE = Schema(
     out          (batch, seqlen_q, heads, head_dim_v)  tile         output
     lse          (batch, heads, seqlen_q)              float32      output  return_lse
     """,
+    remedies=REMEDIES,
     head_dim_v=LATENT,
 )
 QUANTISED = Schema(
@@ -59,6 +61,7 @@ QUANTISED = Schema(
     out          (batch, seqlen_q, heads, head_dim_v)  tile         output
     lse          (batch, heads, seqlen_q)              float32      output  return_lse
     """,
+    remedies=REMEDIES,
     head_dim_v=LATENT,
 )
 

@@ -78,6 +78,8 @@ LAYOUTS = tuple(ORDER)
 VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "ends_q": ENDS_Q, "ends_k": ENDS_K, "ends_new": ENDS_NEW}
 VALUES |= {"key_lengths": KEY_LENGTHS, "key_starts": KEY_STARTS}
 ONE = {"1": 1}  # the extent of the axis `1`
+TILES = "tile", "tile8", "fp8"  # what the arrays hold that kernels compute with
+WIDE_REMEDY = "convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
 
 
 class Problem:
@@ -170,20 +172,22 @@ class Problem:
 class Schema:
     """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
     one extent in all calls, or occur in results only; or a function from all other extents to it. vary: if axes are not those
-    of axes.py, which of them have a length as their extent (lengths.py). ValueError: a row has a wrong syntax."""
+    of axes.py, which of them have a length as their extent (lengths.py). remedies: {a dtype that tiles do not have: what to do
+    with such arrays}, for errors. ValueError: a row has a wrong syntax."""
 
     def __init__(
         self,
         name: str,
         table: str,
         vary: Iterable[str] | None = None,
+        remedies: Mapping[str, str] | None = None,
         **extents: int | Callable[[Mapping[str, Any]], Any],
     ):
         rows = [parse_row(line) for line in table.splitlines() if line.strip()]
         for row in rows if vary is None else ():
             if unknown := [axis for axes in row.axes for axis in axes if axis not in AXES and axis != "*"]:
                 raise ValueError(f"{row.name}: has the axis {unknown[0]}, which tiles/calls/axes.py does not name")
-        self.name, self.vary = name, VARY if vary is None else frozenset(vary)
+        self.name, self.vary, self.remedies = name, VARY if vary is None else frozenset(vary), remedies or {}
         self.extents = ONE | {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
         self._derived_extents = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
         self.arguments = {row.name: row for row in rows}
@@ -225,7 +229,7 @@ class Schema:
                 _, order = rows[like].get(len(shape), row)
             is_tile = name in self.tiles
             if array_dtype not in self._dtypes[name] or (is_tile and array_dtype != dtype):
-                _refuse_dtype(self.arguments[name], array_dtype, first, dtype)
+                self._refuse_dtype(self.arguments[name], array_dtype, first, dtype)
             if array_device != device:
                 where = f"{name}.device={array_device}, {first}.device={device}"
                 raise ValueError(f"{name}: must lie where {first} does (None: host memory): {where}")
@@ -289,12 +293,25 @@ class Schema:
             if row.result and all(_requests_result(options, word) for word in row.flags)
         ]
 
+    def _refuse_dtype(self, argument: Argument, array_dtype: str, first: str, dtype: str) -> NoReturn:
+        name = argument.name
+        if array_dtype in argument.dtypes:
+            raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}")
+        remedy = self.remedies.get(array_dtype, "") if argument.holds in TILES else ""
+        if argument.holds == "tile" and array_dtype in ("float32", "float64"):
+            remedy = WIDE_REMEDY
+        if argument.dtypes == ("float32",) and array_dtype in ("float64", "bfloat16", "float16"):
+            remedy = "convert it: x.astype(np.float32), or torch's x.float()"
+        raise TypeError(
+            f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={array_dtype!r}{remedy and f'; {remedy}'}"
+        )
+
     def check_dtypes(self, dtypes: Mapping[str, str]) -> None:
         """TypeError, as `problem` raises it, if these arguments do not take these dtypes."""
         first, dtype = next(iter(dtypes.items()))
         for name, array_dtype in dtypes.items():
             if array_dtype not in self._dtypes[name] or (name in self.tiles and array_dtype != dtype):
-                _refuse_dtype(self.arguments[name], array_dtype, first, dtype)
+                self._refuse_dtype(self.arguments[name], array_dtype, first, dtype)
 
     def shapes(self, shapes_of_inputs: Mapping[str, Sequence[int]], layout: str) -> dict[str, list[int]]:
         """The shapes of all results, in the caller's axes, by those of the arrays that were passed. Nothing is compared:
@@ -373,19 +390,6 @@ def _where(axes: Axes) -> str:
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:
     choices = "; or ".join(map(symbols, argument.choices(layout).values()))
     raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
-
-
-REMEDY = "; convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
-
-
-def _refuse_dtype(argument: Argument, array_dtype: str, first: str, dtype: str) -> NoReturn:
-    name = argument.name
-    if array_dtype in argument.dtypes:
-        raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}")
-    remedy = REMEDY if argument.holds == "tile" and array_dtype in ("float32", "float64") else ""
-    if argument.dtypes == ("float32",) and array_dtype in ("float64", "bfloat16", "float16"):
-        remedy = "; convert it: x.astype(np.float32), or torch's x.float()"
-    raise TypeError(f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={array_dtype!r}{remedy}")
 
 
 def _refuse_strides(name: str, form: Form, message: str) -> NoReturn:

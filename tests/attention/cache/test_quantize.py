@@ -161,6 +161,11 @@ def test_as_compiled(as_compiled):
         ("x: must not be empty", np.zeros((1, 0, 1, 64), BF16), {}),
         ("descale: ", np.zeros((1, 2, 1, 64), BF16), dict(descale=np.ones(2, F32))),
         ("out: dtype must be one of", np.zeros((1, 2, 1, 64), BF16), dict(out=np.zeros((1, 2, 1, 64), BF16))),
+        (
+            "out: .* attention.append quantises to int8",
+            np.zeros((1, 2, 1, 64), BF16),
+            dict(out=np.zeros((1, 2, 1, 64), np.int8)),
+        ),
         ("block: must be 128, the rows that share a descale", np.zeros((1, 2, 1, 64), BF16), dict(block=64)),
         (
             "descale: must be None where block is passed",

@@ -279,6 +279,7 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     refused(TypeError, "^rotary: must be passed together with descale", latent=latent_fp8, descale=descale)
     refused(TypeError, "^descale: must be passed together with rotary", latent=latent_fp8, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
+    refused(TypeError, "^latent: .* latents of one byte are float8_e4m3fn", **fp8 | {"latent": latent_fp8.astype(np.int8)})
     whole = np.concatenate([latent_fp8, latent_fp8[..., :ROTARY]], -1)
     refused(
         TypeError,

@@ -129,6 +129,7 @@ INVALID = [
     (dict(q=zeros(2, 3), layout="bhsd"), V, "q: must have the axes B, H, S, D: q.shape=(2, 3)"),
     (dict(q=zeros(*Q, dtype=f32)), T, f"q: {DTYPE}: q.dtype='float32'"),
     (dict(v=zeros(*KV, dtype=">f2")), T, f"v: {DTYPE}: v.dtype='>f2'"),
+    (dict(k=zeros(*KV, dtype=np.int8)), T, f"k: {DTYPE}: k.dtype='int8'; attention.decode reads keys and values of int8"),
     (dict(v=zeros(*KV, dtype=f16)), T, "v: dtype must be q's: v.dtype='float16', q.dtype='bfloat16'"),
     (
         dict(q=zeros(2, 5, 6, 12), k=zeros(2, 7, 3, 12), v=zeros(2, 7, 3, 12)),
