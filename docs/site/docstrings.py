@@ -18,7 +18,7 @@ ERROR = re.compile(r"[A-Z]\w*(Error|Warning)$")
 def escape(text: str) -> str:
     """Prose as Markdown that shows it as it is. Code between ` stays, and pages of the documentation become links."""
     pieces = re.split(r"(`[^`]*`)", text)
-    pieces[::2] = (re.sub(r"([*\[~])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2])
+    pieces[::2] = (re.sub(r"([*\[])", r"\\\1", piece).replace("<", "&lt;") for piece in pieces[::2])
     return re.sub(r"\bdocs/(\w+)\.md", r"[docs/\1.md](../\1.md)", "".join(pieces))
 
 

@@ -234,6 +234,9 @@ class Fused(Definition):
 
     # ---- plans of calls ----------------------------------------------------------------------------------------------
     def tune(self, *arrays: Any, say: Callable[[str], None] = lambda text: None) -> list[Candidate]:
+        """Measure the best candidates on the GPU that holds these arrays, and remember the fastest on disk, where calls find it
+        from then on. say: gets a text on progress. Returns the candidates, the fastest first. ValueError: the arrays are in
+        host memory."""
         ranked = super().tune(*arrays, say=say)
         self.programs.clear()  # their plans have the kernels that were best before
         return ranked

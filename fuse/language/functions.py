@@ -49,19 +49,33 @@ def _torch(x: Any) -> bool:
 
 
 abs = _map("abs")
+"""|x|."""
 exp = _map("exp")
+"""e^x."""
 exp2 = _map("exp2")
+"""2^x."""
 gelu = _map("gelu")
+"""x / 2 (1 + erf(x / sqrt(2))), the exact form."""
 log = _map("log")
+"""The natural logarithm of x."""
 maximum = _map("maximum")
+"""The greater of x and y, element by element; they broadcast."""
 minimum = _map("minimum")
+"""The lesser of x and y, element by element; they broadcast."""
 relu = _map("relu")
+"""max(x, 0)."""
 rsqrt = _map("rsqrt")
+"""1 / sqrt(x)."""
 sigmoid = _map("sigmoid")
+"""1 / (1 + e^-x)."""
 silu = _map("silu")
+"""x / (1 + e^-x), also called swish."""
 sqrt = _map("sqrt")
+"""The square root of x."""
 tanh = _map("tanh")
+"""The hyperbolic tangent of x."""
 where = _map("where")
+"""where(mask, x, y): x where the mask, such as x < y, holds, and y elsewhere; they broadcast."""
 
 
 def sum(x: Any, axis: int = -1) -> Any:
