@@ -73,7 +73,9 @@ def explain_no_plan(roots: Sequence[Term], card: Card) -> str:
             shapes = ", ".join(
                 "float32 " * (y.operation == "input" and y.attr[1] == "float32") + str(y.extents) for y in x.args
             )
-            return f"no template computes {x.operation} of {shapes}: {x!r:.200}"
+            wide = x.operation == "matmul" and any(y.operation == "input" and y.attr[1] == "float32" for y in walk(x))
+            remedy = "; products take bfloat16 and float16: convert what they multiply" * wide
+            return f"no template computes {x.operation} of {shapes}: {x!r:.200}{remedy}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
 
 
