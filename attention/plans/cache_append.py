@@ -41,7 +41,7 @@ def plan_append(
     _check_cache(problem)
     _check_rotary(problem)
     descales = problem["k_descale"], problem["v_descale"]
-    if (descales[0] is None) != (descales[1] is None):
+    if "v" in problem and (descales[0] is None) != (descales[1] is None):
         name, other = ("k_descale", "v_descale") if descales[0] is None else ("v_descale", "k_descale")
         raise ValueError(f"{name}: must be passed together with {other}: {name}=None")
     has_descale_per_key(problem)
@@ -86,9 +86,9 @@ def launch_append(
         index = problem["batch_index"]  # is a page table with one page for each sequence
         arrays["gPages"] = problem["pages"] if index is None else index.spread(1, 1)
         kv_head_tiles, cache = -(-kv_heads // HEADS), problem["k"].form.dtype
-        columns = max(problem("head_dim", "head_dim_v"))
+        columns = max(problem.extents["head_dim"], problem.extents.get("head_dim_v", 0))
         if "k_descale" in problem:
-            for name in ("k_descale", "v_descale"):
+            for name in [name for name in ("k_descale", "v_descale") if name in problem]:
                 x = problem[name]
                 by_head = len(x.shape) == 1
                 arrays[f"g{name[0].upper()}Descale"] = x.spread(0, problem["lengths"].shape[0]) if by_head else x
@@ -137,8 +137,12 @@ def _view_as_pairs(x: Operand | None, pairs: int, interleaved: bool) -> Operand 
 
 def _check_cache(problem: Problem) -> None:
     batch, caches, page_size = problem("sequences", "batch_cache", "seqlen_k")
-    k, v = problem["k"].form, problem["v"].form
-    for name, form in ("k", k), ("v", v):
+    k = problem["k"].form
+    given = [name for name in ("v", "v_new", "v_descale") if name in problem]
+    if given and not {"v", "v_new"} <= {*given}:
+        missing = "v" if "v" not in given else "v_new"
+        raise ValueError(f"{missing}: must be passed together with {given[0]}: {missing}=None")
+    for name, form in ((name, problem[name].form) for name in ("k", "v") if name in problem):
         if form.dtype not in (problem.dtype, *QUANTIZED) or form.dtype != k.dtype:
             must_match, values = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")
             values = f"{name}.dtype={form.dtype!r}, {values}k_new.dtype={problem.dtype!r}"

@@ -16,9 +16,9 @@ from ..plans.cache_append import plan_append
 
 ARRAYS = """
     k_new            (batch, seqlen_new, heads_k, head_dim)        tile
-    v_new            (batch, seqlen_new, heads_k, head_dim_v)      tile
+    v_new            (batch, seqlen_new, heads_k, head_dim_v)      tile      optional
     k                (batch_cache, seqlen_k, heads_k, head_dim)    cache     updated
-    v                (batch_cache, seqlen_k, heads_k, head_dim_v)  cache     updated
+    v                (batch_cache, seqlen_k, heads_k, head_dim_v)  cache     updated?
     cu_seqlens       (ends)                                        ends_new  optional
     lengths          (sequences)                                   index
     pages            (sequences, pages_per_seq)                    index     optional
@@ -47,9 +47,14 @@ def with_token_descales(table: str) -> str:
     return re.sub(r"(_descale +)\(.*\)( +float32 +)optional", r"\1(batch_cache, seqlen_k, heads_k)\2updated", table)
 
 
+def _with_descales_of_keys(table: str) -> str:
+    """These rows with descales of each token and head; those of values are left out with the values."""
+    return re.sub(r"(v_descale .*)updated", r"\1updated?", with_token_descales(table))
+
+
 APPEND, WITH_QUERIES = Schema("append", ARRAYS), Schema("append_with_queries", ARRAYS_AND_QUERIES)
-QUANTISING = Schema("append_quantising", with_token_descales(ARRAYS))
-QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", with_token_descales(ARRAYS_AND_QUERIES))
+QUANTISING = Schema("append_quantising", _with_descales_of_keys(ARRAYS))
+QUANTISING_WITH_QUERIES = Schema("append_quantising_with_queries", _with_descales_of_keys(ARRAYS_AND_QUERIES))
 
 
 @suggests_argument_names
@@ -85,7 +90,8 @@ def append(
     sequences are packed in a batch of 1. k, v: the cache, (B, Sk, Hk, D) and (B, Sk, Hk, Dv), of the same dtype,
     float8_e4m3fn or int8, the last axis contiguous. batch_index: (B), the batch of k and v that belongs to each sequence. With
     pages (B, most pages), the cache is a pool (pages, page size, Hk, D), and a sequence's n-th key is in page pages[b, n //
-    page size]; entries beyond the pages in use may be anything. Any page size; no two sequences may write to one place.
+    page size]; entries beyond the pages in use may be anything. Any page size; no two sequences may write to one place. v and
+    v_new may be None: a cache of keys alone, such as the latents of MLA, or their rotated columns.
 
     lengths: (B), int32 or int64, the number of keys before. They are read on the device, so a CUDA graph that holds the call
     serves sequences as they grow; the caller adds S to them. Tokens beyond the cache's end are not written, nor those whose
@@ -98,10 +104,11 @@ def append(
     (B), of a sequence's first new key, if it is not `lengths`. Beyond the end of the tables nothing is written.
 
     k_descale, v_descale: float32, by which the numbers of a cache of fp8 or int8 are multiplied when they are read; both or
-    none. Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times the descale, in int8 beyond -128
-    or 127 times, is clamped to it. (Hk) or (B, Hk): they are read. Or shaped as k and v are, (B, Sk, Hk) or with pages (pages,
-    page size, Hk), with any strides: then they are computed and written, for each new token and head, so that its largest
-    rotated number becomes 448, or 127 in int8; at least 2^-120. A NaN becomes 0 in int8.
+    none (v_descale is None without v). Rows are divided by them, to 2 ulp of float32, and rounded; what is beyond 448 times
+    the descale, in int8 beyond -128 or 127 times, is clamped to it. (Hk) or (B, Hk): they are read. Or shaped as k and v
+    are, (B, Sk, Hk) or with pages (pages, page size, Hk), with any strides: then they are computed and written, for each
+    new token and head, so that its largest rotated number becomes 448, or 127 in int8; at least 2^-120. A NaN becomes 0 in
+    int8.
 
     k_new_norm, q_norm: norms of the rows of k_new and of q, before they are rotated, as attention.forward has them: weights
     (D), or of each head, of an RMS norm, or a pair (weights, bias) of a layer norm. They are computed in float32, and the
@@ -123,7 +130,7 @@ def append(
     tensors = k_new, v_new, k, v, cu_seqlens, lengths, pages, batch_index, cos, sin, positions, k_descale, v_descale
     arrays = *tensors, *split_norm("k_new_norm", k_new_norm)
     options = check_flag("interleaved", interleaved), check_flag("causal", causal), check_positive("norm_eps", norm_eps)
-    quantizes = has_token_descales(k_descale, v_descale)
+    quantizes = has_token_descales(*[k_descale] if v is None else [k_descale, v_descale])
     if q is None:
         return (_append_quantising if quantizes else _append)(stream, arrays, options, layout)
     call = _append_quantising_with_queries if quantizes else _append_with_queries

@@ -112,7 +112,9 @@ def mla_decode(
 
     To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
     attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
-    So the pools of a PagedCache may be two such views of one pool of latents.
+    So the pools of a PagedCache may be two such views of one pool of latents. Latents of fp8, with their descales, and rotated
+    columns are written by a call each, as keys without values:
+    attention.append(latent[:, :, None], None, latents, None, lengths=before, k_descale=descale[..., None]).
 
     causal: the last token is at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees all keys.
     A token that sees no key gives 0.

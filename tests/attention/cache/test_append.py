@@ -261,6 +261,21 @@ def test_computed_descales_as_compiled(as_compiled):
     check_found(inputs(cache=F8, rotary=16, head=40, heads=1, lengths=(3,), new=1), interleaved=True)
 
 
+@pytest.mark.parametrize("case", ["packed", "fp8, a scale a head", "computed"])
+def test_keys_alone(case, place):
+    """The bits of a call with values: of keys, of queries and of computed descales."""
+    arguments = inputs(cache=I8) if case == "computed" else inputs(**CASES[case])
+    if case == "computed":
+        arguments |= {f"{name}_descale": np.zeros(arguments["k"].shape[:3], F32) for name in "kv"}
+    copied = {name: x if isinstance(x, tuple) else x.copy() for name, x in arguments.items()}
+    out = attention.append(**copied)
+    alone = {name: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for name, x in arguments.items()}
+    actual = attention.append(**alone | dict.fromkeys(name for name in alone if name.startswith("v")))
+    for name in {"k", "k_descale"} & {*alone}:
+        np.testing.assert_array_equal(place.get(alone[name]).view(np.uint8), copied[name].view(np.uint8), name)
+    assert out is actual is None or np.array_equal(bits(place.get(actual)), bits(out))
+
+
 def test_queries_at_one_position(place):
     check(inputs(rotary=32, queries=2, new=3), place.put, place.get, causal=False)
 
@@ -433,6 +448,11 @@ REFUSED = {
     "positions: are rows of rotary's tables": dict(positions=lambda x: np.zeros(3, np.int32)),
     "v_descale: must be passed together with k_descale": dict(k_descale=lambda x: np.ones(2, F32)),
     "k_descale: must be None unless the cache is float8": dict.fromkeys(["k_descale", "v_descale"], lambda x: np.ones(2, F32)),
+    "v: must be passed together with v_new: v=None": dict(v=lambda x: None),
+    "v_new: must be passed together with v: v_new=None": dict(v_new=lambda x: None),
+    "v: must be passed together with v_descale": dict(
+        v=lambda x: None, v_new=lambda x: None, v_descale=lambda x: np.ones(2, F32)
+    ),
     "v_descale: must have the axes": dict(k_descale=lambda x: np.ones((3, 9, 2), F32), v_descale=lambda x: np.ones(2, F32)),
     "batch_index: must be None where pages is passed": dict(
         pages=lambda x: np.zeros((3, 1), np.int32), batch_index=lambda x: np.zeros(3, np.int32)
