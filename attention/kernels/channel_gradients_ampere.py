@@ -87,6 +87,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 ):
                     yield replace(config, value_dim=value_dim)
             yield replace(config, with_gates=False)
+        if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
+            yield replace(config, unrounded=True)
             yield replace(config, unrounded=True, unrounded_values=True)
 
 

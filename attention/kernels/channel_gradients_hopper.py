@@ -60,6 +60,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import FLOOR, LOG2_E
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+from .linear_gradients_hopper import RESULTS
 
 KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
 HALF = KEYS // 2  # channels of a consumer, and its columns of dV
@@ -100,8 +101,8 @@ def space_of(make_config: type[Config], target: Target, everything: bool) -> Ite
     """The configurations of a kernel with these fields. everything: fp16, packed sequences and float32 results, too."""
     if target.has_wgmma:
         for of in (bf16, fp16) if everything else (bf16,):
-            for varlen, unrounded in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                yield make_config(of, unrounded, unrounded, varlen)
+            for varlen, results in itertools.product((False, True), RESULTS) if everything else ((False, RESULTS[0]),):
+                yield make_config(of, *results, varlen)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

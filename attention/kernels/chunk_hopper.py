@@ -35,7 +35,7 @@ from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gate_formulas import FORMULAS
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import gradient_forms
-from ..parts.recurrent.results import ScanOutputs, ScanResult, scan_forms
+from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
@@ -151,6 +151,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     config = Config(*size, input_dtype, gate, result, varlen)
                     if config.supports_result:
                         yield config
+                if size[0] <= WIDE_KEY_DIM:  # what the walk of gradients reads
+                    for varlen in (False, True) if everything else (False,):
+                        gate = kind() if kind is Gate else kind(scale_at_end=True)
+                        yield Config(*size, input_dtype, gate, ChunkStates(), varlen)
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
 

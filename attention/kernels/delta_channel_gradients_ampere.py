@@ -84,7 +84,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         if config.gated and target.shared_bytes >= MEDIUM:
             yield config
             if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
-                yield from (replace(config, unrounded=True), replace(config, stages=1), replace(config, with_gates=False))
+                yield from (replace(config, unrounded=unrounded, stages=1) for unrounded in (False, True))
+                yield from (replace(config, unrounded=True), replace(config, with_gates=False))
 
 
 @functools.cache

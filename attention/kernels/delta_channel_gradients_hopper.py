@@ -103,14 +103,16 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of all padded sizes in bf16, with fp16 if `everything`, and the largest without gates."""
+    """The configurations of all padded sizes in bf16, and the largest without gates and of packed sequences. everything:
+    these of all sizes, and fp16, too."""
     if target.has_wgmma:
         for input_dtype in (bf16, fp16) if everything else (bf16,):
             yield from itertools.starmap(Config, itertools.product(KEY_DIMS, VALUE_DIMS, (fp32, input_dtype), (input_dtype,)))
             largest = max(KEY_DIMS), max(VALUE_DIMS)
             yield Config(*largest, fp32, input_dtype, with_gates=False)
-            for gates, with_gates in itertools.product((fp32, input_dtype), (False, True)):
-                yield Config(*largest, gates, input_dtype, with_gates, varlen=True)
+            for size in itertools.product(KEY_DIMS, VALUE_DIMS) if everything else (largest,):
+                for gates, with_gates in itertools.product((fp32, input_dtype), (False, True)):
+                    yield Config(*size, gates, input_dtype, with_gates, varlen=True)
 
 
 @functools.cache
