@@ -69,6 +69,8 @@ _MODULES = {  # module: its public functions
     "torch_ops": ("register_torch_ops",),
 }
 
+_SUBMODULES = "cache", "compat", "gates", "nn", "parallel", "reference"
+
 if TYPE_CHECKING:  # for editors and type checkers
     from . import gates as gates
     from .dropout import dropout_mask
@@ -96,8 +98,8 @@ else:
 
     def __getattr__(name: str) -> object:
         """Import the public function of this name, and make it an ordinary attribute of the package."""
-        if name == "gates":  # a module whose functions go into calls: attention.gates.softplus(..)
-            return _import_module(".gates", __name__)
+        if name in _SUBMODULES:  # attention.gates.softplus(..), attention.nn.Attention(..)
+            return _import_module(f".{name}", __name__)
         for module, names in _MODULES.items():
             if name in names:
                 with _importable["uncollected"]():
@@ -107,4 +109,4 @@ else:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "gates"})
+    return sorted({*globals(), *__all__, *_SUBMODULES})

@@ -32,12 +32,18 @@ def flatten_out(out: Any, leading: LeadingAxes) -> Any:
     return out.reshape(-1, out.shape[-1])
 
 
+def check_outs(outs: Sequence[Any], shapes: Sequence[Sequence[int]]) -> None:
+    """ValueError: an array of `outs` has not the shape of its result."""
+    for target, shape in zip(outs, shapes):
+        if target is not None and tuple(target.shape) != tuple(shape):
+            raise ValueError(f"out: must have the result's shape: out.shape={tuple(target.shape)}, {tuple(shape)}")
+
+
 def copy_to_outs(outs: Sequence[Any], results: Sequence[Any]) -> list[Any]:
     """The results, each copied into its array of `outs` where there is one. ValueError: that array has another shape."""
+    check_outs(outs, [x.shape for x in results])
     for target, x in zip(outs, results):
         if target is not None:
-            if tuple(target.shape) != tuple(x.shape):
-                raise ValueError(f"out: must have the result's shape: out.shape={tuple(target.shape)}, {tuple(x.shape)}")
             target[...] = x
     return [x if target is None else target for target, x in zip(outs, results)]
 

@@ -32,7 +32,7 @@ from ..language.trace import Shape, TracedDefinition, ordinal_of
 from ..planning.candidates import Candidate
 from ..planning.definition import Definition, NoKernel, memoize_by_kinds
 from . import gradient_choice
-from .call_arguments import as_tuple, cast, copy_to_outs, dtype_of, flatten_out, refuse_index
+from .call_arguments import as_tuple, cast, check_outs, copy_to_outs, dtype_of, flatten_out, refuse_index
 from .program import FLOATS, HOLDS, FusedProgram, index_bounds, program_of
 
 NUMPY = (np.ndarray, int, float)  # arguments for which NumPy evaluates the definition
@@ -149,7 +149,8 @@ class Fused(Definition):
             results = tuple(copy_to_outs(into, by_parts if isinstance(by_parts, tuple) else (by_parts,)))
             return results[0] if program.single else results
         except ValueError:
-            self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
+            traced = self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
+            check_outs(outs, [x.extents for x in traced.roots])
             raise
         if out is None and not options and not leading and not is_compiling():
             places = [n for n, s in enumerate(shapes) if not s.extents]

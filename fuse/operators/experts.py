@@ -21,7 +21,7 @@ def expert_mlp(x, gate, up, down):
 def mixture_of_experts(x, router, gate, up, down):
     """The gated MLPs of the two experts that a router finds best for each row, weighted by their shares in the softmax over
     these two. Every expert sees every row. This is meant for few rows, which need all experts' weights anyway. x (M, K),
-    router (K, E), gate, up (E, N, K), down (E, N, K)."""
+    router (K, E), gate, up (E, N, K), as nn.Linear holds them, down (E, N, K), its transpose."""
     shares = softmax(x @ router)
     best = top(shares, 2)
     hidden = silu(x @ transpose(gate)) * (x @ transpose(up))

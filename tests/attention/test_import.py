@@ -66,6 +66,10 @@ def test_from_import():
     assert space["forward"] is attention.forward and set(attention.__all__) <= set(space)
 
 
+def test_modules_are_attributes():
+    assert attention.gates is importlib.import_module("attention.gates") and attention.cache.PagedCache
+
+
 def test_what_does_not_exist():
     with pytest.raises(AttributeError, match="module 'attention' has no attribute 'backwards'"):
         attention.backwards  # noqa: B018

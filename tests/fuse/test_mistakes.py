@@ -41,6 +41,8 @@ def test_arrays_that_do_not_fit():
         product(x.astype(int), w)
     with pytest.raises(ValueError, match=r"out: must have the result's shape: out.shape=\(4, 31\), \(4, 32\)"):
         product(x, w, out=np.ones((4, 31), BF16))
+    with pytest.raises(ValueError, match=r"out: must have the result's shape: out.shape=\(4, 31\), \(4, 32\)"):
+        product.run(x, w, out=np.ones((4, 31), BF16))
     with pytest.raises(TypeError, match=r"no template computes matmul of float32 \(4, 64\), float32 \(64, 32\).*convert what"):
         product.source(x.astype(np.float32), w.astype(np.float32))
     with pytest.warns(
@@ -208,6 +210,7 @@ def test_explain_says_what_runs_by_parts():
     assert said.startswith("The definition is not rewritten"), said  # 30 columns of rows of 64: TMA addresses them
     said = product.explain(x[:, :30].copy(), w[:30].copy())
     assert said.startswith("A call with these arrays runs by parts") and "x: strides must be multiples of 16 bytes" in said
+    assert "make an array with longer rows, and pass the slice" in said
     assert "no template computes transpose of (4, 64)" in fuse.kernel(lambda x: fuse.transpose(x) * 2.0).explain(x)
 
 

@@ -97,7 +97,8 @@ def _lengths(want, have):
 
 
 def _unsupported(feature):
-    return f"kernels cannot say this: {feature.strip().rstrip('.')}; {LANGUAGE}"
+    remedy = "; import it outside of the function" * ("IMPORT_NAME" in feature)
+    return f"kernels cannot say this: {feature.strip().rstrip('.')}{remedy}; {LANGUAGE}"
 
 
 _SHOWN = re.compile(r'^File "(.*)", line (\d+):\n(?:.*\n)*?\s*\^$', re.MULTILINE)

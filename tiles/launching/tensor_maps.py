@@ -92,8 +92,8 @@ def encode_form(box: TmaBox, form: Form) -> Encoding:
     for stride in strides:
         if stride % ALIGNMENT or not 0 <= stride < STRIDE_END:
             raise ValueError(
-                f"strides must be multiples of {ALIGNMENT} bytes below 2**40, but for axis {inner}; "
-                f"got strides {steps} bytes of shape {shape}"
+                f"strides must be multiples of {ALIGNMENT} bytes below 2**40, but for axis {inner}, of columns: make an array "
+                f"with longer rows, and pass the slice of it that holds yours; got strides {steps} bytes of shape {shape}"
             )
     promotion = "L2_256B" if row >= 256 else "L2_128B"
     return Encoding(box.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, box.box, box.swizzle, promotion)
