@@ -33,7 +33,7 @@ from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gate_formulas import FORMULAS
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, DecayGate, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import gradient_forms
 from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -153,7 +153,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                         yield config
                 if size[0] <= WIDE_KEY_DIM:  # what the walk of gradients reads
                     for varlen in (False, True) if everything else (False,):
-                        gate = kind() if kind is Gate else kind(scale_at_end=True)
+                        gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
                         yield Config(*size, input_dtype, gate, ChunkStates(), varlen)
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
