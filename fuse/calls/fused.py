@@ -248,7 +248,8 @@ class Fused(Definition):
 
         rows: up to how many rows a table says which kernels serve which numbers of rows; 0 for none."""
         try:
-            text = self.candidates(*arrays)[0].describe()
+            traced, ranked = self._plan_call(arrays)
+            text = ranked[0].describe({x: name for name, x in traced.local_names})
             ranges = [
                 f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
                 for what, some in self.table(arrays, rows).items()

@@ -25,6 +25,7 @@ from ..algebra import derivative
 from ..algebra.derivative import NoRule
 from ..algebra.derivative_check import DerivativeCheck, compare_with_differences
 from ..language import functions, terms
+from ..language.expression_text import writer_of_definition
 from ..language.graph import between, walk
 from ..language.maps import CASTS, MAPS
 from ..language.names import unused
@@ -384,7 +385,11 @@ class Gradient(Fused):
         traced = self._trace_all(shapes)
         names = self.requested_names([x for _, x in traced.inputs][: len(self.function.names)])
         outputs = find_kernel_outputs(traced.roots, self.sums)
-        ends = [f"d{name} = {x!r:.200}" for name, x in zip(names, traced.roots) if x not in outputs]
+        writer, ends = writer_of_definition(traced.roots, {x: name for name, x in traced.local_names}), list[str]()
+        for name, x in zip(names, traced.roots):
+            if x not in outputs:
+                text, *parts = writer.in_parts(x)
+                ends += [f"d{name} = {text}", *(f"    where {line}" for line in parts)]
         kernels = super().explain(*arrays, rows=rows) if outputs else "There is no kernel."
         return "\n".join([kernels, *(["From these the framework computes", *ends] if ends else [])])
 

@@ -20,6 +20,7 @@ FORMS |= {"matmul_by": "matmul_by({}, {}, {})", "select_columns": "select_column
 FORMS |= {name: f"{name}({{}})" for name in ("max_of_parts", "sum_of_parts", "stacked", "heads", "flat", "rows")}
 FORMS |= {name: f"{name}({{}})" for name in ("total", "partial_sums", "split_outputs", "is_column")}
 FORMS |= {"merge_heads": "merge_heads({})", "weighted": "weighted({}, {})", "repeat_columns": "repeat_columns({}, {})"}
+WIDE = 120  # characters of an expression that is written in one part
 SUMS, LONG = ("add", "sub"), 80  # such a term gets an assignment even if it is used once, from so many characters on
 NAME_HINTS = {"max": "greatest", "sub": "difference", "exp": "exponential", "rsqrt": "scale", "matmul": "product"}
 
@@ -88,6 +89,12 @@ class ExpressionWriter:
                 self.names[x] = name
                 used_names.add(name)
         return lines
+
+    def in_parts(self, x: Term) -> list[str]:
+        """[the term as one expression, an assignment for each part of it that has a name from now on]: if it is long, these are
+        the terms that occur in it more than once."""
+        parts = self.assignments([x]) if len(self.expression(x)) > WIDE else []
+        return [self.expression(x), *parts]
 
     def suggest_name(self, x: Term) -> str:
         """A name for a term that needs one."""

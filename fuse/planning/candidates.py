@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..algebra import rules
@@ -78,12 +79,13 @@ class Candidate(NamedTuple):
             names[x] = unused(SCRATCH_NAMES.get(x.operation, "hidden"), names.values())
         return scratch
 
-    def describe(self) -> str:
-        """Say in sentences which rules were used, what the kernels do, what the roofline estimates."""
+    def describe(self, local_names: Mapping[Term, str] = MappingProxyType({})) -> str:
+        """Say in sentences which rules were used, what the kernels do, what the roofline estimates. local_names: names that
+        terms get which make a long expression, and occur in it more than once."""
         sentences = [f"{rule.name[0].upper()}{rule.name[1:]}: {rule.equation}." for rule in self.rules] or [
             "The definition is not rewritten."
         ]
-        writer = writer_of_definition(self.roots, {})
+        writer = writer_of_definition(self.roots, local_names)
         scratch = self.name_scratch(writer.names)
         for x in walk(*self.roots):
             if x not in writer.names and (scores := softmax_of(x)) is not None:
@@ -96,8 +98,10 @@ class Candidate(NamedTuple):
             for place, x in work:
                 name = writer.names.pop(x) if x in scratch else ""
                 scores = softmax_of(x)
-                text = writer.expression(x) if scores is None else f"softmax({writer.expression(scores)})"
-                sentences.append(f"    {place}: {name and f'{name} = '}{text}")
+                form = "{}" if scores is None else "softmax({})"
+                text, *parts = writer.in_parts(x if scores is None else scores)
+                sentences.append(f"    {place}: {name and f'{name} = '}{form.format(text)}")
+                sentences += [f"        where {line}" for line in parts]
                 writer.names |= {x: name} if name else {}
         return "\n".join([*sentences, f"By the roofline it takes {1e6 * self.plan.seconds:.1f} us."])
 

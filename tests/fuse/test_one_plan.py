@@ -220,6 +220,22 @@ def test_served_on_the_card(case):
             assert np.abs(to_numpy(mine).astype(float) - want).max() <= 0.04 * np.abs(want).max() + 1e-6
 
 
+def test_explain_writes_long_terms_in_parts():
+    """What occurs more than once has a name, that of the definition where there is one; and each part is written once."""
+
+    @fuse.kernel
+    def mlp(x, g, gate, up):
+        n = x * fuse.rsqrt(fuse.mean(x * x) + 1e-6) * g
+        return fuse.silu(n @ gate) * (n @ up)
+
+    said = mlp.gradient.explain(normal(8, 128), normal(128), normal(128, 192), normal(128, 192), normal(8, 192)).splitlines()
+    assert (
+        "        where part = x * g" in said and "    where n = part * g" in said and "dup = n.T @ (dy * silu(product))" in said
+    )
+    parts = [line for line in said if "where" in line]
+    assert max(map(len, said)) < 140 and len({*parts}) == len(parts)
+
+
 def test_explain_says_softmax():
     """And not the exponentials, the maximum and the sum that it consists of."""
     kernel = fuse.kernel(lambda x, w, v: fuse.softmax(x @ w) @ v)
