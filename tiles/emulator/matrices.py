@@ -152,22 +152,31 @@ class WarpWgmma:
 def _cells(w, descriptor, rows, k_major, size):
     """The addresses (row, element along k, byte) of these rows of an operand's slice of 32 bytes along k (PTX ISA, "Matrix
     descriptor"): swizzled atoms of eight rows, `stride` bytes from atom to atom, `leading` bytes from panel to panel. k_major:
-    k is the contiguous axis. size: bytes of an element."""
+    k is the contiguous axis. size: bytes of an element. A Hazard if some do not lie in shared memory."""
     bits = operand(descriptor, np.uint64)(w)
     if np.count_nonzero(bits != bits[0]):
         raise w.hazard("the lanes' descriptors differ", "divergence")
-    bits = int(bits[0])
+    if not k_major and size != 2:
+        raise w.hazard("only operands of 2 bytes are read transposed", "language")
+    cells, first, end = _cells_of_descriptor(int(bits[0]), rows, k_major, size)
+    w.check_range(first, end, 1)
+    return cells
+
+
+@functools.lru_cache(512)  # loops and the warps of a warpgroup read the same tiles
+def _cells_of_descriptor(bits, rows, k_major, size):
+    """(those addresses, the first of them, the one behind the last)"""
     start, leading, stride = (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4
     width = {0: 16, 1: 128, 2: 64, 3: 32}[bits >> 62]
-    mn, k = np.asarray(rows)[:, None], np.arange(SLICE // size)[None, :]
+    mn, k = np.arange(rows.start, rows.stop)[:, None], np.arange(SLICE // size)[None, :]
     if k_major:
         addresses = start + mn // 8 * stride + mn % 8 * width + size * k
-    elif size != 2:
-        raise w.hazard("only operands of 2 bytes are read transposed", "language")
     else:
         addresses = start + k // 8 * stride + k % 8 * width + 2 * mn // width * leading + 2 * mn % width
     addresses = addresses ^ (addresses >> 7 & width // 16 - 1) << 4
-    return addresses[..., None] + np.arange(size)
+    cells = addresses[..., None] + np.arange(size)
+    cells.setflags(write=False)
+    return cells, int(cells.min()), int(cells.max()) + 1
 
 
 @means(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.[fs]32\.(bf16|f16|tf32|e4m3|e5m2|s8)\.(bf16|f16|tf32|e4m3|e5m2|s8)")
@@ -194,11 +203,11 @@ def _(match, w, instr):
     if a_in_registers:
         a_matrix = _fragment(_elements(w, [_check_fenced(w, reg) for reg in a], left), 2)
     else:
-        a_cells = _cells(w, a, 16 * (w.index % WARPGROUP) + np.arange(16), transposed[:1] != [1], size)
+        row = 16 * (w.index % WARPGROUP)
+        a_cells = _cells(w, a, range(row, row + 16), transposed[:1] != [1], size)
         reads.append(a_cells)
     event = Event("read", "the end of the mma", w.place())
     for cells in reads:
-        w.check_range(int(cells.min()), int(cells.max()) + 1, 1)
         w._check_access(shadow.unreadable(knowledge, cells), "mma reads shared memory")
         shadow.note_read(agent, time, cells, event)
 

@@ -12,7 +12,7 @@ import numpy as np
 from greenlet import greenlet
 
 from ..interpreter.hazard import Hazard, WarpPlace
-from ..interpreter.shadow import POISON, VALID, Event
+from ..interpreter.shadow import POISON, TIME, VALID, Event
 from ..interpreter.warp import InterpretedWarp
 from ..layout import LANES, WARPGROUP
 from .memory import LOCAL, RANK_SHIFT, Knowledge
@@ -69,7 +69,7 @@ class EmulatedWarp(greenlet):
         self.agents = block.agents
         self.agent = self.first = (block.rank * block.size + index) * LANES  # the agent of its first lane
         self.copier = self.agents.warps + self.first  # the agent of that lane's copies by cp.async
-        self.clocks = np.zeros((LANES, self.agents.count), np.int64)
+        self.clocks = np.zeros((LANES, self.agents.count), TIME)
         self.lane_agents = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
         self.ready, self.why, self.at = None, lambda: "", None
@@ -161,14 +161,18 @@ class EmulatedWarp(greenlet):
         for slot, value in pending_values.items():
             self.r[slot] = value
         self.pending = {slot for slot in self.pending - pending_values.keys() if not isinstance(self.r[slot], np.ndarray)}
-        self.fenced = [*self.fenced[0], *pending_values.values()], None
+        values, ids = self.fenced
+        values += pending_values.values()
+        if ids is not None:
+            ids.update(map(id, pending_values.values()))
 
     def fence_registers(self):
         """wgmma.fence: from here on a wgmma may read and overwrite the registers' present values."""
         self.fenced = list(self.r), None
 
     def fenced_ids(self):
-        """The identities of the values that registers had at the last wgmma.fence, or got from wgmmas since."""
+        """The identities of the values that registers had at the last wgmma.fence, or got from wgmmas since. They stay alive in
+        `fenced`."""
         values, ids = self.fenced
         if ids is None:
             self.fenced = values, (ids := set(map(id, values)))

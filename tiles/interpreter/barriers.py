@@ -12,6 +12,7 @@ from ..layout import LANES
 from ..types import barrier
 from .hazard import Hazard
 from .record import ArriveStep, SignalStep, WaitStep, note
+from .shadow import TIME
 
 
 class Mbarrier:
@@ -22,9 +23,9 @@ class Mbarrier:
         self.block, self.name, self.spec, self.count, self.on_phase = block, name, barrier(count), count, on_phase
         self.agent, self.warps = block.agents.new(), block.agents.warps
         self.due, self.bytes, self.phase = count, 0, 0
-        self.clock = np.zeros(block.agents.count, np.int64)
+        self.clock = np.zeros(block.agents.count, TIME)
         self.published = [self.clock.copy()]
-        self.arrivals = np.zeros(self.warps, np.int64)
+        self.arrivals = np.zeros(self.warps, TIME)
         self.arrived, self.expected, self.copies_in_flight = [], None, []  # in this phase: places, the last expectation, copies
         self.complete = [self.arrivals]  # of each phase: the warps' times at its arrivals; None of one for which bytes came
         self.waits = {}  # warp -> its last wait: (phase, time, place)
@@ -176,8 +177,8 @@ class NamedBarrier:
     def __init__(self, number, threads, block):
         self.number, self.threads, self.warps, self.generation, self.vote = number, threads, block.agents.warps, 0, False
         self.arrived = {}  # warp -> place, in this generation
-        self.arrivals, self.before = np.zeros(self.warps, np.int64), np.zeros(self.warps, np.int64)
-        self.clock, self.published = np.zeros(block.agents.count, np.int64), {}
+        self.arrivals, self.before = np.zeros(self.warps, TIME), np.zeros(self.warps, TIME)
+        self.clock, self.published = np.zeros(block.agents.count, TIME), {}
 
     def sync(self, warp, threads, wait=True, description="", vote=False):
         """Arrive (bar.arrive), and with `wait` wait until `threads` threads have arrived (bar.sync). vote: by bar.red, which

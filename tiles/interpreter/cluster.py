@@ -12,7 +12,7 @@ import numpy as np
 from .block import Block
 from .hazard import Hazard
 from .record import ArriveStep, WaitStep, note
-from .shadow import Agents
+from .shadow import TIME, Agents
 from .warp import InterpretedWarp
 
 YIELD_PROBABILITY = 0.5  # with a seed: the probability that a warp yields, or work in flight finishes, at each opportunity
@@ -137,7 +137,7 @@ class ClusterBarrier:
     """The cluster's barrier (barrier.cluster): every warp of every block arrives, and waits, in turn."""
 
     def __init__(self, cluster):
-        self.cluster, self.generation, self.clock = cluster, 0, np.zeros(cluster.agents.count, np.int64)
+        self.cluster, self.generation, self.clock = cluster, 0, np.zeros(cluster.agents.count, TIME)
         self.arrived, self.published = {}, {}  # warp -> place, in this round; round -> what its opening lets one know
 
     def arrive(self, warp):

@@ -27,6 +27,7 @@ CELL = 16
 NEVER, FILLING, VALID, RELEASED = range(4)
 WRITER, WRITTEN, STATE = range(3)  # columns of Shadow.last
 POISON = 0xFF  # as bf16, fp16 and fp32: NaN
+TIME = np.int32  # of clocks: a warp of the emulator has one a lane, of all agents
 
 
 class Event(NamedTuple):

@@ -12,7 +12,7 @@ from .accesses import READ, WRITE
 from .copies import copy_box, inside, misaligned, remedy
 from .hazard import Hazard, WarpPlace
 from .record import CopyStep, MmaStep, WaitStep, note
-from .shadow import FILLING, VALID, Event, TileCells
+from .shadow import FILLING, TIME, VALID, Event, TileCells
 
 
 class InterpretedWarp(greenlet):
@@ -25,7 +25,7 @@ class InterpretedWarp(greenlet):
         self.group, self.rank = divmod(index, WARPGROUP)
         self.agent = block.rank * block.size + index
         self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
-        self.clock, self.time = np.zeros(block.agents.count, np.int64), 0
+        self.clock, self.time = np.zeros(block.agents.count, TIME), 0
         self.ready, self.why, self.at = None, lambda: "", None
         self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0

@@ -91,12 +91,12 @@ def check_row_strides(args, more, **options):
         np.testing.assert_array_equal(got[name], x)
 
 
-def check_packed(place, monkeypatch, make_case, decay, **options):
+def check_packed(place, monkeypatch, make_case, decay, heads=2, **options):
     """A sequence with a token more than a chunk, and one of a token, next to poison, have the gradients that each has by
     itself. Padding has gradients of 0; a sequence without tokens passes the gradient of its state on."""
     as_on_a_device(monkeypatch)
     packing = Packing([0, 65, 1], neighbour=2, nobodys=66)
-    args = make_case(int(packing.cu_seqlens[-1]), decay, heads=2, key_heads=1)
+    args = make_case(int(packing.cu_seqlens[-1]), decay, heads=heads, key_heads=1)
     count = len(packing.ends) - 1
     tokens = {name: x for name, x in args.items() if x.ndim > 2 and "state" not in name}
     states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_state", "dstate")}

@@ -90,9 +90,8 @@ def test_gates_of_zero(place):
     assert relative_rms(by_channel["ddecay"].sum(-1), by_token["ddecay"]) < 0.01
 
 
-@pytest.mark.parametrize("gate", [None, -5.0])
-def test_value_heads_that_share_keys(place, gate):
-    check_heads_first(place, one_head(70, gate, heads=2))
+def test_value_heads_that_share_keys(place):
+    check_heads_first(place, one_head(70, heads=2))
 
 
 def test_gates_without_gradients():
@@ -126,10 +125,13 @@ def test_accumulation(place):
         assert relative_rms(place.get(x) - 1, want[name]) < 0.004, name
 
 
-@pytest.mark.parametrize("gate", [-2.0, -8.0])
-def test_packed_sequences(place, monkeypatch, gate):
+def test_packed_sequences(place, monkeypatch):
+    """The long one has strong chunks, the one of a token has none."""
+
     def make(length, decay, **more):
-        return one_head(length, gate, **{"key_dim": 80, "value_dim": 48} | more)
+        args = one_head(length, -8.0, **{"key_dim": 80, "value_dim": 48} | more)
+        args["decay"][:, -1] = -2
+        return args
 
     check_packed(place, monkeypatch, make, "channel")
 
@@ -146,15 +148,15 @@ def test_segments(place, monkeypatch, segments, varlen):
     check(place, args)
 
 
-@pytest.mark.parametrize("segments", [1, 2])
-def test_stored_states(place, monkeypatch, segments):
+@pytest.mark.parametrize(("segments", "batch", "length"), [(1, 2, 70), (2, 1, 150)])
+def test_stored_states(place, monkeypatch, segments, batch, length):
     """Forward stores the states that the walk reads: within a rounding those that it would compute."""
     monkeypatch.setattr(channel_gradient_walk, "choose_segments", lambda *_: segments)
-    args = one_head(150, batch=2)
+    args = one_head(length, batch=batch)
     inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstate")}
     *_, states = attention.linear(**inputs, return_chunk_states=True)
     stored = args | {"chunk_states": place.get(states)}
-    assert stored["chunk_states"].shape == (2, 3, 1, 80, 80)
+    assert stored["chunk_states"].shape == (batch, -(-length // 64), 1, 80, 80)
     assert relative_rms(stored["chunk_states"][:, 0], args["initial_state"].swapaxes(2, 3)) < 0.003
     got = run(place, stored)
     for name, x in run(place, args).items():
@@ -168,11 +170,12 @@ def test_other_kernels_take_what_the_walk_does_not(place):
     check(place, args)
 
 
-@pytest.mark.parametrize("gate", [None, -7.0])
-def test_as_compiled(as_compiled, gate):
-    """The PTX of the kernels, for two chunks of which one is shorter."""
+def test_as_compiled(as_compiled):
+    """The PTX of the kernels, for a strong chunk and one that is none, which is shorter."""
     as_compiled("sm_90a")
-    check(OnInterpreter(), one_head(66, gate))
+    args = one_head(100)
+    args["decay"][:, :64] = -7
+    check(OnInterpreter(), args)
 
 
 def test_stored_states_as_compiled(as_compiled):

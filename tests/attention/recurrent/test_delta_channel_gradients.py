@@ -63,9 +63,13 @@ def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes):
     check(place, one_head(20, value_dim=80), family="sm_80")
 
 
-@pytest.mark.parametrize(("arch", "length", "family"), [("sm_80", 20, "sm_80"), ("sm_90a", 65, None)])
+COMPILED = [("sm_80", 20, "sm_80"), pytest.param("sm_90a", 65, None, marks=pytest.mark.release)]
+
+
+@pytest.mark.parametrize(("arch", "length", "family"), COMPILED)
 def test_as_compiled(as_compiled, arch, length, family):
-    """The PTX of the kernels. test_delta_gradients.py has two chunks for those of mma.sync that go from one to the next."""
+    """The PTX of the kernels. Two chunks have, for those of mma.sync that go from one to the next, test_delta_gradients.py, for
+    Hopper's `test_packed_sequences_as_compiled`."""
     as_compiled(arch)
     check(OnInterpreter(), one_head(length), family=family)
 
@@ -100,8 +104,8 @@ def test_thread_blocks_of_packed_sequences():
 def test_packed_sequences_as_compiled(as_compiled):
     """The PTX of kernels that choose between two arrays for TMA, with gates whose blocks go by halves."""
     as_compiled("sm_90a")
-    args = packed([3, 20])
-    args["decay"][:, 12:] = -30
+    args = packed([3, 70])
+    args["decay"][:, 12:20] = -30
     check(OnInterpreter(), args)
 
 

@@ -25,13 +25,13 @@ def kernels(request, monkeypatch, nothing_known):
 
 LENGTHS = [
     (1, "token", None), (17, "head", "sm_80"), (63, "none", None), (64, "token", "sm_80"), (64, "none", None),
-    (65, "none", "sm_80"), (65, "token", None), (130, "head", None), (130, "token", "sm_80"),
+    (65, "none", "sm_80"), (130, "head", None), (130, "token", "sm_80"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("length", "decay", "family"), LENGTHS)
 def test_lengths(place, length, decay, family):
-    check(place, delta_case(length, decay, batch=1 + (length < 64)), family=family)
+    check(place, delta_case(length, decay, batch=1 + (length < 64), heads=1 + (length < 130)), family=family)
 
 
 @pytest.mark.parametrize(("length", "decay"), [(1, "token"), (2, "none"), (17, "head"), (30, "channel")])
@@ -62,15 +62,15 @@ def test_sizes_token_by_token(place, key_dim, value_dim, decay):
     check(place, delta_case(5, decay, key_dim=key_dim, value_dim=value_dim, heads=1))
 
 
-@pytest.mark.parametrize(("decay", "gates"), [("token", bf16), ("head", f32)])
-def test_value_heads_that_share_keys(place, decay, gates):
+@pytest.mark.parametrize(("decay", "gates", "batch"), [("token", bf16, 2), ("head", f32, 1)])
+def test_value_heads_that_share_keys(place, decay, gates, batch):
     """They add to the gradients of queries and keys; each has gradients of its beta and gates."""
-    args = delta_case(9, decay, batch=2, heads=2, key_heads=1, key_dim=80, gates=gates)
+    args = delta_case(9, decay, batch=batch, heads=2, key_heads=1, key_dim=80, gates=gates)
     args["beta"] = args["beta"].astype(bf16)
     check_heads_first(place, args)
 
 
-@pytest.mark.parametrize("decay", ["token", "channel"])
+@pytest.mark.parametrize("decay", [pytest.param("token", marks=pytest.mark.release), "channel"])
 def test_gates_and_beta_of_16_bits_as_compiled(as_compiled, nothing_known, monkeypatch, decay):
     """Kernels read single numbers of any dtype."""
     monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
@@ -80,9 +80,9 @@ def test_gates_and_beta_of_16_bits_as_compiled(as_compiled, nothing_known, monke
     check(OnInterpreter(), args)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.3, 7.0])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_any_scale(place, kernels, scale):
-    check(place, delta_case(20, "token", key_heads=2), scale=scale)
+    check(place, delta_case(20, "token", heads=1), scale=scale)
 
 
 def test_float16(place):
@@ -110,14 +110,14 @@ def test_little_shared_memory(place, monkeypatch, nothing_known):
     check(place, delta_case(70, "token", value_dim=80), family="sm_80")
 
 
-PACKED = [("token", None), ("head", "sm_80"), ("channel", None), ("channel", "sm_80")]
+PACKED = [("token", None, 2), ("head", "sm_80", 2), ("channel", None, 1), ("channel", "sm_80", 1)]
 
 
-@pytest.mark.parametrize(("decay", "family"), PACKED)
-def test_packed_sequences_among_poison(place, monkeypatch, decay, family):
+@pytest.mark.parametrize(("decay", "family", "heads"), PACKED)
+def test_packed_sequences_among_poison(place, monkeypatch, decay, family, heads):
     """Each sequence has the gradients that it has by itself. Padding has gradients of 0; one without tokens passes the gradient
     of its state on."""
-    check_packed(place, monkeypatch, delta_case, decay, family=family)
+    check_packed(place, monkeypatch, delta_case, decay, heads, family=family)
 
 
 def test_packed_sequences_of_whole_chunks(place):
@@ -189,7 +189,7 @@ def test_equal_betas(place, kernels, beta, decay):
         assert not got["dv"].any() and got["dbeta"].all()
 
 
-@pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (1.9, 0.03), (2.0, 0.05)])
+@pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (2.0, 0.05)])
 def test_equal_keys(place, kernels, beta, limit):
     """Each token writes to what the one before it has written. In chunks, terms of dP that are rounded cancel."""
     args = delta_case(70, "none", heads=1)

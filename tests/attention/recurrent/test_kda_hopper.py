@@ -125,8 +125,8 @@ def test_another_schedule(monkeypatch):
 
 SHIPPED = [
     (kda_hopper, kda_hopper.Config(128, 2, fp32, bf16, True)),
-    (kda_transform_hopper, kda_transform_hopper.Config(128, 0, bf16, bf16)),
-    (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, True)),
+    pytest.param(kda_transform_hopper, kda_transform_hopper.Config(128, 0, bf16, bf16), marks=pytest.mark.release),
+    pytest.param(kda_walk_hopper, kda_walk_hopper.Config(128, bf16, True), marks=pytest.mark.release),
 ]
 
 

@@ -166,15 +166,19 @@ def test_views():
     np.testing.assert_array_equal(dxs[:, 1:, 16:], want["dx"])
 
 
+COMPILED = [
+    (dict(length=19, channels=136), None, True),  # blocks of 16 tokens and of 128 channels, the last of them not full
+    (dict(length=6, channels=33, width=2, dtype=f16, silu=False), None, True),  # element by element
+    (dict(length=24, channels=128, sequences=4), [0, 2, 2, 19, 24], False),
+]
+OTHERS = [
+    (dict(length=7, channels=40, width=3, silu=False), None, False),
+    (dict(length=4, channels=8, sequences=2), [0, 1, 4], True),
+]
+
+
 @pytest.mark.parametrize(
-    ("problem", "ends", "optional"),
-    [
-        (dict(length=19, channels=136), None, True),  # blocks of 16 tokens and of 128 channels, the last of them not full
-        (dict(length=7, channels=40, width=3, silu=False), None, False),
-        (dict(length=6, channels=33, width=2, dtype=f16), None, True),  # element by element
-        (dict(length=24, channels=128, sequences=4), [0, 2, 2, 19, 24], False),
-        (dict(length=4, channels=8, sequences=2), [0, 1, 4], True),
-    ],
+    ("problem", "ends", "optional"), COMPILED + [pytest.param(*problem, marks=pytest.mark.release) for problem in OTHERS]
 )
 def test_as_compiled(as_compiled, problem, ends, optional):
     """The PTX of both kernels and of their sums."""
