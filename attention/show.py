@@ -116,7 +116,8 @@ def draw_mask(
     except (Hazard, IndexError) as error:
         sizes = ", ".join(f"{x.shape}" for x in aux) or "none"
         cause = getattr(error, "cause", error)
-        raise ValueError(f"{name}: {cause}, for {batch=}, {head=}, {q=}, {k=} and arrays of shapes {sizes}") from None
+        where = f"for {batch=}, {head=}, {q=}, {k=} and arrays of shapes {sizes}"
+        raise ValueError(f"{name}: {cause}, {where}: draw as many as they are for, by --q and --k") from None
     return MaskDrawing(name, rows, cols, classes[0, 0], visible)
 
 

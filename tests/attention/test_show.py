@@ -156,7 +156,7 @@ def test_command(file, tmp_path, capsys):
         ("{file}:numbers", "mask: must return booleans"),
         (
             "{file}:documents --q 65",
-            r"documents: index 64 is out .*, for batch=0, head=0, q=65, k=65 and arrays of shapes \(64,\)",
+            r"documents: index 64 is out .*, for batch=0, head=0, q=65, k=65 and arrays of shapes \(64,\): draw",
         ),
         ("{file}:of_heads --q 64 --head 7", r"of_heads: index 7 is out .*head=7.* shapes \(2, 64\)"),
         ("{file}:of_sequences --q 64 --batch 2", r"of_sequences: index 2 is out .*batch=2"),
