@@ -19,6 +19,7 @@ from attention.parts.variant import CombinedVariant
 from attention.parts.visibility import CAUSAL, FULL, WindowLeft, WindowRight
 from tiles import bf16, fp16
 from tiles.targets import LARGE, MULTIPROCESSORS, RESERVED, Target
+from tiles.testing import pairs
 
 F32, FP16 = np.float32, fp16.np
 EDGES = [(1, 1), (1, 130), (63, 65), (64, 64), (128, 128), (129, 127), (130, 257), (5, 200), (200, 70)]
@@ -141,26 +142,29 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [*zip(VARIANTS, itertools.cycle([64, 128]))])
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "family"),
+    pairs([*VARIANTS, *list(VARIANTS)[4:10]], [64, 128, 128], ["sm_90", "sm_80"]),
+)
 def test_variants(place, name, head_dim, family):
     batch = 2 if "sequence" in name else 1
     agree(place, *inputs(batch, 90, 170, 2, 1, head_dim), family, with_dlse=True, **VARIANTS[name])
 
 
-TMA_BIASES = [  # head_dim, options. At 128, tiles have 128 queries and 64 keys; windows begin and end inside and at their edges
-    (64, dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True)),
-    (128, dict(bias=draw((1, 2, 135, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(2, 0))),
-    (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(150, 60))),
-    (128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(160, 38))),
-    (256, dict(bias=draw((1, 1, 140, 136), BF16, 3))),
+# batch, head_dim, options. At 128, tiles have 128 queries and 64 keys; windows begin and end inside and at their edges
+TMA_BIASES = [
+    (2, 64, dict(bias=draw((2, 1, 140, 136), BF16, 3), softcap=2.0, causal=True)),
+    (2, 128, dict(bias=draw((1, 2, 135, 136), FP16, 3), alibi=np.array([0.5, 0.1], F32), window=(2, 0))),
+    (1, 128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(150, 60))),
+    (1, 128, dict(bias=draw((1, 1, 128, 216), BF16, 3), window=(160, 38))),
+    (1, 256, dict(bias=draw((1, 1, 140, 136), BF16, 3))),
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "options"), TMA_BIASES)
-def test_bias_loaded_by_tma(place, head_dim, options):
+@pytest.mark.parametrize(("batch", "head_dim", "options"), TMA_BIASES)
+def test_bias_loaded_by_tma(place, batch, head_dim, options):
     """Its gradient has a kernel of its own, except for wide heads."""
-    q, k, v = inputs(2, *options["bias"].shape[2:], 2, 1, head_dim)
+    q, k, v = inputs(batch, *options["bias"].shape[2:], 2, 1, head_dim)
     dout, args, arrays = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
     out, lse = attention.forward(*arrays, return_lse=True, **args)
     dbias = place.put(np.full(options["bias"].shape, np.nan, F32))
@@ -245,8 +249,13 @@ def test_packed_sequences(place, case, head_dim, family):
     agree(place, q, k, v, family, with_dlse=True, cu_seqlens=ENDS, cu_seqlens_k=ENDS_K, **PACKED[case])
 
 
-@pytest.mark.parametrize(("family", "head_dim"), [("sm_90", 64), ("sm_80", 64), ("sm_90", 128), ("sm_80", 128)])
-@pytest.mark.parametrize("options", [dict(causal=True), dict(window=(20, 5))], ids=["causal", "window"])
+PACKED_EDGES = [
+    ("sm_90", 64, dict(causal=True)), ("sm_80", 128, dict(causal=True)), ("sm_90", 128, dict(causal=True)),
+    ("sm_80", 64, dict(window=(20, 5))), ("sm_90", 128, dict(window=(20, 5))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "head_dim", "options"), PACKED_EDGES)
 def test_packed_lengths_around_every_tile_edge(place, family, head_dim, options, monkeypatch):
     """Rows before and after a sequence are not read, and gradients after the last sequence are 0."""
     as_on_a_device(monkeypatch)
@@ -331,7 +340,10 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
     agree(OnInterpreter(), *inputs(1, 200, 130, 2, 1, [64, 128, 256][seed]), causal=bool(seed % 2))
 
 
-@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
+AS_COMPILED = [("sm_90a", "sm_90"), pytest.param("sm_80", "sm_80", marks=pytest.mark.release)]
+
+
+@pytest.mark.parametrize(("arch", "family"), AS_COMPILED)
 def test_as_compiled(as_compiled, arch, family):
     """Compiled kernels in the emulator."""
     with_dlse = family == "sm_80"  # for sm_90 the next test has a dlse

@@ -238,8 +238,7 @@ def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monk
         np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
-@pytest.mark.parametrize("family", ["sm_90", "sm_80"])
-@pytest.mark.parametrize("options", [{}, dict(window=(50, 0), sink=SCALES)], ids=["causal", "window"])
+@pytest.mark.parametrize(("family", "options"), [("sm_90", {}), ("sm_80", dict(window=(50, 0), sink=SCALES))])
 def test_shared_slopes_of_packed_sequences(place, family, options):
     """The main kernel computes the gradient of these slopes, without a kernel that computes scores once more. There are two key
     blocks, and a second call has the same bits."""
@@ -304,6 +303,7 @@ def test_as_compiled(as_compiled):
     judge(options, q, q, k, v, out, lse, got, OnInterpreter())
 
 
+@pytest.mark.release  # for sm_90a: test_backward.py
 def test_packed_sequences_as_compiled(as_compiled):
     """Compiled kernels in the emulator: deterministic, and not all keys in use."""
     q, k, v = inputs(1, 20, 20, 1, 1, 64)

@@ -173,7 +173,10 @@ def test_descales_of_blocks_as_compiled(as_compiled):
 
 
 @pytest.mark.parametrize("blocks", [dict(q=(), k=(), v=()), dict(q=(1,), k=(2,), v=(2,))], ids=["of heads", "of blocks"])
-@pytest.mark.parametrize("on", ["interpreter", "sm_90a", pytest.param("card", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "on",
+    ["interpreter", pytest.param("sm_90a", marks=pytest.mark.release), pytest.param("card", marks=pytest.mark.gpu)],
+)
 def test_nan_descales(request, on, blocks):
     """Each reaches the outputs of its head, and of no other head."""
     if on == "sm_90a":
