@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import col_index, divmod, equal, less, load, mma_ABt, row_index, store, taylor, truncate, warp_index, where, zeros
+from ops import divmod, load, store, taylor, truncate, warp_index
 from ops.for_attention.taylor_features import BASE, HALF
-from tiles import bf16, dtype, fp16, fp32, inlined, rt
+from tiles import bf16, dtype, fp16, rt
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
+from ..parts.recurrent.taylor_sums import SQUARE, make_differentiate_products
+
 WARPS = 4  # of a block
 TOKENS = WARPS * BASE  # of a block
-SQUARE = rt(BASE, BASE, fp32)
 
 
 @dataclass(frozen=True)
@@ -71,12 +72,7 @@ class BasedFeatureGradients:
     def make(config: "BasedFeatureGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, VARLEN, X = config.dtype, config.varlen, rt(BASE, BASE, config.dtype)
-
-        @inlined
-        def rotate(x, d):
-            """A tile whose column i is x's column i + d, modulo 16. d: from 0 to 16."""
-            offset = col_index(SQUARE) - row_index(SQUARE) - d
-            return mma_ABt(zeros(SQUARE), x, INPUT(equal(offset, 0.0) + equal(offset, -float(BASE))))
+        differentiate_products = make_differentiate_products(INPUT)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def differentiate(
@@ -93,10 +89,7 @@ class BasedFeatureGradients:
             total = load(gDFeatures, SQUARE, (batch, token, head, BASE * (HALF + 1)), 1, 3, True)
             for d in range(HALF + 1):
                 df = load(gDFeatures, X, (batch, token, head, int32(BASE * d)), 1, 3, True)
-                if d == HALF:  # the rest of these columns has the 1 and nothing
-                    df = where(less(col_index(SQUARE), HALF), df, 0.0)
-                products = fp32(df) * rotate(x, d) + rotate(df, BASE - d) * rotate(x, BASE - d)
-                total = total + products * (squares if d == 0 else 1.0)
+                total = total + differentiate_products(df, x, d) * (squares if d == 0 else 1.0)
             store(gDX, INPUT(total * scale), (batch, token, head, 0), 1, 3)
 
         return differentiate, None

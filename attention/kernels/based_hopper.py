@@ -23,34 +23,25 @@ from numba import cuda
 from numpy import float32
 
 from ops import (
-    col_index,
-    col_max,
     divmod,
-    equal,
     finish_sum,
     fma,
     lane_sum,
-    less,
-    load,
     mma_AB,
     mma_ABt,
     mma_AtB,
     ones,
-    row_index,
     row_sum,
-    store,
     taylor,
-    tile_sum,
-    transpose,
     warpgroup,
-    where,
     zeros,
 )
-from ops.for_attention.taylor_features import BASE, FEATURES, HALF
+from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.taylor_sums import COL_VEC, load_key_sums, store_sums
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 4  # chunks in flight
@@ -94,8 +85,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
     X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
-    SQUARE, KEYS = rt(BASE, BASE, fp32), tiled(config.key, unit=1)
-    COL_VEC, ROW_VEC = SQUARE.col_vec, SQUARE.row_vec
+    KEYS = tiled(config.key, unit=1)
     smem = shared(
         q=ring(config.key, STAGES),
         k=ring(config.key, STAGES),
@@ -109,37 +99,6 @@ def make(config: Config):
     def taylor_weights(s):
         """tril(1 + s + s ** 2 / 2)"""
         return warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
-
-    @inlined
-    def is_diagonal(d):
-        """The d-th diagonal of Z as a mask: 1 where (column - row) % 16 = d, otherwise 0."""
-        offset = col_index(SQUARE) - row_index(SQUARE) - d
-        return equal(offset, 0.0) + equal(offset, -float(BASE))
-
-    @inlined
-    def load_sums(gZ, sequence, head):
-        """(n, z, Z), the number of tokens, sum k and sum k^T k, from the sum of features in memory."""
-        zz, last = zeros(SQUARE), load(gZ, COL_VEC, (sequence, head, BASE * HALF), cols=2)
-        for d in range(HALF):
-            zz = zz + is_diagonal(d) * load(gZ, COL_VEC, (sequence, head, BASE * d), cols=2)
-        zz = zz + is_diagonal(HALF) * where(less(row_index(COL_VEC), HALF), last, 0.0)
-        z = zeros(SQUARE) + load(gZ, ROW_VEC, (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
-        return tile_sum(where(equal(row_index(COL_VEC), HALF), last, 0.0)), z, zz + transpose(zz)
-
-    @inlined
-    def store_sums(gZ, sequence, head, count, z, zz):
-        """Store n, z and Z as the sum of features. Each warp has all of them."""
-        for d in range(HALF):
-            factor = 0.5 if d == 0 else 1.0  # f halves the squares
-            store(gZ, row_sum(is_diagonal(d) * zz) * factor, (sequence, head, BASE * d), cols=2)
-        last = where(equal(row_index(COL_VEC), HALF), count, 0.0)
-        store(
-            gZ,
-            where(less(row_index(COL_VEC), HALF), row_sum(is_diagonal(HALF) * zz), last),
-            (sequence, head, BASE * HALF),
-            cols=2,
-        )
-        store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
 
     @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
     def scan(
@@ -166,7 +125,7 @@ def make(config: Config):
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             if NORMALIZE:
-                n_earlier, z, zz = load_sums(gInitialZ, sequence, head)
+                n_earlier, z, zz = load_key_sums(gInitialZ, sequence, head)
             warpgroup.store(state, s_t)
             warpgroup.sync()
             for j in range(n):
@@ -201,6 +160,7 @@ def make(config: Config):
             warpgroup.store(gFinalState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
             seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
             if NORMALIZE and column == 0:
-                store_sums(gFinalZ, sequence, head, n_earlier + float32(seq.end - seq.start), z, zz)
+                n_tokens, unused = n_earlier + float32(seq.end - seq.start), zeros(COL_VEC)
+                store_sums(gFinalZ, sequence, head, n_tokens, z, zz, 0.5, unused)  # f(k) halves squares
 
     return scan, smem

@@ -1,5 +1,5 @@
-"""The plan of Based's gradients: those of linear attention with its 160 features as queries and keys, between the two kernels
-of based_gradients.py."""
+"""The plan of Based's gradients: on Hopper two walks (based_gradients_hopper.py); elsewhere, and for values of more than 64
+columns, those of linear attention with its 160 features as queries and keys, between the two kernels of based_gradients.py."""
 
 from ops.for_attention.taylor_features import FEATURES
 from tiles.calls.plan import Fill, Plan, Step
@@ -8,9 +8,12 @@ from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels.based_gradients import TOKENS, BasedFeatureGradients, BasedFeatures
+from ..kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
+from ..parts.recurrent.tokens import COLUMNS
 from .normalizer_gradients import plan_normalized_gradients
 from .recurrent_checks import DTYPES, is_varlen
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
+from .recurrent_gradients import partial_gradients, sum_heads
 from .token_loop_gradients import plan_linear_gradients
 
 SQUARES = {"q": 1.0, "k": 0.5}  # what squares among features are multiplied by
@@ -24,6 +27,9 @@ def plan_based_gradients(problem: Problem, scale: float, normalize: bool, wants_
     if not batch * length * heads:
         return Plan([Fill(x, 0.0) for x in map(problem.__getitem__, names) if 0 not in x.form.shape])
     scratch, dtype = ScratchAllocator(problem), DTYPES[problem.dtype]
+    if not vector_bytes and problem.extents["value_dim"] <= COLUMNS:
+        results = {name: problem[name] if name in names else None for name in ("dinitial_state", "dinitial_z")}
+        return Plan(_plan_walks(problem, scale, normalize, results, scratch), scratch.shapes)
     features, gradients = (
         {x: scratch(batch, length, key_heads, FEATURES, dtype=problem.dtype) for x in SQUARES} for _ in range(2)
     )
@@ -49,3 +55,23 @@ def plan_based_gradients(problem: Problem, scale: float, normalize: bool, wants_
         outputs = {"gDFeatures": gradients[x], "gDX": problem["d" + x], "gCuSeqlens": problem["cu_seqlens"]}
         steps.append(launch(back, x, length=length, **outputs))
     return Plan(steps, scratch.shapes)
+
+
+def _plan_walks(problem: Problem, scale: float, normalize: bool, results: Arrays, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of both walks. results: the gradients of the initial state, None where they are not wanted."""
+    heads, key_heads, sequences, *tokens = problem("heads", "heads_k", "sequences", "batch", "seqlen", "heads")
+    sums_heads = heads > key_heads
+    fields = DTYPES[problem.dtype], normalize, sums_heads, is_varlen(problem)
+    outputs = {name: partial_gradients(problem, scratch) if sums_heads else problem[name] for name in ("dq", "dk")}
+    arrays: Arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDOut": problem["dout"]}
+    arrays |= {name: scratch(*tokens) if normalize else None for name in ("gWeights", "gDNormalizers")}
+    arrays["gCuSeqlens"] = problem["cu_seqlens"]
+    starts = {"gDQ": outputs["dq"], "gInitialState": problem["initial_state"], "gInitialZ": problem["initial_z"]}
+    ends = {"gDK": outputs["dk"], "gDV": problem["dv"], "gDState": problem["dstate"], "gDZ": problem["dz"]}
+    ends |= {"gDInitialState": results["dinitial_state"], "gDInitialZ": results["dinitial_z"]}
+    sizes = {"length": problem.extents["seqlen"], "heads": heads, "group": heads // key_heads, "scale": scale}
+    steps: list[Step] = []
+    for walk, own_arrays in ((BasedQueryGradients, starts), (BasedKeyGradients, ends)):
+        config = intern_value(walk, *fields)
+        steps.append(kernel_for(config, config, problem.device).bind(sequences * heads, **arrays, **own_arrays, **sizes))
+    return steps + [step for name in outputs if sums_heads for step in sum_heads(problem, outputs[name], problem[name])]

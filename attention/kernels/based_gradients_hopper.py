@@ -1,0 +1,329 @@
+"""Gradients of Based (based_hopper.py) for Hopper, for values of up to 64 columns, by two walks. With the weights
+P = 1 + s + s^2 / 2 of s = scale q_i . k_j for j <= i, w_i = 1 / sum_j P_ij, or 1 without the division, and O the outputs,
+
+    dP_ij = w_i (dO_i . v_j - dO_i . O_i)        ds = dP (1 + s)        dv_j = sum_i w_i P_ij dO_i
+
+    dq_i = scale (sum of ds_ij k_j in the chunk + J(q_i)^T w_i (S dO_i - (dO_i . O_i) z))
+    dk_j = scale sum of ds_ij q_i in the chunk + J(k_j)^T (dS v_j + dz)
+
+where S = sum f(k)^T v of earlier chunks and dS = sum f(q)^T w dO of later ones, z and dz are the sums of f(k) and of
+-w_i (dO_i . O_i) f(q_i), and J are the derivatives of features. dO . O belongs to the division, and is left out without it.
+
+The first walk has the tokens in their order. It holds S as forward does, computes O and the sums of weights anew, and gives
+w and -w dO . O to the second, which begins with the last chunk and holds dS. Gradients of features never leave a warp."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+
+from ops import (
+    divmod,
+    finish_sum,
+    fma,
+    lane_sum,
+    load,
+    mma_AB,
+    mma_ABt,
+    mma_AtB,
+    ones,
+    row_sum,
+    subtile,
+    taylor,
+    tile_sum,
+    truncate,
+    warpgroup,
+    zeros,
+)
+from ops.for_attention.taylor_features import BASE, FEATURES, HALF
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.taylor_sums import (
+    SQUARE,
+    load_key_sums,
+    load_query_sums,
+    make_differentiate_products,
+    store_sums,
+)
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+
+STAGES = 2  # chunks in flight
+LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
+PANEL = 32  # features whose gradients are computed at a time
+STATE = rt(16, FEATURES, fp32)
+SCORES, OUT = rt(16, CHUNK, fp32), rt(16, COLUMNS, fp32)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The configuration of a walk. dtype: of q, k, v and dO. normalize: are outputs divided by the sum of their weights?
+    unrounded: are dq and dk float32, to be added over heads that share a key head? varlen: are sequences packed
+    (cu_seqlens)?"""
+
+    dtype: dtype
+    normalize: bool = True
+    unrounded: bool = False
+    varlen: bool = False
+    threads = THREADS
+
+    def __str__(self):
+        flags = "normalized" * self.normalize, "float32" * self.unrounded, "varlen" * self.varlen
+        return ", ".join(filter(None, (f"Based's gradients of {self.label}, {self.dtype}", *flags)))
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk."""
+        return st(CHUNK, BASE, self.dtype)
+
+    @property
+    def value(self):
+        """The tile of V, dO or dV for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def features(self):
+        """The tile of a chunk's features, or of the state, transposed."""
+        return st(CHUNK, FEATURES, self.dtype)
+
+    def shared_memory(self, **more):
+        """That of both walks, and `more`."""
+        key, value = self.key, self.value
+        rings = {"q": ring(key, STAGES), "k": ring(key, STAGES), "v": ring(value, STAGES), "do": ring(value, STAGES)}
+        gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
+        return shared(**rings, state=self.features, features=self.features, df=gradients, **more)
+
+    def make_parts(self):
+        """(fill, differentiate_features), what both walks do alike."""
+        INPUT, X = self.dtype, rt(16, BASE, self.dtype)
+        differentiate_products = make_differentiate_products(INPUT)
+
+        @inlined
+        def fill(rings, arrays, j, seq, head, key_head):
+            """Have TMA load the j-th chunk."""
+            (q, k, v, do), (gQ, gK, gV, gDOut), token = rings, arrays, seq.chunk_start(j)
+            q.fill(j, gQ, (seq.batch, token, key_head))
+            k.fill(j, gK, (seq.batch, token, key_head))
+            v.fill(j, gV, (seq.batch, token, head, 0))
+            do.fill(j, gDOut, (seq.batch, token, head, 0))
+
+        @inlined
+        def differentiate_features(rows, state, tile, x, squares):
+            """What a warp's rows x have from the gradients of their features, the product of `rows` and the state. squares:
+            what features multiply squares by. tile: memory for these gradients, of which a warp reads its own rows."""
+            for n in range(FEATURES // PANEL):
+                df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
+                warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), INPUT(df))
+            cuda.syncwarp()  # other lanes read them
+            dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), X))
+            for d in range(HALF + 1):
+                products = differentiate_products(warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), X), x, d)
+                dx = dx + products * (squares if d == 0 else 1.0)
+            cuda.syncwarp()  # before others overwrite them
+            return dx
+
+        return fill, differentiate_features
+
+
+@dataclass(frozen=True)
+class BasedQueryGradients(Config):
+    """The walk from the first chunk on."""
+
+    label = "queries"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "BasedQueryGradients"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
+        X, ONES, DOUT = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, COLUMNS, INPUT)
+        KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
+        GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
+        smem = config.shared_memory()
+        fill, differentiate_features = config.make_parts()
+
+        @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
+        def differentiate_queries(
+            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDQ: GRADIENTS, gWeights: array(3), gDNormalizers: array(3),
+            gInitialState: array(4), gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+        ):  # fmt: skip
+            """dq of a sequence and one of the `heads`, of which `group` share a key head. Writes w and -w dO . O."""
+            q, k, v, do, state, features, gradients = smem.open()
+            sequence, head = divmod(cuda.blockIdx.x, heads)
+            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            n = seq.num_chunks()
+            if warpgroup.id() == LOADER:
+                warpgroup.release_registers(LOADER_REGISTERS)
+                key_head, _ = divmod(head, group)
+                for j in range(n):
+                    fill((q, k, v, do), (gQ, gK, gV, gDOut), j, seq, head, key_head)
+            else:
+                warpgroup.claim_registers(CONSUMER_REGISTERS)
+                s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
+                if NORMALIZE:
+                    n_earlier, z, zz = load_key_sums(gInitialZ, sequence, head)
+                warpgroup.store(state, s_t)
+                warpgroup.sync()
+                for j in range(n):
+                    keys, values, douts, token = k.wait(j), v.wait(j), do.wait(j), seq.chunk_start(j)
+                    seq_layout.zero_other_rows(keys, seq.remaining(j))
+                    seq_layout.zero_other_rows(values, seq.remaining(j))
+                    queries = warpgroup.load(q.wait(j), X) * scale
+                    q.release(j)
+                    if NORMALIZE:
+                        s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                        p = warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
+                        sums = finish_sum(lane_sum(p))
+                        o = warpgroup.mma_ABt(warpgroup.mm_AB(INPUT(p), values), taylor(queries, 1.0), state)
+                        earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
+                        w = 1.0 / (sums + earlier_sums)
+                        dots = row_sum(warpgroup.wait(o) * fp32(warpgroup.load(douts, DOUT))) * w  # dO . O
+                        at = seq.batch, token, head
+                        warpgroup.store(truncate(gWeights, 1, seq.end), w, at, cols=1)
+                        warpgroup.store(truncate(gDNormalizers, 1, seq.end), 0.0 - dots * w, at, cols=1)
+                    s = warpgroup.mm_ABt(queries, keys)  # again: with o, registers would spill
+                    dp = warpgroup.mm_ABt(douts, values)
+                    s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
+                    if NORMALIZE:
+                        dp = dp - dots
+                    ds = INPUT(warpgroup.tril(fma(dp, s, dp), 0, 0.0))
+                    dq = mma_AB(zeros(SQUARE), ds, keys) + differentiate_features(douts, state, gradients, queries, 1.0)
+                    if NORMALIZE:
+                        dq = (dq - mma_ABt(z, queries, INPUT(zz)) * dots) * w
+                    dq = dq * scale
+                    warpgroup.store(truncate(gDQ, 1, seq.end), dq, (seq.batch, token, head, 0), rows=1, cols=3)
+                    warpgroup.store(features, taylor(warpgroup.load(keys, X), 0.5))
+                    warpgroup.sync()
+                    s_t = warpgroup.mma_AtB(s_t, values, features)
+                    if NORMALIZE:
+                        z, zz = mma_AB(z, ones(ONES), keys), mma_AtB(zz, keys, keys)
+                    s_t = warpgroup.wait(s_t)
+                    warpgroup.store(state, s_t)
+                    warpgroup.sync()
+                    k.release(j)
+                    v.release(j)
+                    do.release(j)
+                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+                for j in range(padding.num_chunks()):
+                    at = padding.batch, padding.chunk_start(j), head, 0
+                    warpgroup.store(truncate(gDQ, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
+
+        return differentiate_queries, smem
+
+
+@dataclass(frozen=True)
+class BasedKeyGradients(Config):
+    """The walk from the last chunk on."""
+
+    label = "keys and values"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "BasedKeyGradients"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen, reversed=True)
+        X, ONES = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT)
+        KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
+        GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
+        smem = config.shared_memory(weighted=config.key)
+        fill, differentiate_features = config.make_parts()
+
+        @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
+        def differentiate_keys(
+            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDK: GRADIENTS, gDV: array(4, INPUT), gWeights: array(3),
+            gDNormalizers: array(3), gDState: array(4), gDZ: array(3), gDInitialState: array(4), gDInitialZ: array(3),
+            gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+        ):  # fmt: skip
+            """dk and dv of a sequence and one of the `heads`, of which `group` share a key head, and the gradients of the
+            state before it, from those of the state after it."""
+            q, k, v, do, state, features, gradients, weighted = smem.open()
+            sequence, head = divmod(cuda.blockIdx.x, heads)
+            seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
+            n = seq.num_chunks()
+            if warpgroup.id() == LOADER:
+                warpgroup.release_registers(LOADER_REGISTERS)
+                key_head, _ = divmod(head, group)
+                for j in range(n):
+                    fill((q, k, v, do), (gQ, gK, gV, gDOut), j, seq, head, key_head)
+            else:
+                warpgroup.claim_registers(CONSUMER_REGISTERS)
+                ds_t = warpgroup.load(gDState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
+                if NORMALIZE:
+                    n_later, z, zz = load_query_sums(gDZ, sequence, head)
+                for j in range(n):
+                    token = seq.chunk_start(j)
+                    queries, keys, values, douts = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
+                    seq_layout.zero_other_rows(queries, seq.remaining(j))
+                    seq_layout.zero_other_rows(douts, seq.remaining(j))
+                    warpgroup.store(state, ds_t)
+                    x = warpgroup.load(queries, X) * scale
+                    warpgroup.store(queries, x)
+                    gW, gD = truncate(gWeights, 1, seq.end), truncate(gDNormalizers, 1, seq.end)
+                    at = seq.batch, token, head
+                    if NORMALIZE:
+                        warpgroup.store(weighted, INPUT(fp32(x) * warpgroup.load(gD, SCORES.col_vec, at, cols=1)))
+                    warpgroup.sync()
+                    s = warpgroup.mm_ABt(keys, queries)
+                    dp = warpgroup.mm_ABt(values, douts)
+                    s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
+                    p = fma(s, fma(s, 0.5, 1.0), 1.0)
+                    if NORMALIZE:
+                        w, dnormalizers = load(gW, SCORES.row_vec, at, cols=1), load(gD, SCORES.row_vec, at, cols=1)
+                        p, dp, n_later = p * w, dp * w + dnormalizers, n_later + tile_sum(dnormalizers)
+                    p, ds = INPUT(warpgroup.triu(p, 0, 0.0)), INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
+                    row = warpgroup.load(keys, X)
+                    dv = warpgroup.mm_ABt(taylor(row, 0.5), state)
+                    dv = warpgroup.mma_AB(dv, p, douts)
+                    dk = mma_AB(zeros(SQUARE), ds, queries)
+                    at = seq.batch, token, head, 0
+                    warpgroup.store(truncate(gDV, 1, seq.end), warpgroup.wait(dv), at, rows=1, cols=3)
+                    dk = dk + differentiate_features(values, state, gradients, row, 0.5)
+                    if NORMALIZE:
+                        dk = dk + mma_ABt(z, row, INPUT(zz))
+                    warpgroup.store(truncate(gDK, 1, seq.end), dk, at, rows=1, cols=3)
+                    f = taylor(x, 1.0)
+                    if NORMALIZE:
+                        f = INPUT(fp32(f) * warpgroup.load(gW, SCORES.col_vec, (seq.batch, token, head), cols=1))
+                    warpgroup.store(features, f)
+                    warpgroup.sync()
+                    ds_t = warpgroup.mma_AtB(ds_t, douts, features)
+                    if NORMALIZE:
+                        z, zz = mma_AB(z, ones(ONES), weighted), mma_AtB(zz, weighted, queries)
+                    ds_t = warpgroup.wait(ds_t)
+                    warpgroup.sync()
+                    q.release(j)
+                    k.release(j)
+                    v.release(j)
+                    do.release(j)
+                warpgroup.store(gDInitialState, ds_t, (sequence, head, 0, 0), rows=3, cols=2)
+                if NORMALIZE:
+                    unused = load(gDZ, SQUARE.col_vec, (sequence, head, BASE * HALF), cols=2)
+                    store_sums(gDInitialZ, sequence, head, n_later, z, zz, 1.0, unused)
+                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+                for j in range(padding.num_chunks()):
+                    at = padding.batch, padding.chunk_start(j), head, 0
+                    warpgroup.store(truncate(gDK, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
+                    warpgroup.store(truncate(gDV, 1, padding.end), zeros(OUT), at, rows=1, cols=3)
+
+        return differentiate_keys, smem
+
+
+WALKS = BasedQueryGradients, BasedKeyGradients
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations; those of fp16 with `everything` only."""
+    if target.has_wgmma:
+        dtypes = (bf16, fp16) if everything else (bf16,)
+        for walk in WALKS:
+            yield from itertools.starmap(walk, itertools.product(dtypes, *[(False, True)] * 3))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    return config.make(config)
