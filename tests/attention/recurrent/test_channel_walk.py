@@ -178,6 +178,7 @@ def test_as_compiled(as_compiled):
     check(OnInterpreter(), args)
 
 
+@pytest.mark.release  # forward's strong chunks: test_segments.py
 def test_stored_states_as_compiled(as_compiled):
     """Forward's PTX, for a strong chunk and one that is none: all lanes have read a tile before one of them gives it back."""
     args = {name: x for name, x in one_head(70).items() if name not in ("dout", "dstate")}

@@ -231,6 +231,7 @@ def test_no_pass_before_the_kernels(monkeypatch, nothing_known, member, channels
     assert len(steps) == 1 and not scratch
 
 
+@pytest.mark.release  # the kernel: test_members.py
 def test_as_compiled_for_hopper(as_compiled):
     """The PTX of the kernel that passes inverse norms through rings, for two chunks of which the last is shorter."""
     as_compiled("sm_90a")

@@ -185,11 +185,18 @@ def test_other_schedules(monkeypatch, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 330, 64, 128))
 
 
-@pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "none"), (True, "channel")])
+COMPILED = [(False, "channel"), (True, "none"), (True, "channel"), pytest.param(False, "token", marks=pytest.mark.release)]
+
+
+@pytest.mark.parametrize(("delta", "kind"), COMPILED)
 def test_as_compiled_for_hopper(as_compiled, cut, delta, kind):
+    """With a strong chunk, of decays of channels: all lanes have read a tile before one of them gives it back."""
     as_compiled("sm_90a")
     cut(2)
-    agree(OnInterpreter(), case(delta, kind, 70))
+    args = case(delta, kind, 70)
+    if kind == "channel":
+        args["decay"][:, :40] *= 100
+    agree(OnInterpreter(), args)
 
 
 COSTS = Costs(two_consumers=1.5, first_pass=0.8, compose=0.5, extra_launches=3)
