@@ -166,7 +166,11 @@ def _wrong(name, acc, a, b, spaces):
     for letter, x, kinds in zip("ab", (a, b), spaces):
         if not isinstance(x, kinds):
             location = {rt: "in registers, as rt", st: "in shared memory, as st"}[kinds[0]]
-            return f": {letter} must lie {location}({x.rows}, {x.cols}, {x.dtype})"
+            rows, cols = x.shape
+            if letter == "b":  # of four warps' rows x is a part
+                k = a.shape[0 if transposed.left else 1]
+                rows, cols = (rows, k) if transposed.right else (k, cols)
+            return f": {letter} must lie {location}({rows}, {cols}, {x.dtype})"
     for letter, x, layout in zip("ab", (a, b), transposed.layouts):
         if isinstance(x, rt) and x.layout != layout:
             its = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"

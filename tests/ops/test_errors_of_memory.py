@@ -184,10 +184,10 @@ def a_sum_that_comes_last(x, g):
     mma_ABt(zeros(B), zeros(rt(32, 64, bf16)), zeros(rt(16, 32, fp32)))
 
 
-@says("warpgroup.mm_AB: got st(64, 64, bf16), rt(64, 64, bf16): b must lie in shared memory, as st(64, 64, bf16); takes acc")
+@says("warpgroup.mm_AB: got st(64, 64, bf16), rt(16, 64, bf16): b must lie in shared memory, as st(64, 64, bf16); takes acc")
 def a_right_operand_in_registers(x, g):
     s, _, _, _ = smem.open()
-    warpgroup.mm_AB(s, zeros(rt(64, 64, bf16)))
+    warpgroup.mm_AB(s, zeros(rt(16, 64, bf16)))
 
 
 @says(f"mma_AtB: got rt({S8.cols}, {S8.cols}, fp32), {S8}, {S8}: a must lie in registers, as rt({S8.rows}, {S8.cols}, fp8e4m3)")

@@ -226,6 +226,7 @@ def test_what_is_printed():
     head, columns, row, how = str(actual).splitlines()
     assert head == "in the interpreter" and columns.split()[:3] == ["kernel", "blocks", "FLOP"]
     assert row.split()[:4] == ["weigh", "1", "6.29", "M"] and "counted by the interpreter, of all blocks" in how
+    assert "<td>weigh</td>" in actual._repr_html_() and "</svg>" in actual._repr_html_()
     said = repr(actual.timeline).splitlines()
     assert "not measured" in said[0] and said[1].endswith(TENSOR) and "waiting" in said[3]
     assert any("cycles of waiting for tile j of ring 'k'" in line and "tile = k.wait(j)" in line for line in said)

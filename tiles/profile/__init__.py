@@ -19,6 +19,7 @@ Where the figures come from:
   is there.
 """
 
+from html import escape
 from typing import Any, NamedTuple
 
 from ..interpreter import Hazard
@@ -90,11 +91,16 @@ class Profile:
         flop = self.peaks.flop and launch.counts.halves / launch.seconds / self.peaks.flop
         return flop, launch.counts.once / launch.seconds / self.peaks.bandwidth
 
-    def __str__(self):
+    @property
+    def table(self) -> list[list[str]]:
+        """The names of columns, then a row for each launch."""
         rows = [self._row(launch) for launch in self.launches]
         columns = [name for name in dict.fromkeys(name for row in rows for name in row)]
-        table = [columns, *[[row.get(name, "") for name in columns] for row in rows]]
-        widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
+        return [columns, *[[row.get(name, "") for name in columns] for row in rows]]
+
+    def __str__(self):
+        table = self.table
+        widths = [max(map(len, column)) for column in zip(*table)]
         lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in table]
         parts = {launch.counts.counted / launch.counts.clusters for launch in self.launches if launch.counts}
         said = "all blocks" if parts <= {1.0} else "a few blocks, and multiplied"
@@ -104,6 +110,12 @@ class Profile:
         return "\n".join([f"{self.where}{total}", *[f"  {line}" for line in lines], f"  ({how})", *why])
 
     __repr__ = __str__
+
+    def _repr_html_(self):
+        """The table, and the timeline of the launch that takes longest, in a notebook."""
+        rows = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in self.table]
+        picture = self.timeline.svg() if self.timeline else ""
+        return f"<table>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>{picture}"
 
     def _row(self, launch):
         counts, row = launch.counts, {"kernel": launch.title, "blocks": "x".join(str(n) for n in launch.grid if n > 1) or "1"}
