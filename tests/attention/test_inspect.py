@@ -72,55 +72,58 @@ NORMED = (
     Variant(),
     StreamKSplits,
 )
-SAMPLE = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
+SAMPLE = [  # kernels with the most registers, or whose tiles are the largest
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, vector_bytes=4)),
-    ("sm_80", linear_token_loop, linear_token_loop.Config(64, "token", normalize=True)),
-    ("sm_90a", cache_write, cache_write.Config(bf16, bf16)),
     (
         "sm_80",
         decode_ampere,
         decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, shared_limit=MEDIUM),
     ),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
+    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
+    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
+    ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
+    ("sm_90a", backward_wide_hopper, backward_wide_hopper.config_for(256, bf16, CAUSAL)),
+    ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
+    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, True)),
+    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
+    ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
+    ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
+    ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
+    ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
+]
+REST = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
+    ("sm_80", linear_token_loop, linear_token_loop.Config(64, "token", normalize=True)),
+    ("sm_90a", cache_write, cache_write.Config(bf16, bf16)),
     (
         "sm_90a",
         decode_ampere,
         decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *NORMED, pdl=True, keys_norm=RmsNormedKeys()),
     ),
-    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_quantised, mla_quantised.config_for(bf16, PLAIN[1], PagedLoader(16), PART, True, 128)),
     (
         "sm_90a",
         mla_hopper,
         mla_hopper.Config(latent_products.LatentProducts(bf16), PLAIN[1], latent_boxes.TmaPagedLatents(1), PART),
     ),
-    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_89", forward_ampere, forward_ampere.config_for(128, fp16, FULL, SMALL)),
-    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
-    ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_narrow_hopper, backward_narrow_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CAUSAL)),
-    *(
-        ("sm_90a", module, module.config_for(256, bf16, CAUSAL))
-        for module in (backward_wide_hopper, backward_wide_queries_hopper)
-    ),
-    ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
+    ("sm_90a", backward_wide_queries_hopper, backward_wide_queries_hopper.config_for(256, bf16, CAUSAL)),
     ("sm_120a", backward_ampere, backward_ampere.config_for(128, fp16, FULL)),
     ("sm_80", delta_walk_ampere, delta_walk_ampere.Config(128, bf16, False, outputs=True)),
-    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, True)),
-    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
-    ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
     ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
     ("sm_90a", channel_pairs_ampere, channel_pairs_ampere.Config(bf16, varlen=True)),
-    ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
-    ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
-    ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]
 
 
-@pytest.mark.parametrize("arch, module, config", SAMPLE, ids=lambda x: getattr(x, "__name__", str(x)))
+IN_RELEASE = [pytest.param(*kernel, marks=pytest.mark.release) for kernel in REST]
+
+
+@pytest.mark.parametrize("arch, module, config", SAMPLE + IN_RELEASE, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_nothing_spills(arch, module, config):
     name = next(name for name, *what in inspect.configurations(True, arch) if what == [module, config])  # it is shipped
     actual = inspect.row(name, module, config, arch)
@@ -136,7 +139,7 @@ SPILLED = [  # until their tiles were chosen for them, their indices made cheape
         forward_hopper.config_for(128, bf16, BlockSparseMaskMod(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
     ),
     ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CombinedVariant(CAUSAL, WindowLeft()))),
-    ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropout(), MEDIUM)),
+    pytest.param("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropout(), MEDIUM), marks=pytest.mark.release),
 ]
 
 
