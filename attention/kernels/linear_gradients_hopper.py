@@ -74,6 +74,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for input_dtype, key_dim, gate in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, GATES):
             for varlen, results in itertools.product((False, True), RESULTS) if everything else ((False, RESULTS[0]),):
+                if gate.kind == HeadGate.kind and varlen:
+                    continue  # the plan repeats these gates for each token
                 if gate.kind:
                     yield Config(key_dim, input_dtype, gate, *results, varlen)
                 if everything or not gate.kind:
@@ -88,8 +90,8 @@ def make(config: Config):
     seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     PANEL_ROWS = rt(16, PANEL, INPUT)
-    # Must loads fence themselves? A TMA store that follows them would.
-    FENCED = VARLEN or config.unrounded or config.unrounded_values
+    # Must loads fence themselves? The meeting before rounded results leave shared memory would.
+    FENCED = config.unrounded or config.unrounded_values
     DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
     DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
     vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS if gate.per_token else 1, WARPS, writers=1)
@@ -130,9 +132,16 @@ def make(config: Config):
         @inlined
         def store_rows(gOut, tile, x, seq, token, head, block):
             """Store block number `block` of the columns, of the rows that belong to the sequence."""
-            if VARLEN or unrounded:
+            if unrounded:
                 at = seq.batch, token, head, int32(x.cols * block)
                 warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
+            elif VARLEN:  # through shared memory, too: with the addresses of its rows beside x registers would spill
+                warpgroup.store(tile, x)
+                warpgroup.sync()
+                for n in range(x.cols // PANEL):
+                    at = seq.batch, token, head, int32(x.cols * block + PANEL * n)
+                    rows = warpgroup.load(subtile(tile, CHUNK, 0, PANEL, n), PANEL_ROWS, fenced=False)
+                    warpgroup.store(truncate(gOut, 1, seq.end), rows, at, 1, 3, aligned=True)
             else:
                 warpgroup.send(gOut, (seq.batch, token, head, block), tile, x)
 

@@ -55,11 +55,13 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     with_gates, stored = arrays["ddecay"] is not None, arrays.get("chunk_states")
     sums_heads = heads > key_heads and not wants_value_heads(arrays)
     assert arrays["dv"] is not None
+    # of packed sequences the walk takes gates by token alone: registers hold no more
+    walk_gate, walk_gates = choose_gate(problem, arrays["decay"], by_cp_async=is_varlen(problem))
     config = intern_value(
         linear_gradients_hopper.Config,
         pad_key_dim(key_dim, KEY_DIMS),
         DTYPES[problem.dtype],
-        gate,
+        walk_gate,
         sums_heads or wants_value_heads(arrays),
         arrays["dv"].form.dtype == "float32",
         is_varlen(problem),
@@ -84,7 +86,8 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     steps_of_reverse, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
     steps += steps_of_reverse
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
-    buffers: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
+    buffers: Arrays = {"gGates": walk_gates, "gCuSeqlens": problem["cu_seqlens"]}
+    buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
     if sums_heads:
