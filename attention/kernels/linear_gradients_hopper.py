@@ -107,6 +107,14 @@ def make(config: Config):
     )
 
     @inlined
+    def find_place(block, gCuSeqlens, length, segments, heads):
+        """(segment, head, sequence, its tokens, how many chunks they are, the index of the first) of a block. Each warpgroup
+        asks by itself: registers before they part are scarce."""
+        _, segment, head, sequence = block_coord(block, 1, segments, heads)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        return segment, head, sequence, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
+
+    @inlined
     def multiply_panel(x, tile, n):
         """The products of 64 channels of x and of a shared tile."""
         panel = subtile(tile, CHUNK, 0, PANEL, n)
@@ -177,12 +185,10 @@ def make(config: Config):
         S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence."""
         q, k, v, do, s, ds, out_tiles, b = smem.open()
         wg = warpgroup.id()
-        _, segment, head, sequence = block_coord(cuda.blockIdx.x, 1, segments, heads)
-        key_head, _ = divmod(head, group)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        n, first_chunk = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
+            segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            key_head, _ = divmod(head, group)
             if warpgroup.rank() == 0:
                 for j in range(n):
                     token = seq.chunk_start(j)
@@ -196,6 +202,7 @@ def make(config: Config):
                     gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
         else:
             warpgroup.claim_registers(consumer_registers)
+            segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             ds_columns, out, dv_out = (
                 subtile(ds, COLUMNS, wg),
                 subtile(out_tiles, CHUNK, wg),
