@@ -211,9 +211,9 @@ class PagedCache:
         The call for layer 0 extends the sequences (`extend`); those for other layers follow, with the same sequences and
         numbers of tokens. Full: as in `reserve`.
 
-        options: attention.append's rotary, interleaved, positions, q, causal, out and stream, and k_descale and v_descale if
-        not `scaled`; for JAX arrays rotary, interleaved and q. k_new, v_new: (B, S, Hk, D) of as many sequences; or with
-        `tokens`, the number of each sequence, all of them one after the other in a batch of 1."""
+        options: attention.append's rotary, interleaved, positions, q, k_new_norm, q_norm, norm_eps, causal, out and stream, and
+        k_descale and v_descale if not `scaled`; for JAX arrays rotary, interleaved and q. k_new, v_new: (B, S, Hk, D) of as
+        many sequences; or with `tokens`, the number of each sequence, all of them one after the other in a batch of 1."""
         if not hasattr(sequences, "__len__"):
             raise TypeError(f"sequences: must be a list of sequence numbers: {sequences=}")
         if self.descales[0] and (descale_names := [name for name in DESCALES if name in options]):

@@ -37,7 +37,7 @@ from ..planning.definition import CACHE_SIZE, NoKernel
 from ..planning.grouped_heads import LeadingAxes
 from ..planning.plan_search import is_total_of_rows
 from ..planning.proof import Proof
-from .call_arguments import cast, dtype_of
+from .call_arguments import as_tuple, cast, dtype_of
 from .fused import Fused
 from .program import FLOATS, HOLDS
 
@@ -162,8 +162,7 @@ class Gradient(Fused):
 
         def with_results(*arguments: Term) -> dict[str, Term]:
             of_function = len(self.function.names)
-            results = self.function.definition(*arguments[:of_function])
-            results = results if isinstance(results, tuple) else (results,)
+            results = self._results(arguments[:of_function])
             by = dict(zip(range(len(results)) if self.by is None else self.by, arguments[of_function:]))
             pairs = {f"{key}_{n}": x for n in by for key, x in (("result", results[n]), ("by", by[n]))}
             return self.all_gradients(*arguments) | pairs
@@ -238,13 +237,17 @@ class Gradient(Fused):
             outputs[names[-1]] = x
         return outputs
 
+    def _results(self, inputs: Sequence[Term]) -> tuple[Term, ...]:
+        """The terms that the function returns for these."""
+        results = as_tuple(self.function.definition(*inputs))
+        return results if isinstance(results, tuple) else (results,)
+
     def all_gradients(self, *arguments: Term) -> dict[str, Term]:
         """{"dx": the gradient with respect to x as a term, ...} for terms of the arguments and of the gradients with respect to
         results. ValueError: such a gradient has not the shape of its result. NoRule: no result depends on an argument that is
         wanted."""
         inputs, by = arguments[: len(self.function.names)], arguments[len(self.function.names) :]
-        result = self.function.definition(*inputs)
-        results = result if isinstance(result, tuple) else (result,)
+        results = self._results(inputs)
         places = range(len(results)) if self.by is None else self.by
         of_results: dict[Term, list[Term]] = {}
         for place, g, name in zip(places, by, self.names[len(inputs) :]):

@@ -132,6 +132,14 @@ def test_a_norm_comes_back_as_one_writes_it():
     assert "where" not in repr(of_softmax)
 
 
+def test_results_with_names():
+    """A dictionary of results has the gradient of their tuple."""
+    x, dy, dm = (np.random.default_rng(n).standard_normal(s, np.float32) for n, s in enumerate([(4, 8), (4, 8), (4, 1)]))
+    named = fuse.kernel(lambda x: {"centred": x - fuse.mean(x), "mean": fuse.mean(x)})
+    plain = fuse.kernel(lambda x: (x - fuse.mean(x), fuse.mean(x)))
+    assert np.allclose(named.gradient(x, dy, dm), plain.gradient(x, dy, dm)) and isinstance(named(x), tuple)
+
+
 def test_what_has_no_rule():
     x = np.ones((3, 8), np.float32)
     with pytest.raises(NoRule, match="concatenate: has a gradient only for two equal halves"):
