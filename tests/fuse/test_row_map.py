@@ -145,7 +145,7 @@ def test_what_the_language_has_not(definition, description):
 
 
 # ---- random terms ----------------------------------------------------------------------------------------------------
-EXAMPLES = int(os.environ.get("FUSE_EXAMPLES", 30))
+EXAMPLES = int(os.environ.get("FUSE_EXAMPLES", 15))
 PROFILE = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 UNARY = ["exp", "tanh", "sigmoid", "silu", "relu", "abs"]
 BINARY = ["add", "sub", "mul", "maximum", "minimum"]
