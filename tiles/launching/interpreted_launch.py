@@ -89,10 +89,10 @@ class InterpretedLaunch:
                 view = next(rest) if isinstance(value, Operand) else resolve_number(value, addresses)
                 args.append(_tensor_over(view, spec) if spec and view is not None else view)
             args = group_values(self.launch.kernel, args)
-            self._check(args)
+            run = execute or _choose_runner()
+            self._check(args, compiled=execute is None and run is not interpret)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
-            run = execute or _choose_runner()
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
     def _check_memory(self, places):
@@ -108,12 +108,13 @@ class InterpretedLaunch:
             "call has no array for it"
         )
 
-    def _check(self, args):
-        """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors."""
+    def _check(self, args, compiled):
+        """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors. compiled: is
+        the kernel compiled before it runs, and so typed anyway?"""
         launch, gpu = self.launch, INTERPRETER if self.gpu is None else self.gpu
         check_shared_size(launch.shared, gpu)
         arch = check_options().types
-        if arch is None:
+        if arch is None or compiled:
             return
         types = types_of(launch.kernel, parameters(launch.kernel, args))
         known = _typed.setdefault(launch.kernel, set())
