@@ -109,8 +109,8 @@ class InterpretedLaunch:
         )
 
     def _check(self, args, compiled):
-        """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors. compiled: is
-        the kernel compiled before it runs, and so typed anyway?"""
+        """Raise the errors of a GPU and its compiler: ValueError for too much shared memory, or Numba's own errors. compiled:
+        is the kernel compiled before it runs, and so typed anyway?"""
         launch, gpu = self.launch, INTERPRETER if self.gpu is None else self.gpu
         check_shared_size(launch.shared, gpu)
         arch = check_options().types
