@@ -73,10 +73,19 @@ def explain_no_plan(roots: Sequence[Term], card: Card) -> str:
             shapes = ", ".join(
                 "float32 " * (y.operation == "input" and y.attr[1] == "float32") + str(y.extents) for y in x.args
             )
-            wide = x.operation == "matmul" and any(y.operation == "input" and y.attr[1] == "float32" for y in walk(x))
-            remedy = "; products take bfloat16 and float16: convert what they multiply" * wide
-            return f"no template computes {x.operation} of {shapes}: {x!r:.200}{remedy}"
+            return f"no template computes {x.operation} of {shapes}: {x!r:.200}{_remedy(x)}"
     return f"no template computes these together: {', '.join(map(repr, roots)):.200}"
+
+
+def _remedy(x: Term) -> str:
+    """What to do where no template computes a term, for an error; "" if that is not known."""
+    if x.operation == "matmul" and any(y.operation == "input" and y.attr[1] == "float32" for y in walk(x)):
+        return "; products take bfloat16 and float16: convert what they multiply"
+    if x.operation == "matmul" and min(y.ndim for y in x.args) > 3:
+        return "; products have one leading axis: join them, x.reshape(-1, *x.shape[-2:])"
+    if x.operation == "transpose" and x.args[0].operation == "input":
+        return "; a transpose is a right factor: pass a copy of it as the argument"
+    return ""
 
 
 def has_columns_along(plan: FusionPlan, axes: Iterable[Axis]) -> bool:

@@ -211,7 +211,9 @@ def test_explain_says_what_runs_by_parts():
     said = product.explain(x[:, :30].copy(), w[:30].copy())
     assert said.startswith("A call with these arrays runs by parts") and "x: strides must be multiples of 16 bytes" in said
     assert "make an array with longer rows, and pass the slice" in said
-    assert "no template computes transpose of (4, 64)" in fuse.kernel(lambda x: fuse.transpose(x) * 2.0).explain(x)
+    said = fuse.kernel(lambda x: fuse.transpose(x) * 2.0).explain(x)
+    assert "no template computes transpose of (4, 64): x.T; a transpose is a right factor: pass a copy of it" in said
+    assert "; products have one leading axis: join them" in product.explain(*[np.ones((2, 3, 64, 64), BF16)] * 2)
 
 
 def test_arrays_of_several_frameworks():
