@@ -226,7 +226,7 @@ class BasedKeyGradients(Config):
     def make(config: "BasedKeyGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen, reversed=True)
-        X, ONES = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT)
+        X, ONES, DOUT = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, COLUMNS, INPUT)
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
         smem = config.shared_memory(weighted=config.key)
@@ -262,34 +262,29 @@ class BasedKeyGradients(Config):
                     warpgroup.store(state, ds_t)
                     x = warpgroup.load(queries, X) * scale
                     warpgroup.store(queries, x)
-                    gW, gD = truncate(gWeights, 1, seq.end), truncate(gDNormalizers, 1, seq.end)
-                    at = seq.batch, token, head
+                    gD, at = truncate(gDNormalizers, 1, seq.end), (seq.batch, token, head)
                     if NORMALIZE:
                         warpgroup.store(weighted, INPUT(fp32(x) * warpgroup.load(gD, SCORES.col_vec, at, cols=1)))
+                        w = warpgroup.load(truncate(gWeights, 1, seq.end), SCORES.col_vec, at, cols=1)
+                        warpgroup.store(douts, INPUT(fp32(warpgroup.load(douts, DOUT)) * w))
+                    warpgroup.store(features, taylor(x, 1.0))
                     warpgroup.sync()
                     s = warpgroup.mm_ABt(keys, queries)
                     dp = warpgroup.mm_ABt(values, douts)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
-                    p = fma(s, fma(s, 0.5, 1.0), 1.0)
                     if NORMALIZE:
-                        w, dnormalizers = load(gW, SCORES.row_vec, at, cols=1), load(gD, SCORES.row_vec, at, cols=1)
-                        p, dp, n_later = p * w, dp * w + dnormalizers, n_later + tile_sum(dnormalizers)
-                    p, ds = INPUT(warpgroup.triu(p, 0, 0.0)), INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
-                    row = warpgroup.load(keys, X)
-                    dv = warpgroup.mm_ABt(taylor(row, 0.5), state)
-                    dv = warpgroup.mma_AB(dv, p, douts)
+                        dnormalizers = load(gD, SCORES.row_vec, at, cols=1)
+                        dp, n_later = dp + dnormalizers, n_later + tile_sum(dnormalizers)
+                    ds = INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
                     dk = mma_AB(zeros(SQUARE), ds, queries)
+                    p, row = INPUT(warpgroup.triu(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)), warpgroup.load(keys, X)
+                    dv = warpgroup.mma_ABt(warpgroup.mm_AB(p, douts), taylor(row, 0.5), state)
                     at = seq.batch, token, head, 0
                     warpgroup.store(truncate(gDV, 1, seq.end), warpgroup.wait(dv), at, rows=1, cols=3)
                     dk = dk + differentiate_features(values, state, gradients, row, 0.5)
                     if NORMALIZE:
                         dk = dk + mma_ABt(z, row, INPUT(zz))
                     warpgroup.store(truncate(gDK, 1, seq.end), dk, at, rows=1, cols=3)
-                    f = taylor(x, 1.0)
-                    if NORMALIZE:
-                        f = INPUT(fp32(f) * warpgroup.load(gW, SCORES.col_vec, (seq.batch, token, head), cols=1))
-                    warpgroup.store(features, f)
-                    warpgroup.sync()
                     ds_t = warpgroup.mma_AtB(ds_t, douts, features)
                     if NORMALIZE:
                         z, zz = mma_AB(z, ones(ONES), weighted), mma_AtB(zz, weighted, queries)
