@@ -10,7 +10,7 @@ from typing import Any
 
 from ..language.axes import Axis
 from ..language.graph import walk
-from ..language.maps import FP8, MAPS
+from ..language.maps import BYTES, FP8, MAPS
 from ..language.term_views import VIEWS, view_base
 from ..language.terms import PARTS, Term
 from ..templates.attention import AttentionCall
@@ -68,8 +68,9 @@ def explain_no_plan(roots: Sequence[Term], card: Card) -> str:
         return f"two results are equal: {', '.join(map(repr, roots)):.200}"
     if not card.fp8 and any(x.stored_dtype("") == FP8 for x in walk(*roots)):
         return f"{card.name} has no conversions to or from fp8, which need sm_89 or later"
+    views = {y for x in walk(*roots) if x.operation == "matmul" for y in x.args[1:] if y.operation == "transpose"}
     for x in walk(*roots):
-        if x.ndim >= 2 and x.operation != "input" and not search.plans_for((x,)):
+        if x.ndim >= 2 and x.operation != "input" and x not in views and not search.plans_for((x,)):
             shapes = ", ".join(
                 "float32 " * (y.operation == "input" and y.attr[1] == "float32") + str(y.extents) for y in x.args
             )
@@ -83,6 +84,10 @@ def _remedy(x: Term) -> str:
         return "; products take bfloat16 and float16: convert what they multiply"
     if x.operation == "matmul" and min(y.ndim for y in x.args) > 3:
         return "; products have one leading axis: join them, x.reshape(-1, *x.shape[-2:])"
+    if x.operation == "matmul" and x.args[0].operation in BYTES:
+        return f"; rows are multiplied in 16 bits, by weights of any dtype: leave the cast to {x.args[0].operation} out"
+    if x.operation == "split":
+        return "; heads are a view: return what is split, and call a second function with its heads"
     if x.operation == "transpose" and x.args[0].operation == "input":
         return "; a transpose is a right factor: pass a copy of it as the argument"
     return ""
