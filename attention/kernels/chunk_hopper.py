@@ -280,7 +280,7 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
-                result.store_state(params, s_t, index, head, row, col)
+                result.store_state(params, block_exponent.ldexp(s_t, e), index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_index, cumsum, divmod, exp, less, load, store, tile_sum, truncate, where, zeros
+from ops import col_index, divmod, less, load, store, tile_sum, truncate, where, zeros
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import FLOOR, ROW_VEC, clamp_gates
+from ..parts.recurrent.gates import ROW_VEC
+from ..parts.recurrent.gradients import differentiate_gates, sum_row_dots
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS = 8  # of a block: as many heads
@@ -63,19 +64,12 @@ def make(config: Config):
         if head >= heads:
             return
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        query_dots, key_dots = truncate(gQueryDots, 1, seq.end), truncate(gKeyDots, 1, seq.end)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
-            r = zeros(ROW_VEC)
-            for part in range(parts):
-                at = seq.batch, token, int32(head * parts + part)
-                r = r + (load(query_dots, ROW_VEC, at, cols=1) - load(key_dots, ROW_VEC, at, cols=1))
             chunk = seq_layout.chunk_index(token, sequence, length)
-            carried = tile_sum(load(gCarriedDots, ROW_VEC, (chunk, head, 0), cols=2))
-            state_dot = tile_sum(load(gStateDots, ROW_VEC, (chunk, head, 0), cols=2))
+            r = sum_row_dots(gQueryDots, seq, token, head, parts) - sum_row_dots(gKeyDots, seq, token, head, parts)
             gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
-            later_tokens = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
-            gradient = where(less(gates, FLOOR), 0.0, r - cumsum(r) + later_tokens)
+            gradient = differentiate_gates(r, gates, gCarriedDots, gStateDots, chunk, head)
             if PER_HEAD:
                 total += tile_sum(where(less(col_index(ROW_VEC), float32(seq.remaining(j))), gradient, 0.0))
             else:

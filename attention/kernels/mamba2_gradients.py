@@ -1,5 +1,7 @@
 """What surrounds linear attention in Mamba-2's gradients: before them a kernel that computes values and gates from x and dt,
-and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates.
+and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates. Where the kernel
+between them reads x and dt itself (shared_heads_gradients_hopper.py) there are one for dy before it and one for dz, if there is
+a z, and one for the gradients of dt, dt_bias and A.
 
 With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 
@@ -16,19 +18,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
-from ops import block, col_sum, divmod, load, row_sum, sigmoid, silu, store, tile_max, tile_sum, truncate, zeros
+from ops import (
+    block,
+    col_index,
+    col_sum,
+    divmod,
+    less,
+    load,
+    row_sum,
+    sigmoid,
+    silu,
+    store,
+    tile_max,
+    tile_sum,
+    truncate,
+    where,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import Mamba2Gate
+from ..parts.recurrent.gates import ROW_VEC, Mamba2Gate
+from ..parts.recurrent.gradients import differentiate_gates, sum_row_dots
+from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
 TOKENS = WARPS * PART.rows  # of a block
 TOKEN_VEC = PART.col_vec
+HEADS = 8  # of a block that has a head a warp
 SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
 
 
@@ -36,6 +57,13 @@ SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
 def load_head_number(x, head):
     """The number of a head, from an array (heads, PART.rows) whose columns are the same; 0 if there is no array."""
     return tile_max(load(x, TOKEN_VEC, (head, 0)))
+
+
+@inlined
+def silu_derivative(z):
+    """silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
+    s = sigmoid(z)
+    return s * (z * (1.0 - s) + 1.0)
 
 
 @dataclass(frozen=True)
@@ -137,8 +165,7 @@ class Mamba2GradientOutputs:
                         store(gColumnSums, column_sums, (head, block_index, col))
                 if HAS_DZ:
                     z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
-                    y, s = load(gY, PART, at, 1, 3, True), sigmoid(z)
-                    store(gDZ, INPUT(dout * y * s * (z * (1.0 - s) + 1.0)), at, 1, 3)
+                    store(gDZ, INPUT(dout * load(gY, PART, at, 1, 3, True) * silu_derivative(z)), at, 1, 3)
             ddt = gate.differentiate_step(step, ddt)
             store(gDDt, ddt, at_token, cols=1)
             rate_sum = block.reduce_sum(tile_sum(dt * dg), sums)
@@ -154,9 +181,113 @@ class Mamba2GradientOutputs:
         return finish, smem
 
 
-def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | Mamba2GradientOutputs]:
+@dataclass(frozen=True)
+class Mamba2OutputGate:
+    """The configuration of the kernel for the gate silu(z) of outputs alone. dz: does it compute dz? If not, dy."""
+
+    dtype: dtype
+    dz: bool
+    varlen: bool
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return f"Mamba-2 {'dz' if self.dz else 'dy'}, {self.dtype}" + ", varlen" * self.varlen
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Mamba2OutputGate"):
+        """(kernel, shared memory) of a configuration."""
+        INPUT, DZ, VARLEN = config.dtype, config.dz, config.varlen
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def differentiate_gate(
+            gDOut: array(4, INPUT), gZ: array(4, INPUT), gY: array(4, INPUT), gOut: array(4, INPUT), gCuSeqlens: ENDS,
+            length: INT, tiles: INT, panels: INT, heads: INT,
+        ):  # fmt: skip
+            """gOut = dout silu(z), or dout y silu'(z), of one of the `tiles` of a head's tokens; 0 after the last sequence."""
+            batch_head, tile = divmod(cuda.blockIdx.x, tiles)
+            batch, head = divmod(batch_head, heads)
+            token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
+            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
+            for panel in range(panels):
+                at = batch, token, head, int32(PART.cols * panel)
+                dout, z = load(truncate(gDOut, 1, end), PART, at, 1, 3), load(truncate(gZ, 1, end), PART, at, 1, 3)
+                if DZ:
+                    store(gOut, INPUT(dout * load(gY, PART, at, 1, 3, True) * silu_derivative(z)), at, 1, 3)
+                else:
+                    store(gOut, INPUT(dout * silu(z)), at, 1, 3, True)
+
+        return differentiate_gate, None
+
+
+@dataclass(frozen=True)
+class Mamba2StepGradients:
+    """The configuration of the kernel for the gradients of steps, from what shared_heads_gradients_hopper.py stored. varlen:
+    are sequences packed (cu_seqlens)?"""
+
+    gate: Mamba2Gate
+    varlen: bool
+    threads = LANES * HEADS
+
+    def __str__(self):
+        return f"Mamba-2 gradients of steps, {self.gate}" + ", varlen" * self.varlen
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Mamba2StepGradients"):
+        """(kernel, shared memory) of a configuration."""
+        gate, seq_layout = config.gate, SequenceLayout(config.varlen)
+
+        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+        def differentiate_steps(
+            gQueryDots: array(3), gValueDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gDt: array(3),
+            gA: array(2), gDtBias: array(2), gDDt: array(3), gRateSums: array(2), gBiasSums: array(2), gCuSeqlens: ENDS,
+            length: INT, splits: INT, heads: INT, groups: INT, parts: INT,
+        ):  # fmt: skip
+            """A block has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads, a head a
+            warp. gQueryDots: q . dq, gValueDots: v . dv / dt of each token and head, in `parts` parts; gCarriedDots,
+            gStateDots: see gradients.py. gRateSums, gBiasSums: the sums of dt dg and of dstep of each split and head."""
+            index, group = divmod(cuda.blockIdx.x, groups)
+            sequence, split = divmod(index, splits)
+            head = int32(HEADS * group + cuda.threadIdx.x // LANES)
+            if head >= heads:
+                return
+            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            (rate, bias), rate_sum, bias_sum = gate.load_rate_and_bias(gA, gDtBias, head), float32(0), float32(0)
+            for j in range(split, seq.num_chunks(), splits):
+                token, chunk = seq.chunk_start(j), seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
+                inside, at = less(col_index(ROW_VEC), float32(seq.remaining(j))), (seq.batch, token, head)
+                step = load(truncate(gDt, 1, seq.end), ROW_VEC, at, cols=1) + bias
+                dt = where(inside, gate.step_size(step), 0.0)
+                value_dots = sum_row_dots(gValueDots, seq, token, head, parts)
+                r = sum_row_dots(gQueryDots, seq, token, head, parts) - dt * value_dots
+                dg = differentiate_gates(r, dt * rate, gCarriedDots, gStateDots, chunk, head)
+                dstep = gate.differentiate_step(step, value_dots + dg * rate)
+                store(truncate(gDDt, 1, seq.end), dstep, at, cols=1)
+                rate_sum += tile_sum(dt * dg)
+                bias_sum += tile_sum(where(inside, dstep, 0.0))
+            gRateSums[index, head] = rate_sum
+            gBiasSums[index, head] = bias_sum
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(split, padding.num_chunks(), splits):
+                store(gDDt, zeros(ROW_VEC), (padding.batch, padding.chunk_start(j), head), cols=1)
+
+        return differentiate_steps, None
+
+
+Mamba2GradientConfig = Mamba2GradientInputs | Mamba2GradientOutputs | Mamba2OutputGate | Mamba2StepGradients
+
+
+def space(target: Target, everything: bool) -> Iterator[Mamba2GradientConfig]:
     """The configurations with all options; others, and fp16, with `everything` only."""
+    for varlen in (False, True):
+        yield from (Mamba2OutputGate(bf16, dz, varlen) for dz in (False, True) if everything or varlen)
+        if everything:
+            yield from (Mamba2OutputGate(fp16, dz, varlen) for dz in (False, True))
     gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
+    for gate, varlen in itertools.product(gates, (False, True)):
+        if everything or (gate.has_limits and varlen):
+            yield Mamba2StepGradients(gate, varlen)
     for input_dtype, gate, has_z in itertools.product((bf16, fp16), gates, (False, True)):
         if everything or (input_dtype is bf16 and gate.has_limits and has_z):
             yield Mamba2GradientInputs(input_dtype, gate, has_z)
@@ -166,6 +297,6 @@ def space(target: Target, everything: bool) -> Iterator[Mamba2GradientInputs | M
 
 
 @functools.cache
-def make(config: Mamba2GradientInputs | Mamba2GradientOutputs):
+def make(config: Mamba2GradientConfig):
     """(kernel, shared memory) of a configuration."""
     return config.make(config)

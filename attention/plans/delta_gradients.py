@@ -143,7 +143,7 @@ def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratc
     if wants_gates:
         steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"], delta=True))
     steps += sum_heads(problem, partial["dq"], arrays["dq"])
-    return [*steps, *sum_heads(problem, partial["dk"], arrays["dk"], parts=2)]
+    return [*steps, *sum_heads(problem, partial["dk"], arrays["dk"])]
 
 
 def _walk(problem: Problem, walk: str, scale: float, inputs: Arrays, arrays: Arrays) -> Step:

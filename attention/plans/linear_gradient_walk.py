@@ -133,3 +133,13 @@ class StateScan(NamedTuple):
         scan = self.launch(intern_value(ScanStates), segments, segments - 1, local)
         composed = local | {"gInitialState": initial, "gSegmentStates": states}
         return [scan, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
+
+    def store_states(self, states: Operand, ends: Arrays, scratch: ScratchAllocator) -> list[Step]:
+        """The launches that store the states before all chunks in `states`. ends: the state before each sequence, and where
+        that after it goes, by the names of the kernel's parameters."""
+        width = -(-self.problem.extents["value_dim"] // chunk_hopper.COLUMNS)
+        config = choose_config(self.problem, self.gate, intern_value(ChunkStates), 0, width)
+        segments = recurrent_chunks.count_segments(self.problem, config, width)
+        steps, initial = self.states_before_segments(ends["gInitialState"], segments, scratch)
+        arrays = ends | {"gInitialState": initial, "states": states}
+        return [*steps, self.launch(intern_value(ChunkStates), segments, segments, arrays)]

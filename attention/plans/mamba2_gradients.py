@@ -1,5 +1,6 @@
-"""The plan of Mamba-2's gradients: those of linear attention (recurrent_gradients.py) between the two kernels of
-mamba2_gradients.py. For the gradient of z, outputs before the gate silu(z) are computed once more."""
+"""The plan of Mamba-2's gradients: those of linear attention (recurrent_gradients.py) between two kernels of
+mamba2_gradients.py; or, where value heads share B and C on Hopper, by a kernel that reads x and dt itself
+(shared_heads_gradients.py). For the gradient of z, outputs before the gate silu(z) are computed once more."""
 
 from collections.abc import Sequence
 
@@ -8,10 +9,22 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
-from ..kernels.mamba2_gradients import PART, TOKENS, Mamba2GradientInputs, Mamba2GradientOutputs
+from ..kernels.mamba2_gradients import (
+    HEADS,
+    PART,
+    TOKENS,
+    Mamba2GradientInputs,
+    Mamba2GradientOutputs,
+    Mamba2OutputGate,
+    Mamba2StepGradients,
+)
+from ..kernels.shared_heads_gradients_hopper import COLUMNS
+from ..parts.recurrent.gates import Mamba2Decay
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, StepOptions, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay
+from .recurrent_gradients import count_chunk_indices
+from .shared_heads_gradients import plan_shared_heads, serves_shared_heads
 from .token_loop_gradients import plan_linear_gradients
 
 STATES = {"initial_state": "initial_states", "dstate": "dstates", "dinitial_state": "dinitial_states"}  # linear's: Mamba-2's
@@ -25,6 +38,8 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     outputs = {name: problem[name] for name in (*GRADIENTS, *requested)}
     if not batch * length:
         return Plan([Fill(x, 0.0) for x in outputs.values() if 0 not in x.form.shape])
+    if serves_shared_heads(problem, vector_bytes):
+        return _plan_shared_heads(problem, steps_of_time, outputs)
     scratch, dtype, dout, skip = ScratchAllocator(problem), DTYPES[problem.dtype], problem["dout"], problem["D"]
     tokens = batch, length, heads
     gate, has_z, has_dz = choose_mamba2_gate(steps_of_time), "z" in problem, "dz" in requested
@@ -41,11 +56,8 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     steps: list[Step] = [kernel_for(before, before, problem.device).bind(blocks * heads, **arrays, **inputs, **sizes)]
     if y:
         steps += _plan_outputs(problem, y, steps_of_time, vector_bytes, scratch)
-    linear_arrays: Arrays = {"q": problem["C"], "k": problem["B"], "v": values, "decay": gates, "dout": dy}
-    linear_arrays |= {"dq": problem["dC"], "dk": problem["dB"], "dv": dvalues, "ddecay": dgates}
-    for name, own_name in STATES.items():
-        state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
-        linear_arrays[name] = state and state.permuted(SWAP_STATE_AXES)
+    linear_arrays = _linear_arrays(problem, outputs) | {"v": values, "decay": gates, "dout": dy, "dv": dvalues}
+    linear_arrays["ddecay"] = dgates
     steps += plan_linear_gradients(problem, linear_arrays, 1.0, vector_bytes, scratch)
     kind = "" if "dD" not in requested else "column" if len(skip.form.shape) == 2 else "head"
     after = intern_value(Mamba2GradientOutputs, dtype, gate, has_dz, kind, is_varlen(problem))
@@ -56,11 +68,79 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     arrays |= {"gDX": outputs["dx"], "gDDt": outputs["ddt"], "gDZ": outputs.get("dz"), "gCuSeqlens": problem["cu_seqlens"]}
     kernel = kernel_for(after, after, problem.device)
     steps.append(kernel.bind(blocks * heads, length=length, **arrays, **sums, **inputs, **sizes))
-    names = {"gRateSums": "dA", "gBiasSums": "ddt_bias", "gSkipSums": "dD", "gColumnSums": "dD"}
-    for name, partials in sums.items():
-        if partials and names[name] in outputs:
-            steps.append(sum_partials(problem, partials, outputs[names[name]]))
+    steps += _sum_partials(problem, sums, outputs)
     return Plan(steps, scratch.shapes)
+
+
+def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
+    """The arrays of linear attention's gradients that are those of Mamba-2, by their names there."""
+    arrays: Arrays = {"q": problem["C"], "k": problem["B"], "dq": problem["dC"], "dk": problem["dB"]}
+    for name, own_name in STATES.items():
+        state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
+        arrays[name] = state and state.permuted(SWAP_STATE_AXES)
+    return arrays
+
+
+def _plan_shared_heads(problem: Problem, steps_of_time: StepOptions, outputs: Arrays) -> Plan:
+    """The Plan where value heads share B and C. outputs: the gradients by their names."""
+    batch, length, heads, columns, sequences = problem("batch", "seqlen", "heads", "value_dim", "sequences")
+    scratch, dtype, varlen = ScratchAllocator(problem), DTYPES[problem.dtype], is_varlen(problem)
+    gate, skip, dout, x = choose_mamba2_gate(steps_of_time), problem["D"], problem["dout"], problem["x"]
+    ends: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
+    sizes = {"tiles": -(-length // TOKENS), "panels": -(-columns // PART.cols), "heads": heads, "length": length}
+
+    def differentiate_gate(out: Operand | None, y: Operand | None) -> Step:
+        """The launch that computes dy, or with y dz."""
+        config = intern_value(Mamba2OutputGate, dtype, y is not None, varlen)
+        arrays: Arrays = ends | {"gDOut": dout, "gZ": problem["z"], "gY": y, "gOut": out}
+        return kernel_for(config, config, problem.device).bind(batch * sizes["tiles"] * heads, **arrays, **sizes)
+
+    steps: list[Step] = []
+    dy = dout
+    if "z" in problem:
+        dy = scratch(batch, length, heads, columns, dtype=problem.dtype)
+        steps.append(differentiate_gate(dy, None))
+    steps_arrays: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
+    gates = steps_arrays | {"gGates": problem["dt"]} | ({"gD": _spread(skip, columns)} if skip else {})
+    arrays = _linear_arrays(problem, outputs) | {"v": x, "dout": dy, "dv": problem["dx"], "ddecay": problem["ddt"]}
+    kinds = gate, intern_value(Mamba2Decay, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+    skip_kind = "" if skip is None else "column" if len(skip.form.shape) == 2 else "head"
+    steps_of_chunks, stored = plan_shared_heads(problem, arrays, gates, kinds, 1.0, scratch, skip_kind)
+    steps += steps_of_chunks
+    splits, groups = -(-count_chunk_indices(problem) // sequences), -(-heads // HEADS)
+    dots = {name: stored[name] for name in ("gQueryDots", "gCarriedDots", "gStateDots")} | {"gValueDots": stored["gKeyDots"]}
+    sums: Arrays = {name: scratch(sequences * splits, heads) for name in ("gRateSums", "gBiasSums")}
+    config = intern_value(Mamba2StepGradients, gate, varlen)
+    steps.append(
+        kernel_for(config, config, problem.device).bind(
+            sequences * splits * groups,
+            length=length,
+            splits=splits,
+            heads=heads,
+            groups=groups,
+            parts=-(-columns // COLUMNS),
+            gDt=problem["dt"],
+            gDDt=problem["ddt"],
+            **ends,
+            **steps_arrays,
+            **dots,
+            **sums,
+        )
+    )
+    sums |= {name: stored.get(name) for name in ("gSkipSums", "gColumnSums")}
+    steps += _sum_partials(problem, sums, outputs)
+    if "dz" in outputs:
+        y = scratch(batch, length, heads, columns, dtype=problem.dtype)
+        steps += _plan_outputs(problem, y, steps_of_time, 0, scratch)
+        steps.append(differentiate_gate(outputs["dz"], y))
+    return Plan(steps, scratch.shapes)
+
+
+def _sum_partials(problem: Problem, sums: Arrays, outputs: Arrays) -> list[Step]:
+    """The launches that add the parts of sums, of those that are among the outputs."""
+    names = {"gRateSums": "dA", "gBiasSums": "ddt_bias", "gSkipSums": "dD", "gColumnSums": "dD"}
+    pairs = [(partials, outputs.get(names[name])) for name, partials in sums.items()]
+    return [sum_partials(problem, partials, total) for partials, total in pairs if partials and total]
 
 
 def _spread(x: Operand | None, extent: int) -> Operand | None:

@@ -219,13 +219,12 @@ def plan_gate_sums(
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 
 
-def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, parts: int = 1) -> list[Step]:
-    """The launch that adds the gradients of the value heads that share a key head, of `parts` parts each; none if there are no
-    tokens."""
-    batch, length, heads, key_heads, key_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim")
+def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None) -> list[Step]:
+    """The launch that adds the partial gradients of each key head, which lie side by side; none if there are no tokens."""
+    batch, length, key_heads, key_dim = problem("batch", "seqlen", "heads_k", "key_dim")
     if not batch * length:
         return []
-    assert out is not None
+    assert partial is not None and out is not None
     tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
     config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
     step = kernel_for(sum_head_groups, config, problem.device).bind(
@@ -235,7 +234,7 @@ def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None, pa
         tiles=tiles,
         panels=panels,
         heads=key_heads,
-        group=heads // key_heads * parts,
+        group=partial.form.shape[2] // key_heads,
     )
     return [step]
 

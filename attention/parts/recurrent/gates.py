@@ -108,6 +108,12 @@ class Gate:
         return 0.0, 0.0, float32(0)
 
     @inlined
+    def consume_weighted_cumsum(self, b, a, j, g, remaining):
+        """Hopper's consumer: (b of this warp's rows, b of all tokens, b_last, the weights of this warp's rows)."""
+        b_rows, b_cols, b_last = self.consume_cumsum(b, a, j, g, remaining)
+        return b_rows, b_cols, b_last, 1.0
+
+    @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
         """(A, dt_bias) of a head for Mamba-2's gates, dt A; (exp(A_log), dt_bias) for those of a formula; (0, 0) otherwise."""
         return 0.0, 0.0
@@ -307,3 +313,24 @@ class Mamba2Gate(TokenGate):
             dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
         b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)
+
+    @inlined
+    def consume_weighted_cumsum(self, b, a, j, g, remaining):
+        b_chunk, a_chunk = b.wait(j), a.wait(j)
+        b_rows, b_cols, b_last = warpgroup.load(b_chunk, COL_VEC), load(b_chunk, ROW_VEC), last_element(b_chunk)
+        weights = exp2(b_rows - warpgroup.load(a_chunk, COL_VEC))
+        b.release(j)
+        a.release(j)
+        return b_rows, b_cols, b_last, weights
+
+
+class Mamba2Decay(Mamba2Gate):
+    """Mamba-2's gates without the weights: of the gradients of states, to which queries add."""
+
+    kind, weighted = "step without weights", False
+
+    @inlined
+    def compute_cumsum(self, g, rate, bias, remaining):
+        dt = where(less(col_index(ROW_VEC), float32(remaining)), self.step_size(g + bias), 0.0)
+        b = cumsum(clamp_gates(dt * rate) * LOG2_E)
+        return b, b

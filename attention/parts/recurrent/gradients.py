@@ -31,12 +31,33 @@ KeyGradients k . dk, and for each chunk the second sum and <S, dS>. All of these
 import itertools
 from collections.abc import Iterator
 
-from ops import columns, minimum, row_sum, tile_sum, truncate, warpgroup
+from numpy import int32
+
+from ops import columns, cumsum, exp, less, load, minimum, row_sum, tile_sum, truncate, warpgroup, where, zeros
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record
 
-from .gates import DecayGate, Gate, HeadGate
+from .gates import FLOOR, ROW_VEC, DecayGate, Gate, HeadGate, clamp_gates
 from .results import ScanOutputs, ScanResult, ScanStates
+
+
+@inlined
+def sum_row_dots(dots, seq, token, head, parts):
+    """The row sums of the 64 tokens from `token` on, of which each head has `parts` parts."""
+    dots_of_sequence, total = truncate(dots, 1, seq.end), zeros(ROW_VEC)
+    for part in range(parts):
+        total = total + load(dots_of_sequence, ROW_VEC, (seq.batch, token, int32(head * parts + part)), cols=1)
+    return total
+
+
+@inlined
+def differentiate_gates(r, gates, gCarriedDots, gStateDots, chunk, head):
+    """dg of a chunk's tokens, by the equation above: 0 of a gate that forward takes for FLOOR, as -inf. r: q . dq - k . dk, by
+    rows. gCarriedDots, gStateDots: parts of the other two sums, of each chunk and head."""
+    carried = tile_sum(load(gCarriedDots, ROW_VEC, (chunk, head, 0), cols=2))
+    state_dot = tile_sum(load(gStateDots, ROW_VEC, (chunk, head, 0), cols=2))
+    later_tokens = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
+    return where(less(gates, FLOOR), 0.0, r - cumsum(r) + later_tokens)
 
 
 @static

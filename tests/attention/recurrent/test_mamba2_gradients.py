@@ -152,8 +152,8 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, neighbour):
             assert (got[name][:, packing.nobodys] == 0).all(), name
         elif name == "dinitial_states":
             np.testing.assert_array_equal(got[name][packing.which], x)
-        elif not neighbour:
-            np.testing.assert_array_equal(got[name], x, name)
+        elif not neighbour:  # chunks are added in another order
+            np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_as_compiled(as_compiled):
