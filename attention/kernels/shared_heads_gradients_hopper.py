@@ -243,15 +243,15 @@ def make(config: Config):
                 dq = warpgroup.wait(warpgroup.mma_AB(dq * scale, dp_left, k_tile))
                 k.release(i)
                 q.release(i)
-                at = seq.batch, token, out_head, 0
-                warpgroup.store(truncate(gDQ, 1, seq.end), dq, at, 1, 3, aligned=True)
+                out_at = seq.batch, token, out_head, 0
+                warpgroup.store(truncate(gDQ, 1, seq.end), dq, out_at, 1, 3, aligned=True)
             if VARLEN and part == 0:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                 for j in range(padding.num_chunks()):
                     token = padding.chunk_start(j)
-                    at = padding.batch, token, out_head, 0
-                    warpgroup.store(gDQ, zeros(SUMS), at, 1, 3, aligned=True)
-                    warpgroup.store(gDK, zeros(SUMS), at, 1, 3, aligned=True)
+                    out_at = padding.batch, token, out_head, 0
+                    warpgroup.store(gDQ, zeros(SUMS), out_at, 1, 3, aligned=True)
+                    warpgroup.store(gDK, zeros(SUMS), out_at, 1, 3, aligned=True)
                     for block in range(n):
                         head, column = divmod(int32(first + block), width)
                         seq_layout.store_rows(gDV, zeros(TILE), padding, token, head, column)
@@ -304,8 +304,8 @@ def make(config: Config):
                 dp_tiles.release(i)
                 k.release(i)
                 q.release(i)
-                at = seq.batch, token, out_head, 0
-                warpgroup.store(truncate(gDK, 1, seq.end), dk, at, 1, 3, aligned=True)
+                out_at = seq.batch, token, out_head, 0
+                warpgroup.store(truncate(gDK, 1, seq.end), dk, out_at, 1, 3, aligned=True)
             warpgroup.store_wait()
 
     return differentiate_shared_heads, smem

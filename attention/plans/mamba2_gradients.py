@@ -8,6 +8,7 @@ from tiles.calls.plan import Fill, Plan, Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
+from tiles.layout import WARPGROUP
 
 from ..kernels.mamba2_gradients import (
     HEADS,
@@ -19,12 +20,20 @@ from ..kernels.mamba2_gradients import (
     Mamba2StepGradients,
 )
 from ..kernels.shared_heads_gradients_hopper import COLUMNS
-from ..parts.recurrent.gates import Mamba2Decay
+from ..parts.recurrent.gates import Mamba2Gate
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, StepOptions, is_varlen
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay
-from .recurrent_gradients import count_chunk_indices
-from .shared_heads_gradients import plan_shared_heads, serves_shared_heads
+from .recurrent_chunks import (
+    SWAP_STATE_AXES,
+    Arrays,
+    ScratchAllocator,
+    choose_mamba2_decay,
+    choose_mamba2_gate,
+    intern_value,
+    plan_token_decay,
+)
+from .recurrent_gradients import count_chunk_indices, gate_dots
+from .shared_heads_gradients import GateInputs, plan_shared_heads, serves_shared_heads
 from .token_loop_gradients import plan_linear_gradients
 
 STATES = {"initial_state": "initial_states", "dstate": "dstates", "dinitial_state": "dinitial_states"}  # linear's: Mamba-2's
@@ -83,57 +92,81 @@ def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
 
 def _plan_shared_heads(problem: Problem, steps_of_time: StepOptions, outputs: Arrays) -> Plan:
     """The Plan where value heads share B and C. outputs: the gradients by their names."""
-    batch, length, heads, columns, sequences = problem("batch", "seqlen", "heads", "value_dim", "sequences")
-    scratch, dtype, varlen = ScratchAllocator(problem), DTYPES[problem.dtype], is_varlen(problem)
-    gate, skip, dout, x = choose_mamba2_gate(steps_of_time), problem["D"], problem["dout"], problem["x"]
-    ends: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
-    sizes = {"tiles": -(-length // TOKENS), "panels": -(-columns // PART.cols), "heads": heads, "length": length}
-
-    def differentiate_gate(out: Operand | None, y: Operand | None) -> Step:
-        """The launch that computes dy, or with y dz."""
-        config = intern_value(Mamba2OutputGate, dtype, y is not None, varlen)
-        arrays: Arrays = ends | {"gDOut": dout, "gZ": problem["z"], "gY": y, "gOut": out}
-        return kernel_for(config, config, problem.device).bind(batch * sizes["tiles"] * heads, **arrays, **sizes)
-
+    batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
+    scratch, skip, width, chunks = ScratchAllocator(problem), problem["D"], -(-columns // COLUMNS), count_chunk_indices(problem)
     steps: list[Step] = []
-    dy = dout
+    dy = problem["dout"]
     if "z" in problem:
         dy = scratch(batch, length, heads, columns, dtype=problem.dtype)
-        steps.append(differentiate_gate(dy, None))
-    steps_arrays: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
-    gates = steps_arrays | {"gGates": problem["dt"]} | ({"gD": _spread(skip, columns)} if skip else {})
-    arrays = _linear_arrays(problem, outputs) | {"v": x, "dout": dy, "dv": problem["dx"], "ddecay": problem["ddt"]}
-    kinds = gate, intern_value(Mamba2Decay, False, steps_of_time.dt_softplus, *steps_of_time.limits)
-    skip_kind = "" if skip is None else "column" if len(skip.form.shape) == 2 else "head"
-    steps_of_chunks, stored = plan_shared_heads(problem, arrays, gates, kinds, 1.0, scratch, skip_kind)
-    steps += steps_of_chunks
-    splits, groups = -(-count_chunk_indices(problem) // sequences), -(-heads // HEADS)
-    dots = {name: stored[name] for name in ("gQueryDots", "gCarriedDots", "gStateDots")} | {"gValueDots": stored["gKeyDots"]}
-    sums: Arrays = {name: scratch(sequences * splits, heads) for name in ("gRateSums", "gBiasSums")}
-    config = intern_value(Mamba2StepGradients, gate, varlen)
-    steps.append(
-        kernel_for(config, config, problem.device).bind(
-            sequences * splits * groups,
-            length=length,
-            splits=splits,
-            heads=heads,
-            groups=groups,
-            parts=-(-columns // COLUMNS),
-            gDt=problem["dt"],
-            gDDt=problem["ddt"],
-            **ends,
-            **steps_arrays,
-            **dots,
-            **sums,
-        )
-    )
-    sums |= {name: stored.get(name) for name in ("gSkipSums", "gColumnSums")}
-    steps += _sum_partials(problem, sums, outputs)
+        steps.append(_differentiate_output_gate(problem, dy, None))
+    arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
+    raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
+    gate, unweighted = (f(steps_of_time) for f in (choose_mamba2_gate, choose_mamba2_decay))
+    dots = gate_dots(problem, scratch, WARPGROUP * width, width, width)
+    skip_arrays: Arrays = {}
+    if skip and len(skip.form.shape) == 1:
+        skip_arrays = {"gSkipSums": scratch(chunks * WARPGROUP * width, heads)}
+    elif skip:
+        skip_arrays = {"gColumnSums": scratch(heads, chunks * WARPGROUP, columns)}
+    if is_varlen(problem):
+        steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
+    gates = GateInputs(gate, unweighted, raw | {"gGates": problem["dt"]})
+    more = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
+    steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, more)
+    steps += _differentiate_steps(problem, gate, raw, dots, outputs, scratch)
+    steps += _sum_partials(problem, skip_arrays, outputs)
     if "dz" in outputs:
         y = scratch(batch, length, heads, columns, dtype=problem.dtype)
         steps += _plan_outputs(problem, y, steps_of_time, 0, scratch)
-        steps.append(differentiate_gate(outputs["dz"], y))
+        steps.append(_differentiate_output_gate(problem, outputs["dz"], y))
     return Plan(steps, scratch.shapes)
+
+
+def _differentiate_output_gate(problem: Problem, out: Operand | None, y: Operand | None) -> Step:
+    """The launch that computes dy, or if y is there dz."""
+    batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
+    config = intern_value(Mamba2OutputGate, DTYPES[problem.dtype], y is not None, is_varlen(problem))
+    tiles = -(-length // TOKENS)
+    return kernel_for(config, config, problem.device).bind(
+        batch * tiles * heads,
+        length=length,
+        tiles=tiles,
+        panels=-(-columns // PART.cols),
+        heads=heads,
+        gDOut=problem["dout"],
+        gZ=problem["z"],
+        gY=y,
+        gOut=out,
+        gCuSeqlens=problem["cu_seqlens"],
+    )
+
+
+def _differentiate_steps(
+    problem: Problem, gate: Mamba2Gate, raw: Arrays, dots: Arrays, outputs: Arrays, scratch: ScratchAllocator
+) -> list[Step]:
+    """The launches for the gradients of dt, A and dt_bias. raw: A and dt_bias. dots: what the kernel before stored."""
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    splits, groups = -(-count_chunk_indices(problem) // sequences), -(-heads // HEADS)
+    sums: Arrays = {name: scratch(sequences * splits, heads) for name in ("gRateSums", "gBiasSums")}
+    config = intern_value(Mamba2StepGradients, gate, is_varlen(problem))
+    step = kernel_for(config, config, problem.device).bind(
+        sequences * splits * groups,
+        length=length,
+        splits=splits,
+        heads=heads,
+        groups=groups,
+        parts=-(-problem.extents["value_dim"] // COLUMNS),
+        gQueryDots=dots["gQueryDots"],
+        gValueDots=dots["gKeyDots"],
+        gCarriedDots=dots["gCarriedDots"],
+        gStateDots=dots["gStateDots"],
+        gDt=problem["dt"],
+        gDDt=problem["ddt"],
+        gCuSeqlens=problem["cu_seqlens"],
+        **raw,
+        **sums,
+    )
+    return [step, *_sum_partials(problem, sums, outputs)]
 
 
 def _sum_partials(problem: Problem, sums: Arrays, outputs: Arrays) -> list[Step]:

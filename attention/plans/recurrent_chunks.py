@@ -25,7 +25,7 @@ from ..kernels import (
     mamba2_shared_heads_hopper,
 )
 from ..parts.recurrent.gate_formulas import GateFormula
-from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Decay, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
 from .recurrent_checks import DTYPES, NO_STEP_OPTIONS, StepOptions, is_varlen, pad_key_dim
@@ -272,6 +272,11 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
 def choose_mamba2_gate(steps_of_time: StepOptions) -> Mamba2Gate:
     """The gates that time steps make."""
     return intern_value(Mamba2Gate, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+
+
+def choose_mamba2_decay(steps_of_time: StepOptions) -> Mamba2Decay:
+    """The same without the weights of keys."""
+    return intern_value(Mamba2Decay, False, steps_of_time.dt_softplus, *steps_of_time.limits)
 
 
 def _choose_gate(

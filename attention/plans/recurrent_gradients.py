@@ -179,6 +179,19 @@ def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Oper
     return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
 
+def gate_dots(
+    problem: Problem, scratch: Callable[..., Operand], carried: int, states: int, parts: int = 1, subtracted: bool = False
+) -> Arrays:
+    """Memory for what gates' gradients are made of. The arguments are those of plan_gate_sums."""
+    batch, length, heads = problem("batch", "seqlen", "heads")
+    dots: Arrays = {  # of rows along tokens, as they are read
+        name: scratch(batch, heads * parts, length).permuted((0, 2, 1))
+        for name in ("gQueryDots", "gKeyDots")[: 1 if subtracted else 2]
+    }
+    chunks = count_chunk_indices(problem)
+    return dots | {"gCarriedDots": scratch(chunks, heads, carried), "gStateDots": scratch(chunks, heads, states)}
+
+
 def plan_gate_sums(
     problem: Problem,
     arrays: Arrays,
@@ -193,13 +206,9 @@ def plan_gate_sums(
     from dS and of <S, dS>; parts: of a row sum. subtracted: does gQueryDots have the difference of both row sums?"""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
-    batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
     chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
-    dots: Arrays = {  # of rows along tokens, as they are read
-        name: scratch(batch, heads * parts, length).permuted((0, 2, 1))
-        for name in ("gQueryDots", "gKeyDots")[: 1 if subtracted else 2]
-    }
-    dots |= {"gCarriedDots": scratch(chunks, heads, carried), "gStateDots": scratch(chunks, heads, states)}
+    dots = gate_dots(problem, scratch, carried, states, parts, subtracted)
     groups, splits = -(-heads // gate_gradient.WARPS), -(-chunks // sequences)
     partial = scratch(sequences * splits, heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from tiles.calls.plan import Fill, Step
+from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
@@ -20,7 +20,7 @@ from .chunk_states import merge_chunks
 from .linear_gradient_walk import STATES, StateScan
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import count_chunk_indices, sum_heads
+from .recurrent_gradients import choose_gate, count_chunk_indices, plan_gate_sums, sum_heads, wants_value_heads
 
 MIN_GROUP = 4  # value heads of a key head, at least: with fewer the walk moves fewer bytes, and is one launch less
 # Times of a thread block in units of that of a block of 64 columns of a head in a chunk: at its begin and end; of each chunk,
@@ -36,7 +36,15 @@ def serves_shared_heads(problem: Problem, vector_bytes: int) -> bool:
     return key_dim <= KEY_DIMS[-1] and heads >= MIN_GROUP * key_heads
 
 
-class Work(NamedTuple):
+def serves_linear_shared_heads(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
+    """Does it serve such a call of linear_backward? Gradients that are float32 are of each value head, or added to others.
+    arrays: as in plan_shared_heads."""
+    assert arrays["dv"] is not None
+    unrounded = wants_value_heads(arrays) or arrays["dv"].form.dtype == "float32"
+    return not unrounded and serves_shared_heads(problem, vector_bytes)
+
+
+class BlockWork(NamedTuple):
     """What thread blocks divide. key_heads: of all sequences. chunks: of each, on average. blocks: of 64 columns of the value
     heads of a key head. resident_ctas: how many thread blocks the GPU runs at once."""
 
@@ -60,78 +68,63 @@ class Work(NamedTuple):
 @watched_function
 @functools.lru_cache(1024)
 def choose_shares(*work: int) -> int:
-    """The shares that take the shortest time. work: the fields of a Work."""
-    options, total = [2**i for i in range(Work(*work).blocks.bit_length())], Work(*work)
+    """The shares that take the shortest time. work: the fields of a BlockWork."""
+    options, total = [2**i for i in range(BlockWork(*work).blocks.bit_length())], BlockWork(*work)
     return min(options, key=lambda shares: total.time(total.choose_parts(shares), shares))
 
 
 @watched_function
 @functools.lru_cache(1024)
 def choose_parts(shares: int, *work: int) -> int:
-    """Work.choose_parts."""
-    return Work(*work).choose_parts(shares)
+    """BlockWork.choose_parts."""
+    return BlockWork(*work).choose_parts(shares)
+
+
+class GateInputs(NamedTuple):
+    """The gates of a call. weighted: their kind, with the weights of keys; unweighted: without these. arrays: what they are
+    made of, by the names of the kernels' parameters."""
+
+    weighted: Gate
+    unweighted: Gate
+    arrays: Arrays
 
 
 def plan_shared_heads(
-    problem: Problem,
-    arrays: Arrays,
-    gates: Arrays,
-    kinds: tuple[Gate, Gate],
-    scale: float,
-    scratch: ScratchAllocator,
-    skip: str = "",
-) -> tuple[list[Step], Arrays]:
-    """(the launches but those of gates' gradients, the kernel's arrays by the names of its parameters). arrays: as in
-    recurrent_gradients.plan_chunk_gradients. gates: the arrays that gates are made of, and D, by the names of the kernels'
-    parameters. kinds: of the gates with the weights of keys, and without. skip: see the kernel's configuration."""
+    problem: Problem, arrays: Arrays, gates: GateInputs, scale: float, scratch: ScratchAllocator, more: Arrays
+) -> list[Step]:
+    """The launches but those for the gradients of gates and D. arrays: as in recurrent_gradients.plan_chunk_gradients. more: D,
+    and the arrays that these gradients are made of, if they are wanted, by the names of the kernel's parameters."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     batch, length = problem("batch", "seqlen")
     width, chunks, stored = -(-value_dim // COLUMNS), count_chunk_indices(problem), arrays.get("chunk_states")
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    shared: Arrays = gates | {"gCuSeqlens": problem["cu_seqlens"]}
-    of_scans: Arrays = {name: x for name, x in shared.items() if name != "gD"}
-    forward = StateScan(problem, kinds[0], of_scans | {"gQ": k, "gK": k, "gV": v})
-    reverse = StateScan(problem, intern_value(ReversedGate, kinds[1]), of_scans | {"gQ": q, "gK": q, "gV": dout}, scale)
-    buffers: Arrays = shared | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
-    steps: list[Step] = []
-    scans = [(reverse, "gDStates", {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})]
+    shared: Arrays = gates.arrays | {"gCuSeqlens": problem["cu_seqlens"]}
+    buffers: Arrays = shared | more | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
+    reverse = StateScan(problem, intern_value(ReversedGate, gates.unweighted), shared | {"gQ": q, "gK": q, "gV": dout}, scale)
+    scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
     if stored:
         buffers["gStates"] = merge_chunks(stored)
     else:
-        scans.insert(0, (forward, "gStates", {"gInitialState": ends["initial_state"]}))
-    for scan, name, states in scans:
-        buffers[name] = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
-        steps += scan.store_states(buffers[name], states, scratch)
-    with_gates = bool(kinds[0].kind) and bool(arrays["ddecay"] or gates.get("gA"))
-    if with_gates:  # rows along tokens, as they are read
-        buffers |= {name: scratch(batch, heads * width, length).permuted((0, 2, 1)) for name in ("gQueryDots", "gKeyDots")}
-        buffers["gCarriedDots"] = scratch(chunks, heads, WARPGROUP * width)
-        buffers["gStateDots"] = scratch(chunks, heads, width)
-    if skip == "head":
-        buffers["gSkipSums"] = scratch(chunks * WARPGROUP * width, heads)
-    if skip == "column":
-        buffers["gColumnSums"] = scratch(heads, chunks * WARPGROUP, value_dim)
-    for name in ("gSkipSums", "gColumnSums"):
-        sums = buffers.get(name)
-        if sums and is_varlen(problem):
-            steps.append(Fill(sums, 0.0))  # some indices of chunks belong to none
-    work = Work(sequences * key_heads, -(-chunks // sequences), heads // key_heads * width, machine(problem.device).processors)
-    shares = choose_shares(*work)
-    partial, parts = shares > 1, choose_parts(shares, *work)
-    outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in ("dq", "dk")}
-    config = intern_value(
-        shared_heads_gradients_hopper.Config,
-        pad_key_dim(key_dim, KEY_DIMS),
-        DTYPES[problem.dtype],
-        kinds[0],
-        skip,
-        partial,
-        is_varlen(problem),
-        with_gates,
+        forward = StateScan(problem, gates.weighted, shared | {"gQ": k, "gK": k, "gV": v})
+        scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
+    steps: list[Step] = []
+    for name, (scan, states) in scans.items():
+        buffers[name] = stored_states = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
+        steps += scan.store_states(stored_states, states, scratch)
+    work = BlockWork(
+        sequences * key_heads, -(-chunks // sequences), heads // key_heads * width, machine(problem.device).processors
     )
+    shares = choose_shares(*work)
+    partial, names = shares > 1, ("dq", "dk")
+    outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
+    skip = "head" if "gSkipSums" in more else "column" if "gColumnSums" in more else ""
+    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.weighted, skip, partial, is_varlen(problem)
+    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in more)
+    parts = choose_parts(shares, *work)
+    kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
     steps.append(
-        kernel_for(shared_heads_gradients_hopper, config, problem.device).bind(
+        kernel.bind(
             sequences * key_heads * parts * shares,
             length=length,
             parts=parts,
@@ -146,5 +139,17 @@ def plan_shared_heads(
         )
     )
     if partial:
-        steps += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    return steps, buffers
+        steps += [step for name in names for step in sum_heads(problem, outputs[name], arrays[name])]
+    return steps
+
+
+def plan_linear_shared_heads(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
+    """The launches for the gradients of linear attention. arrays: as in plan_shared_heads."""
+    gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=True)
+    width = -(-problem.extents["value_dim"] // COLUMNS)
+    dots: Arrays = {}
+    finish: list[Step] = []
+    if arrays["ddecay"] is not None:
+        dots, finish = plan_gate_sums(problem, arrays, scratch, WARPGROUP * width, width, width)
+    steps = plan_shared_heads(problem, arrays, GateInputs(gate, gate, {"gGates": gates}), scale, scratch, dots)
+    return [*steps, *finish]

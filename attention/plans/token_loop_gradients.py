@@ -22,6 +22,7 @@ from .recurrent_gradients import (
     sum_heads,
     wants_value_heads,
 )
+from .shared_heads_gradients import plan_linear_shared_heads, serves_linear_shared_heads
 from .token_loop import check_grid
 
 
@@ -30,6 +31,8 @@ def plan_linear_gradients(
 ) -> list[Step]:
     """The launches for the gradients of linear attention, of chunk kernels if they serve such a call. The arguments are those
     of plan_chunk_gradients."""
+    if serves_linear_shared_heads(problem, arrays, vector_bytes):
+        return plan_linear_shared_heads(problem, arrays, scale, scratch)
     if serves_walk(problem, arrays, vector_bytes):
         return plan_gradient_walk(problem, arrays, scale, scratch)
     if serves_channel_walk(problem, arrays, vector_bytes):

@@ -156,10 +156,11 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, neighbour):
             np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_as_compiled(as_compiled):
-    """The PTX of Hopper's kernels, for two chunks of which one is shorter."""
+@pytest.mark.parametrize(("length", "heads", "D"), [(66, 1, "column"), (20, 4, "head")])
+def test_as_compiled(as_compiled, length, heads, D):
+    """The PTX of Hopper's kernels: for two chunks of which one is shorter; for heads that share B and C."""
     as_compiled("sm_90a")
-    check(OnInterpreter(), case(66, heads=1, D="column"), dt_softplus=True)
+    check(OnInterpreter(), case(length, heads=heads, D=D), dt_softplus=True)
 
 
 @pytest.mark.parametrize("segments", [3, 5])
