@@ -25,12 +25,26 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import col_sum, columns, divmod, load, minimum, row_sum, store, subtile, tile_sum, truncate, warpgroup, zeros
+from ops import (
+    col_sum,
+    columns,
+    divmod,
+    load,
+    minimum,
+    row_sum,
+    store,
+    subtile,
+    tile_sum,
+    transpose,
+    truncate,
+    warpgroup,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, HeadGate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS = 2
@@ -66,7 +80,7 @@ class Config:
 
 
 KEY_DIMS = 64, 128  # as padded
-LINEAR_GATES = Gate(), HeadGate(scale_at_end=True), TokenGate(scale_at_end=True)
+LINEAR_GATES = Gate(), TokenGate(scale_at_end=True)
 STEPS = Mamba2Gate(softplus=True)
 
 
@@ -110,6 +124,13 @@ def make(config: Config):
         b=vectors,
         a=vectors,
     )
+
+    @inlined
+    def find_block(slot, n, first, width):
+        """(which of its chunks, head, which block of its columns) a thread block has in a slot."""
+        i, block = divmod(int32(slot), n)
+        head, column = divmod(int32(first + block), width)
+        return i, head, column
 
     @inlined
     def dot_panel(x, tile, n):
@@ -183,22 +204,22 @@ def make(config: Config):
                         do.fill(slot, gDOut, (seq.batch, token, head, column))
                         ds.fill(slot, gDStates, (chunk, head, column, 0))
                         s.fill(slot, gStates, (chunk, head, column, 0))
-            elif WITH_GATES:
-                for slot in range(warp - 1, n * chunks, CUMSUM_WARPS):
-                    i, block = divmod(slot, n)
-                    token = seq.chunk_start(part + parts * i)
-                    head, column = divmod(int32(first + block), width)
-                    gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, token, seq.end, head)
-                    dot = dot_states(s.wait(slot), ds.wait(slot))
-                    s.release(slot)
-                    ds.release(slot)
-                    gStateDots[seq_layout.chunk_index(token, sequence, length), head, column] = dot
             elif gate.per_token:
+                i, head, _ = find_block(warp - 1, n, first, width)
+                g = gate.load_gates(gGates, seq.batch, seq.chunk_start(part + parts * i), seq.end, head)
+                rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
                 for slot in range(warp - 1, n * chunks, CUMSUM_WARPS):
-                    i, block = divmod(slot, n)
-                    head, _ = divmod(int32(first + block), width)
+                    i, head, column = find_block(slot, n, first, width)
                     token = seq.chunk_start(part + parts * i)
-                    gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, token, seq.end, head)
+                    gate.publish_cumsum(b, a, slot, transpose(g), rate, bias, seq.end - token)
+                    i, next_head, _ = find_block(slot + CUMSUM_WARPS, n, first, width)  # loaded under <S, dS>
+                    g = gate.load_gates(gGates, seq.batch, seq.chunk_start(part + parts * i), seq.end, next_head)
+                    rate, bias = gate.load_rate_and_bias(gA, gDtBias, next_head)
+                    if WITH_GATES:
+                        dot = dot_states(s.wait(slot), ds.wait(slot))
+                        s.release(slot)
+                        ds.release(slot)
+                        gStateDots[seq_layout.chunk_index(token, sequence, length), head, column] = dot
         elif wg == DQ_CONSUMER:
             warpgroup.claim_registers(consumer_registers)
             for i in range(chunks):
@@ -222,8 +243,7 @@ def make(config: Config):
                             gSkipSums[row * width + column, head] = tile_sum(products)
                         if SKIP_OF_COLUMN:
                             store(gColumnSums, col_sum(products), (head, row, int32(COLUMNS * column)))
-                    g = gate.load_head_gate(gGates, head)
-                    b_rows, a_cols, _ = gate.consume_cumsum(b, a, slot, g, remaining)
+                    b_rows, a_cols, _ = gate.consume_cumsum(b, a, slot, 0.0, remaining)
                     dp = gate.decay_scores(warpgroup.wait(dp), b_rows, a_cols)
                     v.release(slot)
                     dq_block = warpgroup.mm_AB(do_tile, s.wait(slot))
@@ -268,13 +288,14 @@ def make(config: Config):
                 for block in range(n):
                     slot = int32(n * i + block)
                     head, column = divmod(int32(first + block), width)
+                    if HAS_SKIP:
+                        d = load(gD, D_VEC, (head, int32(COLUMNS * column)))
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
                     ds_tile = ds.wait(slot)
                     dp = warpgroup.mm_ABt(v_tile, do_tile)
                     dv = warpgroup.mm_ABt(k_tile, ds_tile)
-                    g = gate.load_head_gate(gGates, head)
-                    b_rows, b_cols, b_last, weights = gate.consume_weighted_cumsum(b, a, slot, g, remaining)
+                    b_rows, b_cols, b_last, weights = gate.consume_weighted_cumsum(b, a, slot, 0.0, remaining)
                     to_end = minimum(b_last - b_rows, 0.0)
                     p_block = warpgroup.triu(gate.decay_all_scores(p, b_rows * -1.0, b_cols * -1.0), 0, 0.0)
                     dots = row_sum(warpgroup.wait(dp, newer=1) * p_block)
@@ -290,8 +311,7 @@ def make(config: Config):
                         gCarriedDots[chunk, head, warp] = tile_sum(carried * weights)
                     dv = warpgroup.wait(dv, newer=1) * weights
                     if HAS_SKIP:
-                        douts = fp32(warpgroup.load(do_tile, ROWS))
-                        dv = dv + douts * load(gD, D_VEC, (head, int32(COLUMNS * column)))
+                        dv = dv + fp32(warpgroup.load(do_tile, ROWS)) * d
                     if VARLEN:
                         seq_layout.store_rows(gDV, dv, seq, token, head, column)
                     else:

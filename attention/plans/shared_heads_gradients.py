@@ -70,7 +70,8 @@ class BlockWork(NamedTuple):
 def choose_shares(*work: int) -> int:
     """The shares that take the shortest time. work: the fields of a BlockWork."""
     options, total = [2**i for i in range(BlockWork(*work).blocks.bit_length())], BlockWork(*work)
-    return min(options, key=lambda shares: total.time(total.choose_parts(shares), shares))
+    shares = min(options, key=lambda shares: total.time(total.choose_parts(shares), shares))
+    return math.ceil(total.blocks / math.ceil(total.blocks / shares))  # none is empty
 
 
 @watched_function

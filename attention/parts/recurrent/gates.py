@@ -102,6 +102,10 @@ class Gate:
         of the rings."""
 
     @inlined
+    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
+        """The second part of produce_cumsum, with the gates, rate and bias loaded."""
+
+    @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
         """Hopper's consumer: (b of this warp's rows, a of all tokens, b_last) of the chunk in the j-th slots of the rings. g:
         the result of load_head_gate."""
@@ -120,7 +124,7 @@ class Gate:
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
-        """Ampere: start to load the gates (Mamba-2: dt) of the chunk that starts at `token`, and return them."""
+        """Start to load the gates (Mamba-2: dt) of the chunk that starts at `token`, and return them."""
         return 0.0
 
     @inlined
@@ -202,7 +206,11 @@ class TokenGate(DecayGate):
     def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
         rate, bias = self.load_rate_and_bias(gA, gDtBias, head)
         g = load(truncate(gGates, 1, end), ROW_VEC, (batch, token, head), cols=1)
-        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, end - token)
+        self.publish_cumsum(b, a, j, g, rate, bias, end - token)
+
+    @inlined
+    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
+        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, remaining)
         if self.weighted:
             store(a.claim(j), a_chunk)
             a.publish(j)
