@@ -39,6 +39,12 @@ def test_value_heads_that_share_keys(place, family, decay, gates):
     check_heads_first(place, args, family=family)
 
 
+@pytest.mark.parametrize("decay", ["token", "head", "none"])
+def test_many_value_heads_that_share_keys(place, decay):
+    """The kernel that goes through them in one thread block, all chunks at once."""
+    check(place, case(66, decay, heads=4, key_heads=1, value_dim=80), scale=-0.3)
+
+
 @pytest.mark.parametrize(("scale", "family"), [(0.0, "sm_90"), (-0.3, "sm_80"), (7.0, "sm_90")])
 def test_any_scale(place, scale, family):
     check(place, case(65, "token", key_heads=2), scale=scale, family=family)

@@ -10,7 +10,8 @@ from poison import Packing, as_on_a_device
 import attention
 from attention import reference
 from attention.kernels import mamba2_gradients as module
-from attention.plans import recurrent_chunks
+from attention.kernels.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs
+from attention.plans import recurrent_chunks, shared_heads_gradients
 from tiles.targets import parse_target
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
@@ -117,11 +118,12 @@ def test_limits_of_steps(place, softplus):
 
 
 @pytest.mark.parametrize(
-    ("rate", "family"), [(0.0, "sm_90"), (-5.0, "sm_90"), (-5.0, "sm_80"), (-1000.0, "sm_90"), (-1000.0, "sm_80")]
+    ("rate", "family", "heads"),
+    [(0.0, "sm_90", 1), (-5.0, "sm_90", 4), (-5.0, "sm_80", 1), (-1000.0, "sm_90", 4), (-1000.0, "sm_80", 1)],
 )
-def test_rates(place, rate, family):
+def test_rates(place, rate, family, heads):
     """No decay; all but the nearest tokens are forgotten; everything is, with gates that count as -inf."""
-    args = case(130, heads=1)
+    args = case(130, heads=heads)
     args["A"][:] = rate
     args["dt"] = abs(args["dt"]) + f32(0.5)
     del args["dt_bias"]
@@ -129,14 +131,14 @@ def test_rates(place, rate, family):
     assert got["dA"].any() == (rate != -1000)
 
 
-@pytest.mark.parametrize(("family", "neighbour"), [("sm_90", 0), ("sm_90", 2), ("sm_80", 2)])
-def test_packed_sequences_among_poison(place, monkeypatch, family, neighbour):
+@pytest.mark.parametrize(("family", "heads", "neighbour"), [("sm_90", 1, 0), ("sm_90", 4, 2), ("sm_80", 1, 2)])
+def test_packed_sequences_among_poison(place, monkeypatch, family, heads, neighbour):
     """A sequence with a token more than a chunk, and one of a token, next to poison: each has the gradients that it has by
     itself. Padding has gradients of 0, and adds nothing to sums; a sequence without tokens passes the gradient of its state
     on."""
     as_on_a_device(monkeypatch)
     packing = Packing([0, 65, 1], neighbour=neighbour, nobodys=66)
-    args = case(int(packing.cu_seqlens[-1]))
+    args = case(int(packing.cu_seqlens[-1]), heads=heads)
     of_tokens = {name: x for name, x in args.items() if name in ("dout", "x", "dt", "B", "C", "z")}
     states = {name: np.repeat(args[name], len(packing.cu_seqlens) - 1, axis=0) for name in ("initial_states", "dstates")}
     spread = {name: packing.spread(x) for name, x in of_tokens.items()} | {"cu_seqlens": packing.ends}
@@ -163,6 +165,40 @@ def test_as_compiled(as_compiled, length, heads, D):
     check(OnInterpreter(), case(length, heads=heads, D=D), dt_softplus=True)
 
 
+# ---- heads that share B and C, on Hopper ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("length", "sizes", "shares"),
+    [
+        (1, {}, 1),
+        (66, {"heads": 5, "P": 80, "D": "column"}, 2),
+        (63, {"heads": 8, "groups": 2, "batch": 2, "dtype": np.float16}, 4),
+    ],
+)
+def test_heads_that_share(place, monkeypatch, nothing_known, length, sizes, shares):
+    """Two chunks one after the other in a thread block, of heads with two blocks of columns, of which a share has one less;
+    shares of a head each."""
+    monkeypatch.setattr(shared_heads_gradients, "choose_shares", lambda *_: shares)
+    monkeypatch.setattr(shared_heads_gradients, "choose_parts", lambda *_: 1)
+    check(place, case(length, **{"heads": 4} | sizes), dt_softplus=True)
+
+
+def test_heads_that_share_without_what_may_be_left_out(place):
+    args = case(66, heads=4, everything=False)
+    args["dt"][0, 3] = 0
+    got = check(place, args, dt_limit=(0.0, 0.9))
+    assert ((got["ddt"] == 0) == ((args["dt"] < 0) | (args["dt"] > 0.9))).all()
+
+
+@pytest.mark.parametrize("work", [(1, 1, 1, 3), (8, 32, 64, 132), (64, 32, 8, 132), (1, 512, 64, 132), (1, 3, 5, 132)])
+def test_shares_of_thread_blocks(work):
+    """No share of the heads is empty, and no GPU waits for a block that has more than its part of the work."""
+    shares = shared_heads_gradients.choose_shares(*work)
+    parts = shared_heads_gradients.choose_parts(shares, *work)
+    total = shared_heads_gradients.BlockWork(*work)
+    assert (shares - 1) * -(-total.blocks // shares) < total.blocks and 1 <= parts <= total.chunks
+    assert total.time(parts, shares) <= total.time(1, 1)
+
+
 @pytest.mark.parametrize("segments", [3, 5])
 def test_segments(place, monkeypatch, nothing_known, segments):
     """Of which the last has a shorter chunk; states are composed by the last pass or before it."""
@@ -173,16 +209,17 @@ def test_segments(place, monkeypatch, nothing_known, segments):
 def test_space():
     """All dtypes, gates and results are compiled by `inspect --all`, the largest always."""
     few, many = (list(module.space(parse_target("sm_90a"), everything)) for everything in (False, True))
-    after = [config for config in many if isinstance(config, module.Mamba2GradientOutputs)]
+    before, after = ([x for x in many if isinstance(x, kind)] for kind in (Mamba2GradientInputs, Mamba2GradientOutputs))
     of_z = lambda config: config.has_dz if config in after else config.has_z
     limits = {(0.0, np.inf, False), (0.0, np.inf, True), (0.001, 0.1, True)}
-    for configs in after, [config for config in many if config not in after]:
+    for configs in after, before:
         gates = {(config.dtype, config.gate.low, config.gate.high, config.gate.softplus, of_z(config)) for config in configs}
         assert gates == {(of, *gate, z) for of in (module.bf16, module.fp16) for gate in limits for z in (False, True)}
     assert {(config.skip, config.varlen) for config in after} == {(s, v) for s in module.SKIPS for v in (False, True)}
-    assert set(few) < set(many) and len(few) == 3
-    assert all(config.dtype is module.bf16 and config.gate.has_limits and of_z(config) for config in few)
-    assert {(config.skip, config.varlen) for config in few if config in after} == {("head", True), ("column", True)}
+    assert set(few) < set(many) and len(few) == 6
+    large = [config for config in few if config in after or config in before]
+    assert all(config.dtype is module.bf16 and config.gate.has_limits and of_z(config) for config in large)
+    assert {(config.skip, config.varlen) for config in large if config in after} == {("head", True), ("column", True)}
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
