@@ -288,11 +288,14 @@ def forgets_a_condition(node, source) -> Faults:
 
 @rule(ast.keyword, ast.Return, ast.Call)
 def flips_a_flag(node, source) -> Faults:
-    """True becomes False, and False becomes True, but for promises."""
+    """True becomes False, and False becomes True, but for promises and for loads without a fence."""
     flags = {True: b"False", False: b"True"}
     match node:
-        case ast.keyword(arg="aligned", value=ast.Constant(value=True)):
-            pass
+        case (
+            ast.keyword(arg="aligned", value=ast.Constant(value=True))
+            | ast.keyword(arg="fenced", value=ast.Constant(value=False))
+        ):
+            pass  # a promise less, a fence more
         case ast.keyword(arg=str(name), value=ast.Constant(value=bool(value)) as constant) if name not in MARKS:
             yield f"flip-{name}", (source.replaced(constant, flags[value]),)
         case ast.Return(value=ast.Constant(value=bool(value)) as constant):

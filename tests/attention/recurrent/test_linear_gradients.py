@@ -132,6 +132,15 @@ def test_stored_states_of_packed_sequences(place):
         np.testing.assert_array_equal(x, y, err_msg=name)
 
 
+def test_stored_states_of_a_part_of_longer_sequences(place):
+    """Chunks of batches follow each other in memory: those of the first token alone, of two, do not."""
+    args = case(66, "token", batch=2, heads=1)
+    states = with_states(place, args)["chunk_states"]
+    first = {name: x[:, :1] if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    with pytest.raises(ValueError, match="^chunk_states: batches must follow each other: strides="):
+        run(place, first | {"chunk_states": states[:, :1]})
+
+
 def test_what_stores_no_states():
     args = {name: x for name, x in case(5, "channel").items() if name not in ("dout", "dstate")}
     with pytest.raises(ValueError, match="^return_chunk_states: with decays of channels takes Dk above 64: q.shape="):
