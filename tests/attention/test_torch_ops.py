@@ -189,9 +189,10 @@ def test_a_plain_call_pays_a_few_calls(monkeypatch):
     assert calls[0] == "__call__" and len(calls) < 20, calls
 
 
-def test_modules_are_found_while_dynamo_traces(monkeypatch):
+@pytest.mark.parametrize("known", [{}, {"torch": torch}], ids=["none known", "torch known"])
+def test_modules_are_found_while_dynamo_traces(monkeypatch, known):
     """A second one, too, that was imported since the first was looked for."""
-    monkeypatch.setattr(torch_op, "_MODULES", {})
+    monkeypatch.setattr(torch_op, "_MODULES", known)
     monkeypatch.setitem(sys.modules, "jax", types.ModuleType("jax"))
 
     def function(x):

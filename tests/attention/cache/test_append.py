@@ -267,13 +267,13 @@ def test_keys_alone(case, place):
     arguments = inputs(cache=I8) if case == "computed" else inputs(**CASES[case])
     if case == "computed":
         arguments |= {f"{name}_descale": np.zeros(arguments["k"].shape[:3], F32) for name in "kv"}
-    copied = {name: x if isinstance(x, tuple) else x.copy() for name, x in arguments.items()}
-    out = attention.append(**copied)
-    alone = {name: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x) for name, x in arguments.items()}
+    there = lambda x: tuple(map(place.put, x)) if isinstance(x, tuple) else place.put(x.copy())
+    paired, alone = ({name: there(x) for name, x in arguments.items()} for _ in range(2))
+    out = attention.append(**paired)
     actual = attention.append(**alone | dict.fromkeys(name for name in alone if name.startswith("v")))
     for name in {"k", "k_descale"} & {*alone}:
-        np.testing.assert_array_equal(place.get(alone[name]).view(np.uint8), copied[name].view(np.uint8), name)
-    assert out is actual is None or np.array_equal(bits(place.get(actual)), bits(out))
+        np.testing.assert_array_equal(*(place.get(x[name]).view(np.uint8) for x in (alone, paired)), name)
+    assert out is actual is None or np.array_equal(bits(place.get(actual)), bits(place.get(out)))
 
 
 def test_queries_at_one_position(place):
