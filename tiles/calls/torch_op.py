@@ -43,8 +43,8 @@ def imported_module(name: str) -> Any:
 
 
 def _find(name: str) -> bool:
-    """Is a module imported? Then it is in _MODULES, and so are all others of LOOKED_FOR, also those that were imported since the
-    last call: what is added to a dict after Dynamo's trace has read it, the trace does not see."""
+    """Is a module imported? Then it is in _MODULES, and so are all others of LOOKED_FOR, also those that were imported since
+    the last call: what is added to a dict after Dynamo's trace has read it, the trace does not see."""
     if name not in _MODULES or len(_MODULES) < len(LOOKED_FOR):
         _MODULES.update({other: sys.modules[other] for other in (*LOOKED_FOR, name) if sys.modules.get(other) is not None})
     return name in _MODULES
