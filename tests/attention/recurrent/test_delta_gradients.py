@@ -161,8 +161,9 @@ def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dt
 
 
 def test_segments_change_nothing(monkeypatch, nothing_known):
-    """Segments begin with what the recurrences have there, so in the interpreter their number changes no bit."""
-    args, got = delta_case(130, "none"), []
+    """Segments begin with what the recurrences have there, so in the interpreter their number changes no bit. They have three
+    chunks, one more than are loaded ahead, and two."""
+    args, got = delta_case(322, "none", heads=1), []
     for segments, family in ((2, None), (3, "sm_90")):  # another option, or the plan would be remembered
         monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_, segments=segments: segments)
         got.append(run(OnInterpreter(), args, family=family))
