@@ -138,10 +138,10 @@ def _view_as_pairs(x: Operand | None, pairs: int, interleaved: bool) -> Operand 
 def _check_cache(problem: Problem) -> None:
     batch, caches, page_size = problem("sequences", "batch_cache", "seqlen_k")
     k = problem["k"].form
-    given = [name for name in ("v", "v_new", "v_descale") if name in problem]
-    if given and not {"v", "v_new"} <= {*given}:
-        missing = "v" if "v" not in given else "v_new"
-        raise ValueError(f"{missing}: must be passed together with {given[0]}: {missing}=None")
+    passed = [name for name in ("v", "v_new", "v_descale") if name in problem]
+    if passed and not {"v", "v_new"} <= {*passed}:
+        missing = "v" if "v" not in passed else "v_new"
+        raise ValueError(f"{missing}: must be passed together with {passed[0]}: {missing}=None")
     for name, form in ((name, problem[name].form) for name in ("k", "v") if name in problem):
         if form.dtype not in (problem.dtype, *QUANTIZED) or form.dtype != k.dtype:
             must_match, values = (", as k's", f"k.dtype={k.dtype!r}, ") if name == "v" else ("", "")

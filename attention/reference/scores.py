@@ -124,9 +124,9 @@ class AuxArray(np.ndarray):
             return array[index]
         ends = [max(extent - 1, 0) for extent in self.shape]
         inside = [(place >= 0) & (place < extent) for place, extent in zip(places, self.shape)]
-        found = array[tuple(np.clip(place, 0, end) for place, end in zip(places, ends))]
+        elements = array[tuple(np.clip(place, 0, end) for place, end in zip(places, ends))]
         axes = (..., *[None] * (self.ndim - len(places)))
-        return np.where(np.asarray(functools.reduce(np.logical_and, inside))[axes], found, array.dtype.type(0))[()]
+        return np.where(np.asarray(functools.reduce(np.logical_and, inside))[axes], elements, array.dtype.type(0))[()]
 
 
 def _cast_array(x, real):

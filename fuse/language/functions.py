@@ -49,7 +49,7 @@ def _torch(x: Any) -> bool:
 
 
 abs = _map("abs")
-"""|x|."""
+"""|x|, the absolute value."""
 exp = _map("exp")
 """e^x."""
 exp2 = _map("exp2")
@@ -63,7 +63,7 @@ maximum = _map("maximum")
 minimum = _map("minimum")
 """The lesser of x and y, element by element; they broadcast."""
 relu = _map("relu")
-"""max(x, 0)."""
+"""max(x, 0), the positive part of x."""
 rsqrt = _map("rsqrt")
 """1 / sqrt(x)."""
 sigmoid = _map("sigmoid")
