@@ -27,7 +27,7 @@ def pytest_collection_finish():
     """What is imported now stays: to look through it again and again for garbage would take a fifth of all time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(3_000_000, 10, 10)  # a kernel compiled leaves 300 000 to a million objects
+    gc.set_threshold(6_000_000, 10, 10)  # a kernel compiled leaves 300 000 to a million objects
 
 
 def pytest_sessionfinish():

@@ -64,7 +64,8 @@ def test_runs_in_the_interpreter(name, monkeypatch, launches):
 # where else they run, in turn; the others multiply by wgmma, which Hopper alone has
 ELSEWHERE = {"hello_tile": ["sm_80", "sm_120a"], "softmax": ["sm_89", "sm_100a"], "copy_tma": ["sm_120a"]}
 ELSEWHERE |= {"sliding_window": ["sm_80"]}
-TARGETS = [(name, arch) for name in EXAMPLES for arch in ["sm_90a", *ELSEWHERE.get(name, [])]]
+TARGETS = [(name, "sm_90a") for name in EXAMPLES]
+TARGETS += [pytest.param(name, arch, marks=pytest.mark.release) for name in EXAMPLES for arch in ELSEWHERE.get(name, [])]
 
 
 @pytest.mark.parametrize("name, arch", TARGETS)

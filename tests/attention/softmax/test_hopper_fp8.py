@@ -370,6 +370,7 @@ def test_the_default_output_is_bf16():
     assert out.dtype == BF16 and out.shape == (1, 5, 1, 64)
 
 
+@pytest.mark.release  # other forms of the kernel: the two tests before whose names end so
 def test_as_compiled(as_compiled):
     as_compiled("sm_90a")
     agree(OnInterpreter(), *inputs(1, 5, 140, 1, 1, 64), causal=True, alibi=np.float32([0.2]), **units(1, 1))
