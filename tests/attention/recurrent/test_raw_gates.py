@@ -128,7 +128,11 @@ def test_raw_inputs(place, name, member, channels, doubled, dtype, family):
     agree(place, name, 70, member, channels, doubled, dtype, family=family)
 
 
-@pytest.mark.parametrize(("member", "channels"), [(delta_rule, False), (delta_rule, True), (linear, False), (linear, True)])
+SEGMENTED = [(delta_rule, False), (linear, True)]
+SEGMENTED += [pytest.param(*case, marks=pytest.mark.release) for case in ((delta_rule, True), (linear, False))]
+
+
+@pytest.mark.parametrize(("member", "channels"), SEGMENTED)
 def test_segments(place, nothing_known, member, channels):
     """A sequence that is long enough for several segments, whose states other kernels compute."""
     agree(place, "softplus", 64 * 9 + 5, member, channels)

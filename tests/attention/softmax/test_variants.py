@@ -425,23 +425,3 @@ def test_random_combinations(family, problem):
 def test_random_combinations_on_the_card(family, problem):
     pytest.importorskip("torch")
     combined(OnCard(), family, problem)
-
-
-# ---- as compiled ---------------------------------------------------------------------------------------------------
-COMPILED = {"sm_90": "sm_90a", "sm_80": "sm_80"}
-
-
-def test_as_compiled(family, as_compiled):
-    """What the kernels' PTX computes: of Hopper's lists, functions and their arrays, of sm_80's what is built in."""
-    as_compiled(COMPILED[family])
-    options = CASES["everything"] | {"bias": numbers(1, HEADS, 1, 140)}
-    functions = {"mask", "score", "aux", "sink"}
-    options = {name: x for name, x in options.items() if (name in functions) == (family == "sm_90")}
-    agree(OnInterpreter(), *inputs(1, 40, 140, HEADS, 1, 64), family=family, **options)
-
-
-def test_packed_as_compiled(family, as_compiled):
-    as_compiled(COMPILED[family])
-    ends, ends_k, in_use = (np.array(x, np.int32) for x in ([0, 9, 9, 60], [0, 40, 45, 150], [40, 5, 90]))
-    options = dict(cu_seqlens=ends, cu_seqlens_k=ends_k, lengths_k=in_use, window=(30, 5))
-    agree(OnInterpreter(), *inputs(1, 60, 150, 1, 1, 64), family=family, **options)
