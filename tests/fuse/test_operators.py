@@ -44,7 +44,7 @@ def test_against_float64(name, problem, monkeypatch):
     compare(getattr(operators, name), arrays, getattr(operators, name).run(*arrays))
 
 
-@pytest.mark.parametrize(("name", "rows"), alternating(150, 3))
+@pytest.mark.parametrize(("name", "rows"), [*alternating(150, 3)])
 def test_text_and_proof(name, rows, monkeypatch):
     """The module is short, gives the same bits as the call, and the proof holds."""
     monkeypatch.setenv("TILES_CHECK", "0")  # Numba has seen such kernels above
