@@ -48,7 +48,7 @@ class RawGate(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, Any, Any]:
-        """What the formula reads: x, A_log and dt_bias, of which the last two may be None."""
+        """The arrays of the formula: x, A_log and dt_bias, of which the last two may be None."""
         return self.x, self.A_log, self.dt_bias
 
 
@@ -118,9 +118,9 @@ def check_parameters(raw: RawGate, head_axis: int) -> None:
         raise ValueError(f"gate: must have an axis of heads, and may have one of channels behind it: gate.shape={shape}")
     heads, channels = shape[head_axis], shape[head_axis + 1 :][-1:]
     for name, x, shapes in ("A_log", raw.A_log, [(heads,)]), ("dt_bias", raw.dt_bias, [(heads,), (heads, *channels)]):
-        if x is not None and (of_x := tuple(getattr(x, "shape", ()))) not in shapes:
-            must = " or ".join(dict.fromkeys(map(str, shapes)))
-            raise ValueError(f"{name}: must be {must}, as the gate: {name}.shape={of_x}, gate.shape={shape}")
+        if x is not None and (parameter_shape := tuple(getattr(x, "shape", ()))) not in shapes:
+            expected = " or ".join(dict.fromkeys(map(str, shapes)))
+            raise ValueError(f"{name}: must be {expected}, as the gate: {name}.shape={parameter_shape}, gate.shape={shape}")
 
 
 def normalize(x: Any) -> Any:

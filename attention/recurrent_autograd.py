@@ -42,7 +42,7 @@ class RecurrentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, member, options, layout, *arrays):
-        """What the member's program returns. What it stores for gradients is saved beside the arrays."""
+        """The results of the member's program. What it stores for gradients is saved besides the arrays."""
         in_training = _options_in_training(member, options)
         if in_training is None:
             _save(ctx, member, options, layout, arrays)
@@ -52,12 +52,12 @@ class RecurrentFunction(torch.autograd.Function):
         return tuple(results) if len(results) > 1 else results[0]
 
     @staticmethod
-    def backward(ctx, *of_results):
+    def backward(ctx, *result_gradients):
         """The gradients of the arrays that need one. NotImplementedError: second derivatives are requested."""
         arrays = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a graph's own derivative is refused by its ops
-            _refuse_second_derivative(ctx, is_second_derivative(of_results, arrays, False))
-        return _gradients(ctx, of_results, arrays)
+            _refuse_second_derivative(ctx, is_second_derivative(result_gradients, arrays, False))
+        return _gradients(ctx, result_gradients, arrays)
 
 
 class TransformedRecurrentFunction(torch.autograd.Function):
@@ -78,14 +78,14 @@ class TransformedRecurrentFunction(torch.autograd.Function):
         _save(ctx, member, options, layout, arrays)
 
     @staticmethod
-    def backward(ctx, *of_results):
+    def backward(ctx, *result_gradients):
         """The gradients of the member's arrays, as in RecurrentFunction."""
         saved = ctx.saved_tensors
         arrays = [x if x is None else unwrap(x) for x in saved]
         finished = any([x is not y for x, y in zip(arrays, saved)])
-        _refuse_second_derivative(ctx, is_second_derivative(of_results, arrays, finished))
+        _refuse_second_derivative(ctx, is_second_derivative(result_gradients, arrays, finished))
         with torch.no_grad():
-            return _gradients(ctx, of_results, arrays)
+            return _gradients(ctx, result_gradients, arrays)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -112,38 +112,40 @@ def _refuse_second_derivative(ctx: Any, requested: bool) -> None:
         raise NotImplementedError(f"{words}; leave create_graph=True out")
 
 
-def _gradients(ctx: Any, of_results: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The gradients of the arguments. of_results: those of the results, None for one that has none. arrays: those of the
-    program, and what forward stored."""
+def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the arguments. result_gradients: those of the results, None for a result that the loss does not depend
+    on. arrays: those of the program, and what forward stored."""
     needs = ctx.needs_input_grad[LEADING:]
-    if all([x is None for x in of_results]):
+    if all([x is None for x in result_gradients]):
         return (None,) * (LEADING + len(needs))
     program, derivative = MEMBERS[ctx.member]
-    dout, *others = of_results
+    dout, *other_gradients = result_gradients
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
-    call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(others), len(arrays) > len(needs))
-    inputs = *arrays, dout, *others, None
+    call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(other_gradients), len(arrays) > len(needs))
+    inputs = *arrays, dout, *other_gradients, None
     gradients = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)
     gradients = [None if place is None else gradients[place] for place in places]
     return *[None] * LEADING, *[x if x is None or x.dtype is y.dtype else x.to(y.dtype) for x, y in zip(gradients, arrays)]
 
 
 @functools.lru_cache(1024)
-def _known_call(member: str, needs: tuple[bool, ...], options: tuple, others: int, stored: bool) -> tuple[GradientCall, Places]:
+def _known_call(
+    member: str, needs: tuple[bool, ...], options: tuple, other_gradients: int, stored: bool
+) -> tuple[GradientCall, Places]:
     program, derivative = MEMBERS[member]
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
     requested = [name for name, needed in zip(inputs, needs) if needed]
-    available = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + others]]]
+    available = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + other_gradients]]]
     call = derivative.call(available, requested, dict(zip(program.options, options)))
     return call, tuple([call.results[name] if name in requested else None for name in inputs])
 
 
 def _gradient_call(
-    member: str, needs: tuple[bool, ...], options: tuple, others: int, stored: bool
+    member: str, needs: tuple[bool, ...], options: tuple, other_gradients: int, stored: bool
 ) -> tuple[GradientCall, Places]:
-    """(the call of a member's program of gradients, the places of its inputs' gradients among its results). needs: the inputs
-    that need one. others: how many gradients of results besides `out` there are. stored: did forward store something?"""
-    return _known_call(member, needs, options, others, stored)
+    """(the call of a member's program of gradients, the index of each input's gradient among its results). needs: which inputs
+    need a gradient. other_gradients: how many results besides `out` have one. stored: did forward store something?"""
+    return _known_call(member, needs, options, other_gradients, stored)
 
 
 def _options_in_training(member: str, options: tuple) -> tuple | None:

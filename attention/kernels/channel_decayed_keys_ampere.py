@@ -16,7 +16,7 @@ from tiles import fp32, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.channel_chunks import FENCED, ROWS, ChannelChunkConfig, ChunkChannels, chunk_forms
+from ..parts.recurrent.channel_chunks import FENCED, ROWS, ChannelChunkConfig, ChunkChannels, chunk_fields
 from ..parts.recurrent.tokens import SequenceLayout
 
 
@@ -29,7 +29,7 @@ class Config(ChannelChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, chunk_forms(everything))
+    yield from itertools.starmap(Config, chunk_fields(everything))
 
 
 @functools.cache

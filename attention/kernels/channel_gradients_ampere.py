@@ -45,7 +45,7 @@ from ..parts.recurrent.channel_chunks import (
     VALUE_DIMS,
     ChannelChunkConfig,
     ChunkChannels,
-    chunk_forms,
+    chunk_fields,
 )
 from ..parts.recurrent.channel_pairs import SQUARE, ChannelPairs, PairGradients, PairTiles
 from ..parts.recurrent.delta_chunks import PANEL
@@ -75,7 +75,7 @@ class Config(ChannelChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_forms(everything):
+    for form in chunk_fields(everything):
         config = replace(Config(*form), stages=stages_for(target.shared_bytes))
         if not serves_shape(config.key_dim, config.value_dim, config.vector_bytes, target.shared_bytes):
             continue

@@ -21,7 +21,7 @@ from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ..parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, chunk_forms
+from ..parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, chunk_fields
 from ..parts.recurrent.delta_chunks import PANEL, state_row
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
@@ -47,7 +47,7 @@ class Config(ChannelChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_forms(everything):
+    for form in chunk_fields(everything):
         yield from (replace(Config(*form), local=local) for local in (False, True))
 
 
@@ -81,15 +81,15 @@ def make(config: Config):
         gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT), gV: array(4, INPUT), gDOut: array(4, INPUT), gDecays: array(3),
         gInitialState: array(4), gDState: array(4), gDInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
         gLocalStates: array(5), gLocalGradients: array(5), gStateDecays: array(4), gGradientDecays: array(4), length: INT,
-        blocks: INT, segments: INT, scanned: INT, heads: INT,
+        blocks: INT, segments: INT, scanned_segments: INT, heads: INT,
     ):  # fmt: skip
-        """Each head is `blocks` blocks of columns wide, in each direction. There are thread blocks for the first `scanned` of
-        the `segments` of a scan. gDecayedQ, gDecayedK: q~ and k~. gInitialState, gDState: before each segment, transposed, as
-        all states. gStates: S^T at state_row, dS^T below it. gLocalStates, gStateDecays: after
-        each segment, and log2 of its decay; gLocalGradients, gGradientDecays: in reverse."""
+        """Each head is `blocks` blocks of columns wide, in each direction. There are thread blocks for the first
+        `scanned_segments` of the `segments` of a scan. gDecayedQ, gDecayedK: q~ and k~. gInitialState, gDState: before each
+        segment, transposed, as all states. gStates: S^T at state_row, dS^T below it. gLocalStates, gStateDecays: after each
+        segment, and log2 of its decay; gLocalGradients, gGradientDecays: in reverse."""
         k, v, decay = smem.open()
         index, reverse = divmod(cuda.blockIdx.x, 2)
-        block, segment, head, sequence = block_coord(index, blocks, scanned, heads)
+        block, segment, head, sequence = block_coord(index, blocks, scanned_segments, heads)
         col = int32(COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
         memory_segment = int32(segments - 1 - segment) if reverse else segment  # in memory

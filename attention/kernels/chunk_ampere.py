@@ -47,7 +47,7 @@ from tiles.targets import Target
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gate_formulas import FORMULAS
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE, FormulaGate, Gate, Mamba2Gate, TokenGate
-from ..parts.recurrent.gradients import gradient_forms
+from ..parts.recurrent.gradients import gradient_fields
 from ..parts.recurrent.results import NORMALIZER_EPSILON, ScanOutputs, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import chunk_hopper
@@ -118,7 +118,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 if result.has_outputs or config.supports_segments:
                     yield config
             if kind is not Mamba2Gate:
-                forms = gradient_forms(kind, everything and not plainest)
+                forms = gradient_fields(kind, everything and not plainest)
                 for gate, result, varlen in forms:
                     config = Config(key_dim, 1, dtype, gate, result, varlen, vector_bytes)
                     if config.supports_result and (result.has_outputs or config.supports_segments):
@@ -196,14 +196,14 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gZ: array(4, INPUT), gGates: array(3), gA: array(2),
         gDtBias: array(2), gD: array(2), gNormalizer: array(3), gO: OUTPUT,
         gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4), gTotalDecays: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, segments: INT, scanned: INT, states_per_sequence: INT, heads: INT, group: INT, width: INT,
-        scale: FLOAT, params: PARAMS,
+        length: INT, blocks: INT, segments: INT, scanned_segments: INT, states_per_sequence: INT, heads: INT, group: INT,
+        width: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, or its local state and total decay. The arguments are those of chunk_hopper.py's kernel."""
         q, k, v, z, p, b, a = smem.open()
         a = a if gate.weighted else b
         warp = warp_index()
-        block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
+        block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         first, end, batch = seq
         n = seq.num_chunks()

@@ -34,7 +34,7 @@ from tiles.targets import LARGE, Target
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gate_formulas import FORMULAS
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, DecayGate, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
-from ..parts.recurrent.gradients import gradient_forms
+from ..parts.recurrent.gradients import gradient_fields
 from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
@@ -147,7 +147,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(*size, input_dtype, kind(scale_at_end=True), ScanOutputs())
             if kind is not Mamba2Gate and (everything or kind is TokenGate or size == SIZES[-2]):
                 all_forms = everything or size == (WIDE_KEY_DIM, 1)
-                for gate, result, varlen in gradient_forms(kind, all_forms):
+                for gate, result, varlen in gradient_fields(kind, all_forms):
                     config = Config(*size, input_dtype, gate, result, varlen)
                     if config.supports_result:
                         yield config
@@ -217,16 +217,16 @@ def make(config: Config):
     def scan(
         gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(gate.rank), gA: array(2), gDtBias: array(2),
         gD: array(2), gNormalizer: array(3), gO: OUTPUT, gInitialState: array(4), gLocalStates: array(5), gFinalState: array(4),
-        gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT,
+        gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned_segments: INT,
         states_per_sequence: INT, heads: INT, group: INT, width: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, or its local state and total decay. `group` value heads share a key head, and each is
-        `width` blocks of 64 columns wide. There are thread blocks for the first `scanned` of the `segments`. gInitialState: the
-        state before each of `states_per_sequence` segments. If that is 1, it is the state before the sequence, and the state
-        before the segment is composed here from the local states of earlier segments."""
+        `width` blocks of 64 columns wide. There are thread blocks for the first `scanned_segments` of the `segments`.
+        gInitialState: the state before each of `states_per_sequence` segments. If that is 1, it is the state before the
+        sequence, and the state before the segment is composed here from the local states of earlier segments."""
         q, k, v, z, b, a, state, out_tiles, partial_o = smem.open()
         wg = warpgroup.id()
-        block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
+        block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PRODUCER:

@@ -49,7 +49,7 @@ from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
 
 from ..parts.recurrent.channel_chunks import FENCED, ROWS, ChunkChannels
-from ..parts.recurrent.delta_chunks import PANEL, DeltaChunkConfig, chunk_forms
+from ..parts.recurrent.delta_chunks import PANEL, DeltaChunkConfig, chunk_fields
 from ..parts.recurrent.gates import COL_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
@@ -79,7 +79,7 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_forms(everything):
+    for form in chunk_fields(everything):
         config = Config(*form)
         if config.gated and target.shared_bytes >= MEDIUM:
             yield config

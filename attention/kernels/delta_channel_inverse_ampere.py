@@ -24,7 +24,7 @@ from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.channel_chunks import FENCED
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.channel_gates import choose_channel_gates
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_forms
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_configs
 from ..parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
@@ -38,7 +38,7 @@ class Config(InverseConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims."""
-    yield from (config for config in inverse_forms(Config, everything) if config.gated)
+    yield from (config for config in inverse_configs(Config, everything) if config.gated)
 
 
 class ScaledScores(KdaScores):
@@ -55,7 +55,7 @@ class ScaledScores(KdaScores):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES = config.dtype, config.vector_bytes
-    BOTH, BETA = config.both, config.beta
+    FOR_GRADIENTS, BETA = config.for_gradients, config.beta
     seq_layout, two_parts, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
     GROUP, channel_gates = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula)
     PARAMS = channel_gates.params()
@@ -120,7 +120,7 @@ def make(config: Config):
             first, second = two_parts.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
-            if BOTH:
+            if FOR_GRADIENTS:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1))
                 first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
                 warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)

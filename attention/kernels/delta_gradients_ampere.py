@@ -25,7 +25,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_forms
+from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_fields
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
@@ -51,7 +51,7 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_forms(everything):
+    for form in chunk_fields(everything):
         config = Config(*form)
         yield replace(config, with_gates=config.gated)
         if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:

@@ -19,7 +19,7 @@ from tiles import fp32, pipeline, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_forms
+from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_configs
 from ..parts.recurrent.delta_decay import delta_decay
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -34,14 +34,19 @@ class Config(InverseConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with and without gates."""
-    yield from inverse_forms(Config, everything)
+    yield from inverse_configs(Config, everything)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, VECTOR_BYTES = config.dtype, config.gated, config.vector_bytes
-    BOTH, BETA, seq_layout, two_parts = config.both, config.beta, SequenceLayout(config.varlen), TwoParts(INPUT)
+    FOR_GRADIENTS, BETA, seq_layout, two_parts = (
+        config.for_gradients,
+        config.beta,
+        SequenceLayout(config.varlen),
+        TwoParts(INPUT),
+    )
     decay = delta_decay(INPUT, GATED, config.formula)
     PARAMS = decay.params()
     KEY = st(CHUNK, config.key_dim, INPUT)
@@ -90,7 +95,7 @@ def make(config: Config):
             first, second = two_parts.split(inverse_transposed(s * beta, high, low))
             warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
             warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
-            if BOTH:
+            if FOR_GRADIENTS:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1))
                 first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
                 warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)

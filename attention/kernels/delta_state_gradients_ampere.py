@@ -21,7 +21,7 @@ from tiles import fp32, inlined, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_forms
+from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_fields
 from ..parts.recurrent.delta_chunks import PANEL, WARP_COLUMNS, WARPS, TwoParts, state_row
 from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -36,7 +36,7 @@ class Config(DeltaWalkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    yield from itertools.starmap(Config, walk_forms(everything))
+    yield from itertools.starmap(Config, walk_fields(everything))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tiles import fp32, pipeline, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_forms
+from ..parts.recurrent.delta_channels import DeltaWalkConfig, walk_fields
 from ..parts.recurrent.delta_chunks import WARP_COLUMNS, WARPS, TwoParts
 from ..parts.recurrent.delta_results import ChunkErrors, ChunkOutputs
 from ..parts.recurrent.gates import ROW_VEC, TILE
@@ -54,7 +54,7 @@ class Config(DeltaWalkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in walk_forms(everything):
+    for form in walk_fields(everything):
         yield from (replace(Config(*form), outputs=outputs) for outputs in (False, True))
 
 

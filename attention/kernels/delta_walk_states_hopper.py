@@ -93,14 +93,14 @@ def make(config: Config):
     def walk(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gTransforms: tiled(config.square, rows=2),
         gVectors: tiled(chunk_vectors.spec, 3, None, 2), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, values: INT,
+        length: INT, blocks: INT, segments: INT, scanned_segments: INT, heads: INT, group: INT, values: INT,
     ):  # fmt: skip
-        """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of N.
+        """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of N.
         gTransforms, gVectors: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks of columns
         wide."""
         k, v, t, vectors = smem.open()
         wg = warpgroup.id()
-        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == LOADER:
@@ -134,6 +134,6 @@ def make(config: Config):
                 vectors.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(s_t, u, keys))
                 k.release(j)
-            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, head, 0, column), 3, 2)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned_segments + segment, head, 0, column), 3, 2)
 
     return walk, smem

@@ -27,7 +27,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
 from tiles.targets import MEDIUM, Target
 
-from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChannelChunkConfig, ChunkChannels, chunk_forms
+from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChannelChunkConfig, ChunkChannels, chunk_fields
 from ..parts.recurrent.channel_gates import choose_tile_gates
 from ..parts.recurrent.channel_scores import ChannelScores
 from ..parts.recurrent.gate_formulas import FORMULAS, GateFormula
@@ -59,7 +59,7 @@ class Config(ChannelChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`. With a formula there is one
     size."""
-    for (key_dim, *form), local in itertools.product(chunk_forms(everything), (False, True)):
+    for (key_dim, *form), local in itertools.product(chunk_fields(everything), (False, True)):
         resident = count_resident_blocks(key_dim, target.shared_bytes)
         yield replace(Config(key_dim, *form), local=local, ctas_per_sm=resident)
     for formula in FORMULAS if everything else FORMULAS[:1]:
@@ -110,13 +110,13 @@ def make(config: Config):
     def scan(
         gQ: array(4, INPUT), gK: array(4, INPUT), gV: array(4, INPUT), gGates: array(4), gO: array(4, INPUT),
         gInitialState: array(4), gFinalState: array(4), gLocalStates: array(5), gTotalDecays: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
+        length: INT, blocks: INT, segments: INT, scanned_segments: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state; or the local state of a segment, and log2 of its decay.
-        Each head is `blocks` blocks of columns wide. There are thread blocks for the first `scanned` of the `segments` of a
-        sequence. gInitialState: the state before each segment, transposed, as all states."""
+        Each head is `blocks` blocks of columns wide. There are thread blocks for the first `scanned_segments` of the `segments`
+        of a sequence. gInitialState: the state before each segment, transposed, as all states."""
         q, k, v, b, near, reference_decays, state_decay, biases = smem.open()
-        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n, half, col = seq.num_chunks(), warpgroup.id(), int32(BLOCK_COLUMNS * block)

@@ -83,14 +83,14 @@ def make(config: Config):
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gGates: tiled(config.gate, unit=1),
         gLocalStates: array(5), gTotalDecays: array(4), gInitialState: array(4), gStates: array(4, INPUT), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
+        length: INT, blocks: INT, segments: INT, scanned_segments: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """The local state of each of the first `scanned` of the `segments`, and its total decay, in powers of 2. `group` heads
-        share a key head; each is `blocks` blocks of columns wide. gInitialState: the state before each segment, and gStates:
-        before each chunk, where these are wanted instead. scale: of local states."""
+        """The local state of each of the first `scanned_segments` of the `segments`, and its total decay, in powers of 2.
+        `group` heads share a key head; each is `blocks` blocks of columns wide. gInitialState: the state before each segment,
+        and gStates: before each chunk, where these are wanted instead. scale: of local states."""
         k, v, g, state_decay, gate_sums, biases, rates = smem.open()
         wg = warpgroup.id()
-        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads)
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:

@@ -103,15 +103,15 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
-        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned: INT, heads: INT, group: INT,
-        values: INT,
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned_segments: INT,
+        heads: INT, group: INT, values: INT,
         params: PARAMS,
     ):  # fmt: skip
-        """[N | M] of each of the first `scanned` of the `segments` of a sequence. values: the number of columns of v and N.
-        `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of v
+        and N. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
         k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
-        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned, heads * group)
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
@@ -182,6 +182,6 @@ def make(config: Config):
                 s_t = decay.decay_state(s_t, state_factor, not strong)
                 state_decay.release(j)
                 flag.release(j)
-            warpgroup.store(gFinalState, s_t, (sequence * scanned + segment, head, 0, column), 3, 2)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned_segments + segment, head, 0, column), 3, 2)
 
     return scan, smem

@@ -12,7 +12,7 @@ from torch import nn
 import attention
 
 from ..options import check_flag
-from ..plans.recurrent_checks import step_options
+from ..plans.recurrent_checks import make_dt_options
 from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
@@ -63,7 +63,7 @@ class Mamba2(RecurrentLayer):
             raise ValueError(f"headdim: must divide expand d_model, {self.d_inner}: {headdim=}, {expand=}, {d_model=}")
         if ngroups < 1 or self.nheads % ngroups:
             raise ValueError(f"ngroups: must divide the number of heads, {self.nheads}: {ngroups=}")
-        self.dt_limit = step_options(True, dt_limit).limits
+        self.dt_limit = make_dt_options(True, dt_limit).limits
         channels, shape = self.d_inner + 2 * ngroups * d_state, (self.nheads, d_state, headdim)
         super().__init__(d_model, shape, channels, {"kernel_size": d_conv, "bias": conv_bias}, factory, bias)
         self.in_proj = nn.Linear(d_model, self.d_inner + channels + self.nheads, bias=bias, **factory)

@@ -38,22 +38,24 @@ def plan_based_gradients(problem: Problem, scale: float, normalize: bool, wants_
     arrays |= {name: problem[name] if name in names else None for name in ("dinitial_state", "dinitial_z")}
     arrays |= {"dq": gradients["q"], "dk": gradients["k"], "dfinal_z": problem["dz"]}
     # the same call, of linear attention
-    wide = Problem(problem.schema, problem.forms, problem.extents | {"key_dim": FEATURES}, problem.bits, problem.layout)
+    linear_problem = Problem(
+        problem.schema, problem.forms, problem.extents | {"key_dim": FEATURES}, problem.bits, problem.layout
+    )
     plan = plan_normalized_gradients if normalize else plan_linear_gradients
     tiles = -(-length // TOKENS)
     steps: list[Step] = []
 
-    def launch(config, x: str, **more: Operand | int | None) -> Step:
+    def launch(config, x: str, **arguments: Operand | int | None) -> Step:
         sizes = {"tiles": tiles, "heads": key_heads, "scale": scale if x == "q" else 1.0, "squares": SQUARES[x]}
         kernel = kernel_for(config, config, problem.device)
-        return kernel.bind(batch * key_heads * tiles, gX=problem[x], **sizes, **more)
+        return kernel.bind(batch * key_heads * tiles, gX=problem[x], **sizes, **arguments)
 
     steps += [launch(intern_value(BasedFeatures, dtype), x, gFeatures=features[x]) for x in SQUARES]
-    steps += plan(wide, arrays, 1.0, vector_bytes, scratch)
-    back = intern_value(BasedFeatureGradients, dtype, is_varlen(problem))
+    steps += plan(linear_problem, arrays, 1.0, vector_bytes, scratch)
+    gradient_kernel = intern_value(BasedFeatureGradients, dtype, is_varlen(problem))
     for x in SQUARES:
         outputs = {"gDFeatures": gradients[x], "gDX": problem["d" + x], "gCuSeqlens": problem["cu_seqlens"]}
-        steps.append(launch(back, x, length=length, **outputs))
+        steps.append(launch(gradient_kernel, x, length=length, **outputs))
     return Plan(steps, scratch.shapes)
 
 

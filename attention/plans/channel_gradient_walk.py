@@ -1,5 +1,6 @@
 """The plan of the gradients of linear attention with decays of channels by one walk in reverse (channel_gradients_hopper.py):
-the states before all chunks, unless forward stored them, the walk, and the pairs of chunks that the walk does not hold."""
+a pass that computes the states before all chunks, unless forward stored them, the walk, and a kernel for the pairs of tokens of
+strong chunks, which the walk leaves out."""
 
 from typing import NamedTuple
 
@@ -28,7 +29,7 @@ from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_hea
 
 STATES = "initial_state", "dstate"
 COSTS = Costs(two_consumers=1, first_pass=0.7, compose=0.3, extra_launches=3)
-PAIR_WAVES = 4  # of the blocks that look for pairs of strong chunks
+PAIR_WAVES = 4  # waves of thread blocks of the kernel for strong chunks
 
 
 def serves_channel_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
@@ -47,23 +48,23 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, scratch: S
     again."""
     batch, length, heads, key_heads, sequences = problem("batch", "seqlen", "heads", "heads_k", "sequences")
     key_dim, value_dim = problem("key_dim", "value_dim")
-    sums_heads, stored = heads > key_heads and not wants_value_heads(arrays), arrays.get("chunk_states")
+    sums_heads, stored_states = heads > key_heads and not wants_value_heads(arrays), arrays.get("chunk_states")
     assert arrays["dv"] is not None
     processors = machine(problem.device).processors
     segments = choose_segments(sequences * heads, 1, 1, length * batch // sequences // CHUNK, processors, COSTS)
     shared: Arrays = {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"]}
-    initial, last = (x and x.permuted(SWAP_STATE_AXES) for x in (arrays[name] for name in STATES))
+    initial_state, last_gradient = (x and x.permuted(SWAP_STATE_AXES) for x in (arrays[name] for name in STATES))
     forward = StatePass(problem, segments, False, 1.0, shared | {"gK": arrays["k"], "gV": arrays["v"]})
     reverse = StatePass(problem, segments, True, scale, shared | {"gK": arrays["q"], "gV": arrays["dout"]})
     steps: list[Step] = []
-    if stored:
-        states = merge_chunks(stored)
+    if stored_states:
+        states = merge_chunks(stored_states)
     else:
         states = scratch(count_chunk_indices(problem), heads, value_dim, key_dim, dtype=problem.dtype)
-        steps, initial = forward.states_before_segments(initial, scratch)
-        steps.append(forward.launch(segments, gInitialState=initial, gStates=states))
-    more, last = reverse.states_before_segments(last, scratch)
-    steps += more
+        steps, initial_state = forward.states_before_segments(initial_state, scratch)
+        steps.append(forward.launch(segments, gInitialState=initial_state, gStates=states))
+    reverse_steps, last_gradient = reverse.states_before_segments(last_gradient, scratch)
+    steps += reverse_steps
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     shared |= {"gQ": arrays["q"], "gK": arrays["k"], "gV": arrays["v"], "gDOut": arrays["dout"], "gDV": arrays["dv"]}
     ddecay = arrays["ddecay"] or scratch(batch, length, heads, key_dim)  # it is computed in any case
@@ -74,9 +75,12 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, scratch: S
     fields = sums_heads or wants_value_heads(arrays), arrays["dv"].form.dtype == "float32", is_varlen(problem)
     blocks = sequences * heads * segments
     config = intern_value(channel_gradients_hopper.Config, DTYPES[problem.dtype], *fields)
-    ends: Arrays = {"gLastState": last and last.permuted(SWAP_STATE_AXES), "gFirstState": arrays["dinitial_state"]}
+    end_states: Arrays = {
+        "gLastState": last_gradient and last_gradient.permuted(SWAP_STATE_AXES),
+        "gFirstState": arrays["dinitial_state"],
+    }
     walk = kernel_for(channel_gradients_hopper, config, problem.device)
-    steps.append(walk.bind(blocks, gStates=states, **ends, **numbers, **shared))
+    steps.append(walk.bind(blocks, gStates=states, **end_states, **numbers, **shared))
     config, parts = intern_value(channel_pairs_ampere.Config, *config.fields), max(1, PAIR_WAVES * processors // blocks)
     pairs = kernel_for(channel_pairs_ampere, config, problem.device)
     steps.append(pairs.bind(blocks * parts, parts=parts, **numbers, **shared))
@@ -86,7 +90,8 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, scratch: S
 
 
 class StatePass(NamedTuple):
-    """A pass of gla_states_hopper.py over k and v, or in reverse over q and dO. arrays: that it reads. scale: of the keys."""
+    """A pass of gla_states_hopper.py over k and v, or in reverse over q and dO. arrays: those that it reads. scale: what the
+    keys are multiplied by."""
 
     problem: Problem
     segments: int
@@ -94,8 +99,8 @@ class StatePass(NamedTuple):
     scale: float
     arrays: Arrays
 
-    def launch(self, scanned: int, **arrays: Operand | None) -> Step:
-        """The launch for the first `scanned` segments. arrays: what it writes, and gInitialState where states of chunks are
+    def launch(self, scanned_segments: int, **arrays: Operand | None) -> Step:
+        """The launch for the first `scanned_segments`. arrays: what it writes, and gInitialState where states of chunks are
         written."""
         problem, gates = self.problem, self.arrays["gGates"]
         heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
@@ -104,11 +109,11 @@ class StatePass(NamedTuple):
         options = {"stores_states": "gStates" in arrays, "reverse": self.reverse}
         names = "gLocalStates", "gTotalDecays", "gInitialState", "gStates"
         return kernel_for(gla_states_hopper, intern_value(gla_states_hopper.Config, *sizes, **options), problem.device).bind(
-            sequences * heads * scanned,
+            sequences * heads * scanned_segments,
             length=problem.extents["seqlen"],
             blocks=1,
             segments=self.segments,
-            scanned=scanned,
+            scanned_segments=scanned_segments,
             heads=heads,
             group=heads // key_heads,
             scale=self.scale,
@@ -121,9 +126,9 @@ class StatePass(NamedTuple):
         if self.segments == 1:
             return [], initial
         sequences, heads, *state = self.problem("sequences", "heads", "value_dim", "key_dim")
-        local: Arrays = {"gLocalStates": scratch(sequences, heads, self.segments - 1, *state)}
-        local["gTotalDecays"] = scratch(sequences, heads, self.segments - 1, state[1])
+        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, self.segments - 1, *state)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, self.segments - 1, state[1])
         states = scratch(sequences * self.segments, heads, *state)
-        composed = local | {"gInitialState": initial, "gSegmentStates": states}
+        composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
         compose = compose_segments(self.problem, self.segments, (state[0], state[1]), True, **composed)
-        return [self.launch(self.segments - 1, **local), compose], states
+        return [self.launch(self.segments - 1, **local_states), compose], states

@@ -36,7 +36,7 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
     sums_heads = heads > key_heads and not wants_value_heads(arrays)
     padded = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
-    form = padded, DTYPES[problem.dtype], is_varlen(problem), vector_bytes
+    config_fields = padded, DTYPES[problem.dtype], is_varlen(problem), vector_bytes
     names = "dq", "dk"
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in names}
     decayed_q, decayed_k = (scratch(chunks, heads, CHUNK, padded, dtype=problem.dtype) for _ in names)
@@ -46,9 +46,13 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     buffers |= {"gGates": arrays["decay"], "gCuSeqlens": problem["cu_seqlens"], "gStates": states}
     buffers |= {"gDecayedQ": decayed_q, "gDecayedK": decayed_k, "gDecays": scratch(chunks, heads, padded)}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDGates": arrays["ddecay"]}
-    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    buffers |= {"gInitialState": ends["initial_state"], "gDState": ends["dstate"], "gDInitialState": ends["dinitial_state"]}
-    parts = -(-chunks // sequences)  # of a head of a sequence: thread blocks with a chunk each, if all have as many
+    end_states = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
+    buffers |= {
+        "gInitialState": end_states["initial_state"],
+        "gDState": end_states["dstate"],
+        "gDInitialState": end_states["dinitial_state"],
+    }
+    parts = -(-chunks // sequences)  # thread blocks for a head of a sequence: one a chunk if all sequences are equally long
 
     def launch(module: Any, config: Any, grid: int, names: str, **numbers: float) -> Step:
         return kernel_for(module, config, problem.device).bind(
@@ -60,7 +64,7 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
         )
 
     def launch_chunks(module: Any, names: str, *fields: Any, **numbers: float) -> Step:
-        config, group = intern_value(module.Config, *form, *fields), heads // key_heads
+        config, group = intern_value(module.Config, *config_fields, *fields), heads // key_heads
         return launch(module, config, parts, names, parts=parts, group=group, scale=scale, **numbers)
 
     unrounded = sums_heads or wants_value_heads(arrays)
@@ -69,13 +73,13 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     steps = [launch_chunks(channel_decayed_keys_ampere, "gQ gK gGates gDecayedQ gDecayedK gDecays")]
     inputs = "gDecayedQ gDecayedK gV gDOut gDecays"
 
-    def scan(local: bool, scanned: int, names: str) -> Step:
-        config = intern_value(channel_states_ampere.Config, *form, local)
-        numbers = {"blocks": width, "segments": segments, "scanned": scanned}
-        return launch(channel_states_ampere, config, 2 * width * scanned, f"{inputs} {names}", **numbers)
+    def scan(local: bool, scanned_segments: int, names: str) -> Step:
+        config = intern_value(channel_states_ampere.Config, *config_fields, local)
+        numbers = {"blocks": width, "segments": segments, "scanned_segments": scanned_segments}
+        return launch(channel_states_ampere, config, 2 * width * scanned_segments, f"{inputs} {names}", **numbers)
 
-    at_once = channel_states_ampere.Config(*form).ctas_per_sm * machine(problem.device).processors
-    segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, at_once, SCAN_COSTS)
+    resident_ctas = channel_states_ampere.Config(*config_fields).ctas_per_sm * machine(problem.device).processors
+    segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, resident_ctas, SCAN_COSTS)
     if segments > 1:
         state = value_dim, problem.extents["key_dim"]
         segment_arrays = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
@@ -84,11 +88,11 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
             buffers[decays] = scratch(sequences, heads, segments - 1, state[1])
         steps.append(scan(True, segments - 1, " ".join([name for names in segment_arrays.values() for name in names])))
         for name, (local, decays) in segment_arrays.items():
-            before = scratch(sequences * segments, heads, *state)
+            segment_states = scratch(sequences * segments, heads, *state)
             composed = {"gLocalStates": buffers[local], "gTotalDecays": buffers[decays]}
-            composed |= {"gInitialState": buffers[name], "gSegmentStates": before}
+            composed |= {"gInitialState": buffers[name], "gSegmentStates": segment_states}
             steps.append(compose_segments(problem, segments, state, True, **composed))
-            buffers[name] = before
+            buffers[name] = segment_states
     steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
     stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
     sizes = pad_key_dim(value_dim, VALUE_DIMS), *fields, stages

@@ -23,8 +23,8 @@ MEMORY = STORED, RECOMPUTED = "states", "recompute"
 
 
 def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, family: str | None) -> str:
-    """Where a backward pass finds the states, one of MEMORY: where a caller says, if its kernel reads states at all. The other
-    arguments are those of attention.linear, checked or not."""
+    """Whether forward stores the states for the backward pass, one of MEMORY: as the caller says, but only if its kernel can
+    read them. The other arguments are those of attention.linear, checked or not."""
     shapes = [tuple(getattr(x, "shape", ())) for x in (q, v)]
     if memory == RECOMPUTED or family == AMPERE_FAMILY or any([len(shape) != 4 for shape in shapes]):
         return RECOMPUTED
@@ -39,7 +39,7 @@ def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, fami
 
 
 def _ordinal(x: Any) -> int | None:
-    """The CUDA ordinal of an array's device, None of host memory. Of what JAX traces: that of the first device."""
+    """The CUDA ordinal of an array's device, None for host memory; for an array that JAX traces, that of the first device."""
     if not torch_op.is_compiling() and jax_call.is_jax_tracer(x):
         first = sys.modules["jax"].devices()[0]
         return None if first.platform == "cpu" else first.id
@@ -71,11 +71,11 @@ def check_chunk_states(problem: Problem) -> None:
 
 
 def merge_chunks(states: Operand) -> Operand:
-    """The states before the chunks of all batches, (chunk, head, value, key), as kernels have them. ValueError: they cannot be
-    seen like this."""
+    """The states before the chunks of all batches as a view (chunk, head, value, key), as kernels take them. ValueError: the
+    strides allow no such view."""
     form = states.form
     batch, chunks, *state = form.shape
-    of_batch, *strides = form.strides
-    if batch > 1 and of_batch != chunks * strides[0]:
+    batch_stride, *strides = form.strides
+    if batch > 1 and batch_stride != chunks * strides[0]:
         raise ValueError(f"chunk_states: batches must follow each other: strides={form.strides} bytes, shape={form.shape}")
     return states._replace(form=form._replace(shape=(batch * chunks, *state), strides=tuple(strides)))

@@ -1,5 +1,6 @@
-"""The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay: what depends on no state of all
-chunks at once, two recurrences that give S, E, dS and Z of all chunks, and the gradients of all chunks at once."""
+"""The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay. Three launches: one computes
+everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and Z of all chunks;
+one computes the gradients of all chunks at once."""
 
 import math
 from typing import Any
@@ -21,14 +22,14 @@ from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_
 from .recurrent_gradients import count_chunk_indices, sum_heads
 
 PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), ("gDGates",)  # see plan_tails
-PART_CHUNKS = 8  # of a packed sequence of average length, at least, for a thread block
+PART_CHUNKS = 8  # the least chunks of a packed sequence of average length for each of its thread blocks
 
 
 @watched_function
-def count_packed_parts(sequences: int, heads: int, chunks: int, resident: int) -> int:
+def count_packed_parts(sequences: int, heads: int, chunks: int, resident_ctas: int) -> int:
     """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
     many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
-    return max(1, min(resident // (sequences * heads), chunks), math.ceil(chunks / sequences / PART_CHUNKS))
+    return max(1, min(resident_ctas // (sequences * heads), chunks), math.ceil(chunks / sequences / PART_CHUNKS))
 
 
 def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -51,22 +52,22 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
     buffers |= {"gB": scratch(chunks, heads, padded_keys), "gChunkBeta": scratch(chunks, heads, CHUNK)}
     buffers |= {"gScores": chunk_scratch(CHUNK, CHUNK), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
     buffers |= {"gErrors": chunk_scratch(2 * CHUNK, columns), "gStates": chunk_scratch(2 * columns, padded_keys)}
-    ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
-    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     outputs: Arrays = {name: arrays[name] for name in ("dq", "dk")}
     if heads > key_heads:
         head_extents = problem("batch", "seqlen", "heads", "key_dim")
         outputs = {name: scratch(*head_extents, dtype=problem.dtype) for name in outputs}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers |= {"gDGates": arrays["ddecay"], "gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates}
-    first, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
+    copy_tails, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
     if heads > key_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
     def launch(module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
         config = intern_value(module.Config, padded_keys, *fields)
-        named = {name: buffers.get(name) for name in f"{names} gCuSeqlens".split()}
-        return kernel_for(module, config, problem.device).bind(grid, length=length, **numbers, **named)
+        operands = {name: buffers.get(name) for name in f"{names} gCuSeqlens".split()}
+        return kernel_for(module, config, problem.device).bind(grid, length=length, **numbers, **operands)
 
     inverse_names = (
         "gQ gK gBeta gGates gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions gTailQ gTailK gTailGates"
@@ -80,16 +81,16 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
     )
     group, walks, items = heads // key_heads, sequences * heads, chunks * heads
-    resident = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors
+    resident_ctas = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors
     if varlen:
-        parts = count_packed_parts(sequences, heads, chunks_per_sequence, resident)
+        parts = count_packed_parts(sequences, heads, chunks_per_sequence, resident_ctas)
         chunks_or_parts = count_packed_parts(sequences, heads, chunks_per_sequence, device.processors)
         grid = walks * chunks_or_parts
     else:
-        parts, grid = count_parts(walks, chunks_per_sequence, resident), persistent(device, items)
+        parts, grid = count_parts(walks, chunks_per_sequence, resident_ctas), persistent(device, items)
         chunks_or_parts = chunks_per_sequence
     return [
-        *first,
+        *copy_tails,
         launch(
             delta_channel_inverse_hopper,
             (0, gates_dtype, input_dtype, varlen),

@@ -1,6 +1,6 @@
-"""The plan of the delta rule by chunks on any GPU since Ampere, and what it shares with that of its gradients there
-(delta_gradients.py): first what depends on no state, of all chunks at once (delta_inverse_ampere.py,
-delta_channel_inverse_ampere.py), then a walk along each sequence (delta_walk_ampere.py)."""
+"""The plan of the delta rule by chunks on GPUs since Ampere, and DeltaChunks, which it shares with the plan of the gradients
+there (delta_gradients.py). A first kernel computes everything that depends on no state, for all chunks at once
+(delta_inverse_ampere.py, delta_channel_inverse_ampere.py), a second walks along each sequence (delta_walk_ampere.py)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
-DECAYED = "gDecayedQ", "gReadKeys", "gWriteKeys"  # queries and keys as they meet states
+DECAYED = "gDecayedQ", "gReadKeys", "gWriteKeys"  # queries, and keys that read and write states, multiplied by their decays
 WALK_ARRAYS = "gReadKeys gWriteKeys gB gV gForward gInitialState"
 
 
@@ -28,9 +28,9 @@ def serves_delta_chunks(problem: Problem) -> bool:
 
 
 class DeltaChunks:
-    """The launches of a call, and their arrays. buffers: arrays by the names of kernels' parameters, to which a plan adds its
-    own. width: blocks of columns of a head. parts: of a head of a sequence, thread blocks with a chunk each if all have as
-    many."""
+    """The launches of a call by chunks, and their arrays. buffers: arrays by the names of kernels' parameters; a plan adds
+    further ones. width: the blocks of columns of a head. parts: the thread blocks for the chunks of a head of a sequence, one a
+    chunk if all sequences are equally long."""
 
     def __init__(self, problem: Problem, arrays: Arrays, scratch: ScratchAllocator, columns: int):
         """arrays: gQ, gK, gV, gBeta, gGates, gInitialState as the call has them. columns: of a state."""
@@ -38,7 +38,7 @@ class DeltaChunks:
         gates, chunks, by_channel = arrays["gGates"], count_chunk_indices(problem), has_channel_decay(problem)
         padded = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
         self.problem, self.scratch, self.chunks, self.by_channel = problem, scratch, chunks, by_channel
-        self.form = padded, DTYPES[problem.dtype], gates is not None, is_varlen(problem), problem.bytes_at_once()
+        self.config_fields = padded, DTYPES[problem.dtype], gates is not None, is_varlen(problem), problem.bytes_at_once()
         self.width, self.parts = -(-columns // COLUMNS), -(-chunks // sequences)
         buffers = arrays | {"gGates": gates and spread_to_tokens(problem, gates), "gCuSeqlens": problem["cu_seqlens"]}
         buffers |= {"gDecayedQ": arrays["gQ"], "gReadKeys": arrays["gK"], "gWriteKeys": arrays["gK"]}
@@ -52,28 +52,30 @@ class DeltaChunks:
         """Scratch memory for a matrix of each chunk and head."""
         return self.scratch(self.chunks, self.problem.extents["heads"], rows, cols, dtype=self.problem.dtype)
 
-    def launch(self, module: Any, fields: tuple, grid: int, names: str, raw: RawOptions | None = None, **more: Any) -> Step:
-        """A launch of `grid` thread blocks for each head of a sequence. fields: of the configuration, beside `form`. names: of
-        its arrays. raw: what it computes of raw inputs."""
+    def launch(
+        self, module: Any, fields: tuple, grid: int, names: str, raw: RawOptions | None = None, **arguments: Any
+    ) -> Step:
+        """A launch of `grid` thread blocks for each head of a sequence. fields: of the configuration, after `config_fields`.
+        names: of its arrays. raw: the formulas that it applies to raw inputs, if it takes any."""
         length, heads, key_heads, sequences = self.problem("seqlen", "heads", "heads_k", "sequences")
         formulas = {} if raw is None else {"formula": raw.gate, "beta": raw.beta}
-        config = intern_value(module.Config, *self.form, *fields, **formulas)
+        config = intern_value(module.Config, *self.config_fields, *fields, **formulas)
         return kernel_for(module, config, self.problem.device).bind(
             sequences * heads * grid,
             length=length,
             heads=heads,
             group=heads // key_heads,
-            **more,
+            **arguments,
             **{name: self.buffers.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
         )
 
-    def invert(self, both: bool, scale: float, raw: RawOptions = NOT_RAW) -> Step:
-        """The launch that computes what depends on no state: gForward and gReverse, and what else its kernel writes. both: the
-        inverse for gradients, too?"""
+    def invert(self, for_gradients: bool, scale: float, raw: RawOptions = NOT_RAW) -> Step:
+        """The launch of the first kernel: it computes gForward, the inverse for E, and with channel decays decayed queries and
+        keys. for_gradients: gReverse, too, the inverse for Z."""
         module: Any = delta_channel_inverse_ampere if self.by_channel else delta_inverse_ampere
         names = f"{' '.join(DECAYED) if self.by_channel else ''} gQ gK gB gBeta gGates gForward gReverse"
         return self.launch(
-            module, (both,), self.parts, names, raw, parts=self.parts, scale=scale, **formula_arrays(self.problem)
+            module, (for_gradients,), self.parts, names, raw, parts=self.parts, scale=scale, **formula_arrays(self.problem)
         )
 
 
@@ -86,7 +88,7 @@ def plan_delta_chunks(
     problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, raw: RawOptions = NOT_RAW, columns: int = 0
 ) -> list[Step]:
     """The launches of delta_rule. arrays: gQ, gK, gV, gBeta, gGates, gO, gInitialState, gFinalState; gQ and gO may be None if
-    only the state is wanted. raw: what is computed of raw inputs. columns: of a state, if it has more of them than v."""
+    only the state is wanted. raw: the formulas for raw inputs. columns: those of a state, if it has more of them than v."""
     steps, copies = prepare_rows(problem, scratch, raw.l2norm, needs_tma=False)
     chunks = DeltaChunks(problem, arrays | copies, scratch, columns or problem.extents["value_dim"])
     matrices = chunks.chunk_scratch(3 * CHUNK, CHUNK)

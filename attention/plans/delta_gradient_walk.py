@@ -1,9 +1,9 @@
-"""The plan of the delta rule's gradients on Hopper: S and E of all chunks, the walk in reverse, and small kernels for what
-several value heads share and for gates.
+"""The plan of the delta rule's gradients on Hopper: a pass that computes S and E of all chunks, a walk in reverse that computes
+all gradients, and small kernels that sum those of gates and of shared heads.
 
-S and E come from a pass over the tokens. Where heads are too few for the GPU, what depends on no state is computed of all
-chunks at once; then two recurrences give S, E and dV of all chunks, and dS after each segment, and another walk goes through
-all segments at once."""
+Where heads are too few to fill the GPU, there are three launches instead. The first computes everything that depends on no
+state, for all chunks at once. The second runs two recurrences, which give S, E and dV of all chunks, and dS after each segment.
+The third walks through all segments at once."""
 
 import math
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
 
-# Microseconds of a chunk of a head on an H200: in the walk, in the pass before it, in a step of a recurrence; as a part of what
-# a multiprocessor does, to compute what depends on no state; of one more launch
+# Microseconds on an H200 for a chunk of a head: in the walk, in the pass before it, in a step of a recurrence, in the kernel
+# that needs no state (time of a multiprocessor, which runs several at once); and for one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
-MAX_ADDED_HEADS = 4  # value heads of a key head that add up their gradients in its dtype, rounded each time
+MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
 
 
@@ -42,8 +42,8 @@ PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # see plan_tai
 
 @watched_function
 def choose_segments(items: int, chunks: int, processors: int) -> int:
-    """The number of segments of a walk that takes the shortest time, 1 for one after the pass. items: the number of sequences
-    times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
+    """The number of segments with which the gradients take the shortest time; 1: the pass and one walk. items: the number of
+    sequences times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
 
     def segmented_time(segments: int) -> float:
         recurrences = math.ceil(CHAINS * items / processors) * chunks * STEP
@@ -72,27 +72,27 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     buffers |= {"gErrors": chunk_scratch(CHUNK, delta_gradients_hopper.VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
     buffers["gStates"] = chunk_scratch(delta_gradients_hopper.VALUES, padded_keys)
     buffers["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
-    ends = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
-    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in ends.items() for x in [arrays[end]]}
+    end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
+    buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     buffers["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
-    head_extents, adds = (
+    head_extents, adds_heads = (
         problem("batch", "seqlen", "heads", "key_dim"),
         segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS,
     )
-    shares_keys = heads > key_heads and not adds
+    shares_keys = heads > key_heads and not adds_heads
     outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers["gCuSeqlens"] = problem["cu_seqlens"]
-    first, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
+    copy_tails, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
     if wants_gates:
-        dots, sums = plan_gate_sums(problem, arrays, scratch, carried=1, states=1, subtracted=True)
+        dots, sums = plan_gate_sums(problem, arrays, scratch, carried_parts=1, state_parts=1, subtracts_key_dots=True)
         finish += sums
         buffers |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
-    def launch(module: Any, blocks: int, names: str, *more: bool, **numbers: float) -> Step:
-        config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, *more)
+    def launch(module: Any, blocks: int, names: str, *flags: bool, **numbers: float) -> Step:
+        config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, *flags)
         return kernel_for(module, config, problem.device).bind(
             sequences * heads * blocks,
             length=length,
@@ -122,28 +122,33 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         steps = [
             launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
             launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
-            launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds, **numbers),
+            launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds_heads, **numbers),
         ]
-    return [*first, *steps, *finish]
+    return [*copy_tails, *steps, *finish]
 
 
 def plan_tails(
-    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, packed: Sequence[tuple[str, ...]]
+    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, groups: Sequence[tuple[str, ...]]
 ) -> tuple[list[Step], list[Step]]:
-    """(launches before, and after those that read and write the tails of packed sequences). arrays: of tokens, by the names of
-    parameters; those of their tails come to them. packed: names of one array or of two of the same shape, copied at once."""
+    """(launches that copy the tails of packed inputs, launches that copy the tails of results back): see packed_tails.py.
+    arrays: those of tokens, by the names of parameters; their tails are added to it. groups: the names that one launch copies,
+    of one array or of two of the same shape."""
     sequences = problem.extents["sequences"]
     steps: dict[bool, list[Step]] = {False: [], True: []}
-    for names in packed:
-        named = {name: x for name in names for x in [arrays[name]] if x}
-        if not named:
+    for names in groups:
+        operands_by_name = {name: x for name in names for x in [arrays[name]] if x}
+        if not operands_by_name:
             continue
-        form, back, operands = named[names[0]].form, names[0].startswith("gD") and names[0] != "gDOut", list(named.values())
+        form, copies_back, operands = (
+            operands_by_name[names[0]].form,
+            names[0].startswith("gD") and names[0] != "gDOut",
+            list(operands_by_name.values()),
+        )
         length, heads, columns = form.shape[1:]
-        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in named]
-        arrays |= {f"gTail{name[1:]}": x for name, x in zip(named, tails, strict=True)}
-        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], back)
-        all_heads = heads * len(named)
+        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in operands_by_name]
+        arrays |= {f"gTail{name[1:]}": x for name, x in zip(operands_by_name, tails, strict=True)}
+        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], copies_back)
+        all_heads = heads * len(operands_by_name)
         head_blocks = -(-all_heads // packed_tails.WARPS)
         step = kernel_for(packed_tails, config, problem.device).bind(
             sequences * packed_tails.PARTS * head_blocks,
@@ -158,5 +163,5 @@ def plan_tails(
             heads=heads,
             all_heads=all_heads,
         )
-        steps[back].append(step)
+        steps[copies_back].append(step)
     return steps[False], steps[True]

@@ -1,6 +1,6 @@
-"""The plans of the delta rule's gradients, chunk by chunk (parts/recurrent/delta_chunks.py) and token by token
-(delta_gradient_token_loop.py): four kernels of chunks, and small ones for gates and for what is added up. On Hopper
-delta_gradient_walk.py and delta_channel_gradients.py have the plans."""
+"""The plans of the delta rule's gradients on GPUs since Ampere, chunk by chunk (parts/recurrent/delta_chunks.py): four kernels
+for chunks, and small ones that sum the gradients of gates and those of shared heads; and token by token
+(delta_gradient_token_loop.py). The plans for Hopper are in delta_gradient_walk.py and delta_channel_gradients.py."""
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -33,8 +33,8 @@ from .recurrent_gradients import (
 from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import sum_gates_by_token
 
-# The kernels of chunks after the walks, each with the arrays that it has beside those of both kinds: with decays of tokens or
-# none, and of channels.
+# The kernel of chunks after the walks, and its arrays besides those that both have: for decays of tokens or none (False), and
+# of channels (True).
 GRADIENTS = {
     False: (delta_gradients_ampere, "gB gQueryDots gKeyDots gCarriedDots gStateDots"),
     True: (delta_channel_gradients_ampere, "gGates gDGates"),
@@ -56,8 +56,8 @@ def plan_delta_gradients(
 
 def serves_delta_gradients(problem: Problem) -> bool:
     """Do chunk kernels serve such a call?"""
-    holds = not has_channel_decay(problem) or machine(problem.device).shared_bytes >= MEDIUM
-    return serves_delta_chunks(problem) and holds
+    fits_shared_memory = not has_channel_decay(problem) or machine(problem.device).shared_bytes >= MEDIUM
+    return serves_delta_chunks(problem) and fits_shared_memory
 
 
 def serves_hopper(problem: Problem) -> bool:
@@ -77,13 +77,13 @@ def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, s
     buffers |= {"gForward": chunks.chunk_scratch(2 * CHUNK, CHUNK), "gReverse": chunks.chunk_scratch(3 * CHUNK, CHUNK)}
     buffers |= {
         "gErrors": chunks.chunk_scratch(2 * CHUNK, columns),
-        "gStates": chunks.chunk_scratch(2 * columns, chunks.form[0]),
+        "gStates": chunks.chunk_scratch(2 * columns, chunks.config_fields[0]),
     }
     buffers |= {"gLastState": swap_axes(arrays["dstate"]), "gFirstState": swap_axes(arrays["dinitial_state"])}
     finish: list[Step] = []
     if wants_gates and not by_channel:
         halves, warps = delta_gradients_ampere.HALVES, delta_gradients_ampere.WARPS
-        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=warps, states=warps, parts=halves)
+        dots, finish = plan_gate_sums(problem, arrays, scratch, carried_parts=warps, state_parts=warps, row_parts=halves)
         buffers |= dots
     if unrounded:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -152,9 +152,9 @@ def _walk(problem: Problem, walk: str, scale: float, inputs: Arrays, arrays: Arr
     rows, columns = problem("key_dim", "value_dim")
     if walk in ("queries", "keys"):
         rows, columns = columns, rows
-    decay, kind = arrays["decay"], decay_kind(arrays["decay"])
+    decay, decays = arrays["decay"], decay_kind(arrays["decay"])
     decay = decay and spread_to_tokens(problem, decay)
-    config = delta_gradient_token_loop.Config(walk, rows, kind, is_varlen(problem))
+    config = delta_gradient_token_loop.Config(walk, rows, decays, is_varlen(problem))
     parts = -(-columns // delta_gradient_token_loop.WARP_COLUMNS)
     blocks = parts if config.splits_rows else -(-parts // WARPS)
     return kernel_for(delta_gradient_token_loop, config, problem.device).bind(

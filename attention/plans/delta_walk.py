@@ -1,7 +1,7 @@
-"""The plans of the delta rule on few long sequences. One launch computes of all chunks at once what does not depend on the
-state (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks along the
-sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two more
-launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
+"""The plans of the delta rule on few long sequences. One launch computes everything that does not depend on the state, for all
+chunks at once (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
+along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two
+more launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
 
 import functools
 import math
@@ -30,23 +30,23 @@ from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
-MIN_CHUNKS = 8  # of a sequence: for fewer, a second launch does not pay
-MIN_OCCUPANCY = 0.45  # of the multiprocessors, which a walk with decays of channels must fill: it is not cut into segments
+MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
+MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
-# Microseconds of a chunk of the walk; of one of states by one consumer of a block, by two; of a step from the state before one
-# segment to that before the next; of two more launches
+# Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
+# step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
 
 
 def serves_walk(problem: Problem) -> bool:
-    """Does a walk take less time than thread blocks that solve the chunks of each 64 columns' state anew? One of 64 columns a
-    multiprocessor does."""
+    """Does a walk take less time than delta_hopper.py, whose thread blocks each solve the chunks again, for 64 columns of the
+    state? It does if each multiprocessor has one block at most."""
     blocks, chunks = _count_blocks(problem)
     return problem.extents["key_dim"] <= max(KEY_DIMS) and blocks <= machine(problem.device).processors and chunks >= MIN_CHUNKS
 
 
 def serves_channel_walk(problem: Problem) -> bool:
-    """Likewise, with decays of channels: are there enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
+    """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
     (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + 2 * CHUNK) * 2
     return serves_walk(problem) and blocks >= MIN_OCCUPANCY * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
@@ -82,83 +82,89 @@ def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
 
 
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: those of delta_hopper.py's kernel. raw: what kernels compute of raw inputs."""
+    """The launches. arrays: those of delta_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
     length, heads, key_heads, key_dim, columns, sequences = problem(
         "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
     items, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments = choose_segments(items, width, first_width, chunks, processors)
-    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
-    numbers: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
-    inverse, solved = _plan_inverse(problem, arrays, form, raw, scratch, numbers)
+    config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
+    extents: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
+    inverse, chunk_results = _plan_inverse(problem, arrays, config_fields, raw, scratch, extents)
     states: list[Step] = []
-    before = arrays["gInitialState"]
+    segment_states = arrays["gInitialState"]
     if segments > 1:
-        states, before = _plan_states(problem, arrays | solved, form, raw, scratch, segments, numbers)
-    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | solved
-    config = intern_value(delta_walk_hopper.Config, *form, l2norm=raw.l2norm)
+        states, segment_states = _plan_states(problem, arrays | chunk_results, config_fields, raw, scratch, segments, extents)
+    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | chunk_results
+    config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm)
     walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
-        items * segments * width, blocks=width, segments=segments, scale=scale, gInitialState=before, **numbers, **walk_arrays
+        items * segments * width,
+        blocks=width,
+        segments=segments,
+        scale=scale,
+        gInitialState=segment_states,
+        **extents,
+        **walk_arrays,
     )
     return [inverse, *states, walk]
 
 
 def _plan_inverse(
-    problem: Problem, arrays: Arrays, form: tuple, raw: RawOptions, scratch: ScratchAllocator, numbers: dict[str, Any]
+    problem: Problem, arrays: Arrays, config_fields: tuple, raw: RawOptions, scratch: ScratchAllocator, extents: dict[str, Any]
 ) -> tuple[Step, Arrays]:
     """(the launch that solves all chunks, its results)"""
     heads, sequences = problem("heads", "sequences")
     gates, chunks = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"]), count_chunk_indices(problem)
-    solved: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
-    solved["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
-    config = intern_value(delta_transform_hopper.Config, *form, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
-    resident = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident)
-    others = "gQ", "gV", "gO", "gInitialState", "gFinalState"
-    inputs = {name: x for name, x in arrays.items() if name not in others} | {"gGates": gates} | solved
+    chunk_results: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
+    chunk_results["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
+    config = intern_value(delta_transform_hopper.Config, *config_fields, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
+    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
+    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
+    excluded = "gQ", "gV", "gO", "gInitialState", "gFinalState"
+    inputs = {name: x for name, x in arrays.items() if name not in excluded} | {"gGates": gates} | chunk_results
     kernel = kernel_for(delta_transform_hopper, config, problem.device)
-    return kernel.bind(sequences * heads * parts, parts=parts, **numbers, **inputs), solved
+    return kernel.bind(sequences * heads * parts, parts=parts, **extents, **inputs), chunk_results
 
 
 def _plan_states(
     problem: Problem,
     arrays: Arrays,
-    form: tuple,
+    config_fields: tuple,
     raw: RawOptions,
     scratch: ScratchAllocator,
     segments: int,
-    numbers: dict[str, Any],
+    extents: dict[str, Any],
 ) -> tuple[list[Step], Operand]:
     """(the launches that compute the state before each segment, these states)"""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    scanned, both_columns = segments - 1, columns + key_dim
-    transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
-    blocks = sequences * heads * scanned * -(-both_columns // COLUMNS)
+    scanned_segments, both_columns = segments - 1, columns + key_dim
+    transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
+    blocks = sequences * heads * scanned_segments * -(-both_columns // COLUMNS)
     consumers = 1 if blocks <= machine(problem.device).processors else 2
-    config = intern_value(delta_walk_states_hopper.Config, *form, l2norm=raw.l2norm, consumers=consumers)
+    config = intern_value(delta_walk_states_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
     width = -(-both_columns // (COLUMNS * consumers))
     inputs = {name: arrays[name] for name in ("gK", "gV", "gTransforms", "gVectors", "gCuSeqlens")}
-    compose, before = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
+    compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
     walk = kernel_for(delta_walk_states_hopper, config, problem.device).bind(
-        sequences * heads * scanned * width,
+        sequences * heads * scanned_segments * width,
         blocks=width,
         segments=segments,
-        scanned=scanned,
+        scanned_segments=scanned_segments,
         values=columns,
         gFinalState=transitions,
-        **numbers,
+        **extents,
         **inputs,
     )
-    return [walk, compose], before
+    return [walk, compose], segment_states
 
 
 def compose_states(
-    problem: Problem, transitions: Operand, initial: Operand | None, segments: int, scratch: ScratchAllocator
+    problem: Problem, transitions: Operand, initial_state: Operand | None, segments: int, scratch: ScratchAllocator
 ) -> tuple[Step, Operand]:
     """(the launch that composes the states before each segment of all transitions [N | M], these states)"""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    width, before = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
+    width, segment_states = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
     config = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS))
     step = kernel_for(delta_compose_states_hopper, config, problem.device).bind(
         sequences * heads * width,
@@ -167,10 +173,10 @@ def compose_states(
         heads=heads,
         values=columns,
         gTransitions=transitions,
-        gInitialState=initial,
-        gSegmentStates=before,
+        gInitialState=initial_state,
+        gSegmentStates=segment_states,
     )
-    return step, before
+    return step, segment_states
 
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
@@ -189,11 +195,11 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     buffers |= {"gScores": chunk_scratch(CHUNK), "gTransforms": chunk_scratch(CHUNK)}
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
-    resident = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(items, _count_blocks(problem)[1], resident)
-    others = "gV", "gO", "gInitialState", "gFinalState"
-    inputs = {name: x for name, x in arrays.items() if name not in others} | buffers
-    walk_arrays = {name: arrays[name] for name in (*others, "gCuSeqlens")} | buffers
+    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
+    parts = count_parts(items, _count_blocks(problem)[1], resident_ctas)
+    walk_names = "gV", "gO", "gInitialState", "gFinalState"
+    inputs = {name: x for name, x in arrays.items() if name not in walk_names} | buffers
+    walk_arrays = {name: arrays[name] for name in (*walk_names, "gCuSeqlens")} | buffers
     walk = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen)
     return [
         kernel_for(kda_transform_hopper, config, problem.device).bind(

@@ -15,7 +15,7 @@ from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES
 
 MAX_COLUMNS = COLUMNS * LINES * MAX_WARPS
-MAX_TOKENS, WARPS_PER_PROCESSOR = 64, 64  # tokens of a strip at most, so that each SM has strips for so many warps
+MAX_TOKENS, WARPS_PER_PROCESSOR = 64, 64  # the most tokens of a strip; the warps that each SM should have strips for
 
 
 def serves(columns: int) -> bool:
@@ -24,14 +24,14 @@ def serves(columns: int) -> bool:
 
 
 @watched_function
-def tokens_of_strip(tokens: int, warps: int, processors: int) -> int:
-    """How many tokens a strip has. warps: how many work on one token."""
+def choose_strip_tokens(tokens: int, warps: int, processors: int) -> int:
+    """The number of tokens of a strip, which a warp or a thread block goes through. warps: how many work on one token."""
     return max(1, min(MAX_TOKENS, tokens * warps // (WARPS_PER_PROCESSOR * processors)))
 
 
 class RowGrid:
-    """How the rows of a problem are divided. rows: where they lie. splits: of a sequence; blocks: of the launch;
-    kernel_sizes: the numbers that both kernels take."""
+    """How the rows of a problem are divided into strips of tokens. rows: how a warp or a block holds a row. splits: the strips
+    of a sequence. blocks: the thread blocks of the launch. kernel_sizes: the numbers that both kernels take."""
 
     def __init__(self, problem: Problem, *names: str):
         batch, length, heads, columns = problem("batch", "seqlen", "heads", "head_dim")
@@ -40,14 +40,14 @@ class RowGrid:
             raise problem.error("x", f"head_dim {limits}: {columns}", "x")
         self.lines = columns // COLUMNS
         aligned = bool(batch and length and heads) and problem.bytes_at_once(*names) == ALIGNMENT
-        form = GroupedRows if self.lines in GROUPS else SpreadRow
-        self.rows = form(self.lines, DTYPES[problem.dtype], aligned)
+        rows_type = GroupedRows if self.lines in GROUPS else SpreadRow
+        self.rows = rows_type(self.lines, DTYPES[problem.dtype], aligned)
         self.panels = -(-heads // self.rows.rows)
-        warps = self.panels * max(1, self.rows.threads // 32 if form is SpreadRow else 1)
-        self.tokens = tokens_of_strip(batch * length, warps, machine(problem.device).processors)
+        warps = self.panels * max(1, self.rows.threads // 32 if rows_type is SpreadRow else 1)
+        self.tokens = choose_strip_tokens(batch * length, warps, machine(problem.device).processors)
         self.splits = -(-length // self.tokens) if length else 0
         strips = batch * self.splits * self.panels
-        self.blocks = strips if form is SpreadRow else -(-strips // (self.rows.threads // 32))
+        self.blocks = strips if rows_type is SpreadRow else -(-strips // (self.rows.threads // 32))
         self.kernel_sizes = {
             "inverse_columns": 1.0 / columns,
             "length": length,
@@ -56,19 +56,18 @@ class RowGrid:
             "panels": self.panels,
         }
 
-    def in_lines(self, problem: Problem, name: str) -> Operand | None:
-        """An array (batch, token, head, column) as (batch, token, line, column). ValueError: heads are not one behind the
-        other."""
+    def view_lines(self, problem: Problem, name: str) -> Operand | None:
+        """An array (batch, token, head, column) as (batch, token, line, column). ValueError: its heads are not contiguous."""
         x = problem[name]
         if x is None:
             return None
         try:
             return x.reshape(*x.shape[:2], -1, COLUMNS)
         except ValueError:
-            what = "heads must lie one behind the other, and columns, too: make it contiguous"
-            raise problem.error(name, what, name) from None
+            remedy = "heads and columns must be contiguous: call contiguous() on it"
+            raise problem.error(name, remedy, name) from None
 
-    def weights(self, problem: Problem) -> Operand:
+    def view_weights(self, problem: Problem) -> Operand:
         """The weights as (head, line, column)."""
         weight, heads = problem["weight"], problem.extents["heads"]
         weight = weight if len(weight.shape) == 2 else weight.spread(0, heads)
@@ -84,10 +83,10 @@ def plan_gated_norm(problem: Problem, eps: float, activation: str, norm_before_g
     config = gated_norm.Config(grid.rows, activation if gated else None, norm_before_gate or not gated)
     launch = kernel_for(gated_norm, config, problem.device).bind(
         grid.blocks,
-        gX=grid.in_lines(problem, "x"),
-        gGate=grid.in_lines(problem, "gate"),
-        gWeight=grid.weights(problem),
-        gOut=grid.in_lines(problem, "out"),
+        gX=grid.view_lines(problem, "x"),
+        gGate=grid.view_lines(problem, "gate"),
+        gWeight=grid.view_weights(problem),
+        gOut=grid.view_lines(problem, "out"),
         eps=eps,
         **grid.kernel_sizes,
     )
@@ -104,12 +103,12 @@ def plan_gated_norm_gradients(problem: Problem, eps: float, activation: str, nor
         config = gated_norm_gradients.Config(grid.rows, activation if gated else None, norm_before_gate or not gated)
         launch = kernel_for(gated_norm_gradients, config, problem.device).bind(
             grid.blocks,
-            gDOut=grid.in_lines(problem, "dout"),
-            gX=grid.in_lines(problem, "x"),
-            gGate=grid.in_lines(problem, "gate"),
-            gWeight=grid.weights(problem),
-            gDX=grid.in_lines(problem, "dx"),
-            gDGate=grid.in_lines(problem, "dgate") if wants_dgate else None,
+            gDOut=grid.view_lines(problem, "dout"),
+            gX=grid.view_lines(problem, "x"),
+            gGate=grid.view_lines(problem, "gate"),
+            gWeight=grid.view_weights(problem),
+            gDX=grid.view_lines(problem, "dx"),
+            gDGate=grid.view_lines(problem, "dgate") if wants_dgate else None,
             gSums=sums.reshape(heads, batch * grid.splits, grid.lines, COLUMNS),
             eps=eps,
             **grid.kernel_sizes,

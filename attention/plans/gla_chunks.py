@@ -27,39 +27,39 @@ def plan_gla_chunks(
     problem: Problem, arrays: Arrays, scale: float, formula: GateFormula | None, scratch: ScratchAllocator
 ) -> list[Step]:
     """The launches. arrays: gQ, gK, gV, gGates, gO, gInitialState, gFinalState, and gA, gDtBias of a formula; states
-    transposed. formula: of gates that are not in memory."""
+    transposed. formula: that of gates which the kernel computes; None for gates in memory."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
-    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), problem.bytes_at_once()
+    config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), problem.bytes_at_once()
     blocks, chunks = -(-columns // gla_ampere.BLOCK_COLUMNS), length * batch // sequences // CHUNK
     gpu = machine(problem.device)
-    resident = gla_ampere.count_resident_blocks(form[0], gpu.shared_bytes)
-    at_once = resident * gpu.processors
-    segments = choose_segments(sequences * heads * blocks, 1, 1, chunks, at_once, COSTS)
-    outputs, ends = ("gO", "gFinalState"), ("gLocalStates", "gTotalDecays")
+    ctas_per_sm = gla_ampere.count_resident_blocks(config_fields[0], gpu.shared_bytes)
+    resident_ctas = ctas_per_sm * gpu.processors
+    segments = choose_segments(sequences * heads * blocks, 1, 1, chunks, resident_ctas, COSTS)
+    outputs, local_outputs = ("gO", "gFinalState"), ("gLocalStates", "gTotalDecays")
 
-    def scan(local: bool, scanned: int, scanned_arrays: Arrays) -> Step:
-        config = intern_value(gla_ampere.Config, *form, local, resident, formula=formula)
+    def scan(local: bool, scanned_segments: int, scan_arrays: Arrays) -> Step:
+        config = intern_value(gla_ampere.Config, *config_fields, local, ctas_per_sm, formula=formula)
         return kernel_for(gla_ampere, config, problem.device).bind(
-            sequences * heads * blocks * scanned,
+            sequences * heads * blocks * scanned_segments,
             length=length,
             blocks=blocks,
             segments=segments,
-            scanned=scanned,
+            scanned_segments=scanned_segments,
             heads=heads,
             group=heads // key_heads,
             scale=scale,
-            **scanned_arrays,
+            **scan_arrays,
         )
 
     steps = []
     if segments > 1:
         local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
         local_states |= {"gTotalDecays": scratch(sequences, heads, segments - 1, key_dim)}
-        before, first = scratch(sequences * segments, heads, columns, key_dim), arrays["gInitialState"]
+        segment_states, initial_state = scratch(sequences * segments, heads, columns, key_dim), arrays["gInitialState"]
         steps.append(scan(True, segments - 1, arrays | dict.fromkeys(("gInitialState", *outputs)) | local_states))
-        states = {"gInitialState": first, "gSegmentStates": before, **local_states}
+        states = {"gInitialState": initial_state, "gSegmentStates": segment_states, **local_states}
         steps.append(compose_segments(problem, segments, (columns, key_dim), True, **states))
-        arrays = arrays | {"gInitialState": before}
-    return [*steps, scan(False, segments, arrays | dict.fromkeys(ends))]
+        arrays = arrays | {"gInitialState": segment_states}
+    return [*steps, scan(False, segments, arrays | dict.fromkeys(local_outputs))]

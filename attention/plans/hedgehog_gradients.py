@@ -1,5 +1,6 @@
-"""The plan of Hedgehog's gradients: features and their sums over older chunks, the gradients of queries, in reverse those of
-the sums, then those of keys and values, and at last the way back from features to rows and maps."""
+"""The plan of Hedgehog's gradients. The launches compute: features, and their sums over older chunks; the gradients of queries;
+in reverse, the gradients of the sums; the gradients of keys and values; and from the gradients of features those of q, k and
+the maps."""
 
 from typing import Any
 
@@ -32,7 +33,7 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
     if not batch * length * heads:
         return Plan([Fill(x, 0.0) for x in map(problem.__getitem__, GRADIENTS) if 0 not in x.form.shape])
     scratch, dtype, chunks = ScratchAllocator(problem), problem.dtype, count_chunk_indices(problem)
-    form = pad_key_dim(max(key_dim, value_dim), HEAD_DIMS), DTYPES[dtype], is_varlen(problem), problem.bytes_at_once()
+    config_fields = pad_key_dim(max(key_dim, value_dim), HEAD_DIMS), DTYPES[dtype], is_varlen(problem), problem.bytes_at_once()
     tiles, parts, width = -(-length // CHUNK), -(-chunks // sequences), -(-value_dim // COLUMNS)
     splits, group = min(SPLITS, batch * tiles), heads // key_heads
     features = {x: scratch(batch, length, key_heads, FEATURES, dtype=dtype) for x in SIDES}
@@ -50,17 +51,19 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         return kernel.bind(grid, gCuSeqlens=problem["cu_seqlens"], length=length, **arguments)
 
     def scan(x: str, values: Operand | None, weights: Operand | None, reverse: bool) -> Step:
-        config = intern_value(hedgehog_states.Config, HEAD_DIMS[0], *form[1:], reverse)
+        config = intern_value(hedgehog_states.Config, HEAD_DIMS[0], *config_fields[1:], reverse)
         arrays: Arrays = {"gFeatures": features[x], "gValues": values, "gWeights": weights}
         arrays |= {"gStates": states[x], "gZ": sums[x]}
         return launch(config, sequences * heads * width, blocks=width, heads=heads, group=group, **arrays)
 
-    def launch_chunks(kind: Any, x: str, state_side: str, names: str, **arguments: Operand | float | None) -> Step:
+    def launch_chunks(kernel_class: Any, x: str, state_side: str, names: str, **arguments: Operand | float | None) -> Step:
         arrays: Arrays = {"g" + name: problem[name.lower()] for name in names.split()}
         arrays |= {"gFeatures": features[x], "gStates": states[state_side], "gZ": sums[state_side]}
         arrays |= {"gWindowDX": window_dx[x], "gDFeatures": dfeatures[x]}
         sizes = {"parts": parts, "heads": heads, "group": group}
-        return launch(intern_value(kind, *form), sequences * heads * parts, **window, **arrays, **sizes, **arguments)
+        return launch(
+            intern_value(kernel_class, *config_fields), sequences * heads * parts, **window, **arrays, **sizes, **arguments
+        )
 
     def plan_feature_gradients(x: str) -> list[Step]:
         dmap = scratch(1, key_dim, key_heads * splits, HALF)
@@ -72,13 +75,13 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         }
         arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
         sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
-        config = intern_value(HedgehogFeatureGradients, *form)
+        config = intern_value(HedgehogFeatureGradients, *config_fields)
         return [launch(config, key_heads * splits, **arrays, **sizes), _sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
 
     steps = []
     for x in SIDES:
         arrays: Arrays = {"gX": problem[x], "gMap": problem[f"{x}_map"], "gFeatures": features[x]}
-        config = intern_value(HedgehogFeatures, *form)
+        config = intern_value(HedgehogFeatures, *config_fields)
         steps.append(launch(config, batch * key_heads * tiles, **arrays, tiles=tiles, heads=key_heads))
     steps.append(scan("k", problem["v"], None, reverse=False))
     query_partials: Arrays = {"gDNormalizers": dnormalizers, **warp_partials}

@@ -1,5 +1,5 @@
-"""The plan of linear attention's gradients by one walk in reverse (linear_gradients_hopper.py): the states before all
-chunks, the walk, and small kernels for what several value heads share and for gates."""
+"""The plan of linear attention's gradients by one walk in reverse (linear_gradients_hopper.py): a pass that computes the states
+before all chunks, the walk, and small kernels that sum the gradients of gates and those of shared heads."""
 
 from typing import NamedTuple
 
@@ -38,9 +38,9 @@ STATES = "initial_state", "dstate", "dinitial_state"
 
 
 def serves_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
-    """Does the walk serve such a call? Without gradients of gates the three scans are faster unless forward stored the states:
-    0.414 for 0.451 ms with 8 x 2048 tokens and 32 heads of 128, of which the states are 0.138. arrays, vector_bytes: as in
-    recurrent_gradients.plan_chunk_gradients."""
+    """Does the walk serve such a call? Without gradients of gates the three scans are faster, unless forward stored the states:
+    0.414 instead of 0.451 ms with 8 x 2048 tokens and 32 heads of 128; computing the states takes 0.138 ms of the latter.
+    arrays, vector_bytes: as in recurrent_gradients.plan_chunk_gradients."""
     batch, length, key_dim, value_dim = problem("batch", "seqlen", "key_dim", "value_dim")
     if vector_bytes or not (arrays["ddecay"] or arrays.get("chunk_states")) or not batch * length or has_channel_decay(problem):
         return False
@@ -52,10 +52,10 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     again."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=False)
-    with_gates, stored = arrays["ddecay"] is not None, arrays.get("chunk_states")
+    with_gates, stored_states = arrays["ddecay"] is not None, arrays.get("chunk_states")
     sums_heads = heads > key_heads and not wants_value_heads(arrays)
     assert arrays["dv"] is not None
-    # of packed sequences the walk takes gates by token alone: registers hold no more
+    # for packed sequences the kernel has gates of tokens only, as others would spill registers
     walk_gate, walk_gates = choose_gate(problem, arrays["decay"], by_cp_async=is_varlen(problem))
     config = intern_value(
         linear_gradients_hopper.Config,
@@ -70,25 +70,25 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     segments = recurrent_chunks.count_segments(problem, config, CONSUMERS)
     shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
-    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
+    end_states = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
     forward, reverse = (
         StateScan(problem, gate, shared | {"gQ": k, "gK": k, "gV": v}),
         StateScan(problem, intern_value(ReversedGate, gate), shared | {"gQ": q, "gK": q, "gV": dout}, scale),
     )
     steps: list[Step] = []
-    if stored:
-        states = merge_chunks(stored)
+    if stored_states:
+        states = merge_chunks(stored_states)
     else:
         states = scratch(count_chunk_indices(problem), heads, value_dim, key_dim, dtype=problem.dtype)
-        steps, initial = forward.states_before_segments(ends["initial_state"], segments, scratch)
-        into = {"gInitialState": initial, "states": states}
-        steps.append(forward.launch(intern_value(ChunkStates), segments, segments, into))
-    steps_of_reverse, last = reverse.states_before_segments(ends["dstate"], segments, scratch)
-    steps += steps_of_reverse
+        steps, initial_state = forward.states_before_segments(end_states["initial_state"], segments, scratch)
+        outputs_of_scan = {"gInitialState": initial_state, "states": states}
+        steps.append(forward.launch(intern_value(ChunkStates), segments, segments, outputs_of_scan))
+    reverse_steps, last_gradient = reverse.states_before_segments(end_states["dstate"], segments, scratch)
+    steps += reverse_steps
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     buffers: Arrays = {"gGates": walk_gates, "gCuSeqlens": problem["cu_seqlens"]}
-    buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last}
-    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": ends["dinitial_state"]}
+    buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last_gradient}
+    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -106,19 +106,19 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
 
 
 class StateScan(NamedTuple):
-    """Scans that compute states, or from the last token to the first their gradients. arrays: those of chunk_hopper.py that
-    all of them read. scale: what keys are multiplied by."""
+    """Scans of chunk_hopper.py that compute states, or in reverse the gradients of states. arrays: those that all of these
+    scans read. scale: what keys are multiplied by."""
 
     problem: Problem
     gate: Gate
     arrays: Arrays
     scale: float = 1.0
 
-    def launch(self, result: ScanResult, segments: int, scanned: int, arrays: Arrays) -> Step:
-        """The launch of a scan of the first `scanned` segments."""
+    def launch(self, result: ScanResult, segments: int, scanned_segments: int, arrays: Arrays) -> Step:
+        """The launch of a scan of the first `scanned_segments`."""
         width = -(-self.problem.extents["value_dim"] // chunk_hopper.COLUMNS)
         config = choose_config(self.problem, self.gate, result, 0, width)
-        return launch_scan(self.problem, config, width, segments, scanned, self.arrays | arrays, self.scale, segments)
+        return launch_scan(self.problem, config, width, segments, scanned_segments, self.arrays | arrays, self.scale, segments)
 
     def states_before_segments(
         self, initial: Operand | None, segments: int, scratch: ScratchAllocator
@@ -127,11 +127,11 @@ class StateScan(NamedTuple):
         if segments == 1:
             return [], initial
         sequences, heads, key_dim, columns = self.problem("sequences", "heads", "key_dim", "value_dim")
-        local: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
-        local["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
+        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
         states = scratch(sequences * segments, heads, columns, key_dim)
-        scan = self.launch(intern_value(ScanStates), segments, segments - 1, local)
-        composed = local | {"gInitialState": initial, "gSegmentStates": states}
+        scan = self.launch(intern_value(ScanStates), segments, segments - 1, local_states)
+        composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
         return [scan, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
 
     def store_states(self, states: Operand, ends: Arrays, scratch: ScratchAllocator) -> list[Step]:

@@ -22,7 +22,7 @@ from ..kernels.mamba2_gradients import (
 from ..kernels.shared_heads_gradients_hopper import COLUMNS
 from ..parts.recurrent.gates import Mamba2Gate
 from .partial_sums import sum_partials
-from .recurrent_checks import DTYPES, StepOptions, is_varlen
+from .recurrent_checks import DTYPES, DtOptions, is_varlen
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
     Arrays,
@@ -40,7 +40,7 @@ STATES = {"initial_state": "initial_states", "dstate": "dstates", "dinitial_stat
 GRADIENTS = "dx", "ddt", "dA", "dB", "dC"
 
 
-def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_bytes: int, requested: Sequence[str]) -> Plan:
+def plan_mamba2_gradients(problem: Problem, dt_options: DtOptions, vector_bytes: int, requested: Sequence[str]) -> Plan:
     """The Plan of a call of mamba2_backward. vector_bytes: how many bytes a cp.async copies, 0 for TMA. requested: the
     gradients to compute besides GRADIENTS."""
     batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
@@ -48,10 +48,10 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     if not batch * length:
         return Plan([Fill(x, 0.0) for x in outputs.values() if 0 not in x.form.shape])
     if serves_shared_heads(problem, vector_bytes):
-        return _plan_shared_heads(problem, steps_of_time, outputs)
+        return _plan_shared_heads(problem, dt_options, outputs)
     scratch, dtype, dout, skip = ScratchAllocator(problem), DTYPES[problem.dtype], problem["dout"], problem["D"]
     tokens = batch, length, heads
-    gate, has_z, has_dz = choose_mamba2_gate(steps_of_time), "z" in problem, "dz" in requested
+    gate, has_z, has_dz = choose_mamba2_gate(dt_options), "z" in problem, "dz" in requested
     values, dvalues = (scratch(*tokens, columns, dtype=problem.dtype) for _ in range(2))
     dy = scratch(*tokens, columns, dtype=problem.dtype) if has_z else dout
     y = scratch(*tokens, columns, dtype=problem.dtype) if has_dz else None
@@ -60,22 +60,24 @@ def plan_mamba2_gradients(problem: Problem, steps_of_time: StepOptions, vector_b
     inputs = {"gX": problem["x"], "gDt": problem["dt"], "gZ": problem["z"], "gDOut": dout}
     inputs |= {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
     blocks = batch * sizes["tiles"]
-    before = intern_value(Mamba2GradientInputs, dtype, gate, has_z)
+    input_kernel = intern_value(Mamba2GradientInputs, dtype, gate, has_z)
     arrays: Arrays = {"gValues": values, "gGates": gates, "gDY": dy}
-    steps: list[Step] = [kernel_for(before, before, problem.device).bind(blocks * heads, **arrays, **inputs, **sizes)]
+    steps: list[Step] = [
+        kernel_for(input_kernel, input_kernel, problem.device).bind(blocks * heads, **arrays, **inputs, **sizes)
+    ]
     if y:
-        steps += _plan_outputs(problem, y, steps_of_time, vector_bytes, scratch)
+        steps += _plan_outputs(problem, y, dt_options, vector_bytes, scratch)
     linear_arrays = _linear_arrays(problem, outputs) | {"v": values, "decay": gates, "dout": dy, "dv": dvalues}
     linear_arrays["ddecay"] = dgates
     steps += plan_linear_gradients(problem, linear_arrays, 1.0, vector_bytes, scratch)
-    kind = "" if "dD" not in requested else "column" if len(skip.form.shape) == 2 else "head"
-    after = intern_value(Mamba2GradientOutputs, dtype, gate, has_dz, kind, is_varlen(problem))
+    skip_shape = "" if "dD" not in requested else "column" if len(skip.form.shape) == 2 else "head"
+    output_kernel = intern_value(Mamba2GradientOutputs, dtype, gate, has_dz, skip_shape, is_varlen(problem))
     sums: Arrays = {"gRateSums": scratch(blocks, heads), "gBiasSums": scratch(blocks, heads)}
-    sums["gSkipSums"] = scratch(blocks, heads) if kind == "head" else None
-    sums["gColumnSums"] = scratch(heads, blocks, columns) if kind == "column" else None
+    sums["gSkipSums"] = scratch(blocks, heads) if skip_shape == "head" else None
+    sums["gColumnSums"] = scratch(heads, blocks, columns) if skip_shape == "column" else None
     arrays = {"gY": y, "gDY": dy, "gDValues": dvalues, "gDGates": dgates, "gD": _spread(skip, columns)}
     arrays |= {"gDX": outputs["dx"], "gDDt": outputs["ddt"], "gDZ": outputs.get("dz"), "gCuSeqlens": problem["cu_seqlens"]}
-    kernel = kernel_for(after, after, problem.device)
+    kernel = kernel_for(output_kernel, output_kernel, problem.device)
     steps.append(kernel.bind(blocks * heads, length=length, **arrays, **sums, **inputs, **sizes))
     steps += _sum_partials(problem, sums, outputs)
     return Plan(steps, scratch.shapes)
@@ -90,7 +92,7 @@ def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
     return arrays
 
 
-def _plan_shared_heads(problem: Problem, steps_of_time: StepOptions, outputs: Arrays) -> Plan:
+def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays) -> Plan:
     """The Plan where value heads share B and C. outputs: the gradients by their names."""
     batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
     scratch, skip, width, chunks = ScratchAllocator(problem), problem["D"], -(-columns // COLUMNS), count_chunk_indices(problem)
@@ -101,7 +103,7 @@ def _plan_shared_heads(problem: Problem, steps_of_time: StepOptions, outputs: Ar
         steps.append(_differentiate_output_gate(problem, dy, None))
     arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
     raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
-    gate, unweighted = (f(steps_of_time) for f in (choose_mamba2_gate, choose_mamba2_decay))
+    gate, unweighted = (f(dt_options) for f in (choose_mamba2_gate, choose_mamba2_decay))
     dots = gate_dots(problem, scratch, WARPGROUP * width, width, width)
     skip_arrays: Arrays = {}
     if skip and len(skip.form.shape) == 1:
@@ -117,7 +119,7 @@ def _plan_shared_heads(problem: Problem, steps_of_time: StepOptions, outputs: Ar
     steps += _sum_partials(problem, skip_arrays, outputs)
     if "dz" in outputs:
         y = scratch(batch, length, heads, columns, dtype=problem.dtype)
-        steps += _plan_outputs(problem, y, steps_of_time, 0, scratch)
+        steps += _plan_outputs(problem, y, dt_options, 0, scratch)
         steps.append(_differentiate_output_gate(problem, outputs["dz"], y))
     return Plan(steps, scratch.shapes)
 
@@ -182,11 +184,11 @@ def _spread(x: Operand | None, extent: int) -> Operand | None:
 
 
 def _plan_outputs(
-    problem: Problem, y: Operand, steps_of_time: StepOptions, vector_bytes: int, scratch: ScratchAllocator
+    problem: Problem, y: Operand, dt_options: DtOptions, vector_bytes: int, scratch: ScratchAllocator
 ) -> list[Step]:
     """The launches that compute y, the outputs before the gate silu(z)."""
     arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gZ": None, "gGates": problem["dt"], "gO": y}
     arrays |= {"gA": problem["A"], "gDtBias": problem["dt_bias"], "gD": problem["D"], "gCuSeqlens": problem["cu_seqlens"]}
     arrays |= {"gInitialState": problem["initial_states"], "gFinalState": None}
-    steps, _ = plan_token_decay(problem, arrays, 1.0, vector_bytes, steps_of_time, scratch=scratch)
+    steps, _ = plan_token_decay(problem, arrays, 1.0, vector_bytes, dt_options, scratch=scratch)
     return steps

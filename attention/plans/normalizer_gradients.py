@@ -1,5 +1,5 @@
-"""The plan of gradients of linear attention whose outputs are divided by a normalizer: those of linear attention, between the
-two walks of normalizer_gradients.py."""
+"""The plan of the gradients of linear attention with normalize=True: the launches without a normalizer, between the two walks
+of normalizer_gradients.py."""
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -21,7 +21,7 @@ def plan_normalized_gradients(
     """The launches. The arguments are those of plan_chunk_gradients; arrays has initial_z, dfinal_z and dinitial_z, too."""
     batch, length, heads, key_heads, key_dim, value_dim = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim")
     decay, gradient, dtype = arrays["decay"], arrays["ddecay"], DTYPES[problem.dtype]
-    kind = decay_kind(decay)
+    decays = decay_kind(decay)
     by_head = decay is not None and len(decay.form.shape) == 1
     decay = decay and spread_to_tokens(problem, decay)
     token_gradient = scratch(batch, length, heads) if by_head and gradient else gradient
@@ -33,8 +33,8 @@ def plan_normalized_gradients(
     inputs: Arrays = {"gQ": arrays["q"], "gDecay": _with_channels(decay), "gInitialZ": arrays["initial_z"], "gZ": z}
     inputs |= {"gNormalizer": normalizers, "gCuSeqlens": problem["cu_seqlens"]}
     sizes = [pad_key_dim(dim, DIMS) for dim in (key_dim, value_dim)]
-    before = intern_value(NormalizerSums, dtype, *sizes, kind, is_varlen(problem))
-    after = intern_value(NormalizerGradients, dtype, sizes[0], kind, gradient is not None, is_varlen(problem))
+    sum_kernel = intern_value(NormalizerSums, dtype, *sizes, decays, is_varlen(problem))
+    gradient_kernel = intern_value(NormalizerGradients, dtype, sizes[0], decays, gradient is not None, is_varlen(problem))
     sum_arrays: Arrays = {"gK": arrays["k"], "gDOut": arrays["dout"], "gDNumerator": dnumerators}
     sum_arrays |= inputs
     gradient_arrays: Arrays = {"gDQ": dq, "gDK": dk, "gDDecay": _with_channels(token_gradient), "gDFinalZ": arrays["dfinal_z"]}
@@ -42,9 +42,9 @@ def plan_normalized_gradients(
     grid = problem.extents["sequences"] * heads
     linear_arrays = arrays | {"dout": dnumerators, "decay": decay, "ddecay": token_gradient, "dq": dq, "dk": dk}
     steps: list[Step] = [
-        kernel_for(before, before, problem.device).bind(grid, **sum_arrays, **shared),
+        kernel_for(sum_kernel, sum_kernel, problem.device).bind(grid, **sum_arrays, **shared),
         *plan_linear_gradients(problem, linear_arrays, scale, vector_bytes, scratch),
-        kernel_for(after, after, problem.device).bind(grid, **gradient_arrays, **shared),
+        kernel_for(gradient_kernel, gradient_kernel, problem.device).bind(grid, **gradient_arrays, **shared),
     ]
     if by_head and gradient:
         assert token_gradient is not None
@@ -56,5 +56,5 @@ def plan_normalized_gradients(
 
 
 def _with_channels(x: Operand | None) -> Operand | None:
-    """A number for each token and head, with an axis of one channel."""
+    """An array (B, S, H) with an axis of one channel, (B, S, H, 1); others as they are."""
     return x.spread(3, 1) if x and len(x.form.shape) == 3 else x

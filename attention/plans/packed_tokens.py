@@ -1,5 +1,5 @@
-"""mamba_ssm's form of packed sequences, seq_idx (B, S): the number of the sequence that each token belongs to. The state starts
-at 0 wherever the number changes, and with each batch.
+"""Packed sequences as mamba_ssm takes them, by seq_idx (B, S): the number of the sequence that each token belongs to. The state
+starts at 0 wherever the number changes, and with each batch.
 
 Kernels take cu_seqlens and a batch of 1. So batches are joined, and cu_seqlens is computed from seq_idx. Empty sequences are
 put in front of the others of a batch, so that all batches have the same number of sequences, and the last ones are evenly
@@ -65,6 +65,6 @@ def pack_batches(seq_idx: Any, x: Any, stream: Any) -> PackedBatches:
     length = numbers.shape[1]
     starts = [[0, *np.flatnonzero(np.diff(row)) + 1] for row in numbers]
     sequences = max(map(len, starts))
-    ends = [length * b + at for b, row in enumerate(starts) for at in [0] * (sequences - len(row)) + row]
+    ends = [length * b + start for b, row in enumerate(starts) for start in [0] * (sequences - len(row)) + row]
     cu_seqlens = placed(np.array([*ends, numbers.size], np.int32), array.kind, array.kind.placement(array), array.device)
     return PackedBatches(cu_seqlens, len(starts), sequences, length)

@@ -45,9 +45,9 @@ NO_RAW_GRADIENT = "raw gates, raw beta, qk_l2norm: evaluate them first, with att
 
 
 class RawOptions(NamedTuple):
-    """What kernels compute of a call's raw inputs. formula: the name of the gates' formula, "" if they are gates; number: its
-    number. beta_scale: beta is that times the sigmoid of what is passed; 0: it is passed itself. l2norm: are queries and keys
-    divided by their L2 norms?"""
+    """The formulas that kernels apply to a call's raw inputs. formula: the name of the gates' formula, "" if gates are passed;
+    number: the formula's constant. beta_scale: beta is beta_scale sigmoid(x) of the x that is passed; 0: beta itself is passed.
+    l2norm: are queries and keys divided by their L2 norms?"""
 
     formula: str = ""
     number: float = 0.0
@@ -69,8 +69,8 @@ NOT_RAW = RawOptions()
 
 
 class RawInputs(NamedTuple):
-    """The inputs of a call that may be raw. decay: None if it is. gate: (x, A_log, dt_bias) of a raw one. options: what
-    kernels compute of them."""
+    """The inputs of a call that may be raw. decay: None if it is raw. gate: (x, A_log, dt_bias) of a raw decay. options: the
+    formulas that kernels apply."""
 
     q: Any
     k: Any
@@ -85,14 +85,14 @@ def is_raw(decay: Any, beta: Any = None, l2norm: Any = False) -> bool:
     return type(decay) is RawGate or type(beta) is RawBeta or l2norm is not False
 
 
-def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, others: Iterable[Any]) -> RawInputs:
-    """The RawInputs of a call. Where a tensor requires grad, or JAX traces the call, formulas are evaluated by the framework,
-    and nothing is left to kernels. others: further arrays of the call, v first. ValueError: what a raw gate is made of has
-    too few axes, or too many."""
+def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, other_arrays: Iterable[Any]) -> RawInputs:
+    """The RawInputs of a call. If a tensor requires grad, or JAX traces the call, the framework evaluates the formulas, and
+    kernels get gates and beta themselves. other_arrays: further arrays of the call, v first. ValueError: an array of a raw gate
+    has too few axes, or too many."""
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
-    arrays = q, k, *others, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
+    arrays = q, k, *other_arrays, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
     if requires_grad(*arrays) or torch_op.is_mapped_with_grad(arrays) or any(map(jax_call.is_jax_tracer, arrays)):
-        values, *_ = others
+        values, *_ = other_arrays
         if raw_gate:
             _check_gate(decay, len(getattr(values, "shape", ())))
         q, k = (gates.normalize(x) for x in (q, k)) if l2norm else (q, k)
@@ -142,8 +142,8 @@ def formula_arrays(problem: Problem) -> Arrays:
     if dt_bias and len(dt_bias.form.shape) > 1 and "key_dim" not in problem.axes("gate"):
         raise problem.error("dt_bias", "must have no axis of channels if the gate has none", "dt_bias", "gate")
     extent = max(CHUNK, *problem("key_dim", "value_dim"))
-    spread = dt_bias if dt_bias is None or len(dt_bias.form.shape) > 1 else dt_bias.spread(1, extent)
-    return {"gA": A_log and A_log.spread(1, extent), "gDtBias": spread}
+    bias_by_channel = dt_bias if dt_bias is None or len(dt_bias.form.shape) > 1 else dt_bias.spread(1, extent)
+    return {"gA": A_log and A_log.spread(1, extent), "gDtBias": bias_by_channel}
 
 
 def by_tma(problem: Problem, name: str) -> bool:
@@ -155,9 +155,9 @@ def by_tma(problem: Problem, name: str) -> bool:
 def prepare_rows(
     problem: Problem, scratch: ScratchAllocator, l2norm: bool, needs_tma: bool = True, channel_gates: bool = False
 ) -> tuple[list[Step], Arrays]:
-    """(the launches that copy rows which kernels do not take as they are, the copies by the names of chunk kernels'
-    parameters): queries and keys that are to be divided by their L2 norms, and with `needs_tma` what TMA cannot address, gates
-    too if they are `channel_gates`."""
+    """(launches that copy arrays which kernels do not take as they are, the copies by the names of chunk kernels' parameters).
+    With l2norm queries and keys are copied, divided by their L2 norms; with needs_tma all arrays that TMA cannot address, and
+    gates among them with channel_gates."""
     steps: list[Step] = []
     copies: Arrays = {}
     misaligned = {name: needs_tma and not by_tma(problem, name) for name in ("q", "k", "v", *recurrent_checks.GATES)}

@@ -1,4 +1,4 @@
-"""Checks of the arrays of linear attention that the schemas of its members do not make, and what their plans have in common."""
+"""Checks of the recurrent family's arrays that schemas do not make, and helpers that the family's plans share."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,9 +14,9 @@ GATES = "decay", "gate"  # the arguments that may be gates: as they are, or befo
 DIM_STEP, MAX_DIM = 16, 256  # key_dim and value_dim are multiples of the first, up to the second
 
 
-class StepOptions(NamedTuple):
-    """How Mamba-2's time steps follow from dt + dt_bias. dt_softplus: by softplus? dt_min, dt_max: their limits; None: there is
-    no upper one."""
+class DtOptions(NamedTuple):
+    """How Mamba-2 computes its time steps from dt + dt_bias. dt_softplus: is softplus applied? dt_min, dt_max: the limits that
+    they are clipped to; dt_max None: no upper limit."""
 
     dt_softplus: bool = False
     dt_min: float = 0.0
@@ -28,18 +28,18 @@ class StepOptions(NamedTuple):
         return self.dt_min, math.inf if self.dt_max is None else self.dt_max
 
 
-NO_STEP_OPTIONS = StepOptions()
+NO_DT_OPTIONS = DtOptions()
 
 
-def step_options(dt_softplus: Any, dt_limit: Any) -> StepOptions:
-    """The StepOptions of these arguments of mamba2. TypeError, ValueError: dt_softplus is no bool, or dt_limit no pair of
-    numbers of which the first is not negative, and not above the second."""
+def make_dt_options(dt_softplus: Any, dt_limit: Any) -> DtOptions:
+    """The DtOptions of these arguments of mamba2. TypeError, ValueError: dt_softplus is no bool, or dt_limit is not a pair of
+    numbers 0 <= low <= high."""
     if not isinstance(dt_limit, (tuple, list)) or len(dt_limit) != 2:
         raise TypeError(f"dt_limit: must be a pair of numbers: {dt_limit=}")
     low, high = (check_number("dt_limit", x) for x in dt_limit)
     if low is None or high is None or not 0 <= low <= high or low == math.inf:
-        raise ValueError(f"dt_limit: must be two numbers, from 0 and ascending: {dt_limit=}")
-    return StepOptions(check_flag("dt_softplus", dt_softplus), float(low), None if high == math.inf else float(high))
+        raise ValueError(f"dt_limit: must be two numbers, 0 <= low <= high: {dt_limit=}")
+    return DtOptions(check_flag("dt_softplus", dt_softplus), float(low), None if high == math.inf else float(high))
 
 
 def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> None:
@@ -120,8 +120,8 @@ def split_state(name: str, state: Any, normalize: bool) -> tuple[Any, Any]:
 
 
 class SplitStates(NamedTuple):
-    """The states of a call of gradients, (state, z) each. inputs: the initial state, and the gradients of the last one.
-    gradients: those of the initial one."""
+    """The states of a call of a gradient, each as (state, z). inputs: the initial state, and the gradient of the last one.
+    gradients: the results for the gradient of the initial state."""
 
     inputs: tuple[Any, Any, Any, Any]
     gradients: tuple[Any, Any]

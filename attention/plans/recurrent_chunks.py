@@ -28,7 +28,7 @@ from ..parts.recurrent.gate_formulas import GateFormula
 from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Decay, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
-from .recurrent_checks import DTYPES, NO_STEP_OPTIONS, StepOptions, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim
 
 MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
 MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
@@ -45,9 +45,9 @@ ScratchShapes = list[tuple[tuple[int, ...], str]]
 
 
 @functools.lru_cache(1024)
-def intern_value(kind, *fields, **named):
-    """kind(*fields), the same object for equal fields: a look-up takes a tenth of the time of a construction."""
-    return kind(*fields, **named)
+def intern_value(cls, *fields, **keywords):
+    """cls(*fields, **keywords), the same object for equal arguments: a look-up takes a tenth of the time of a construction."""
+    return cls(*fields, **keywords)
 
 
 class Costs(NamedTuple):
@@ -76,14 +76,14 @@ def choose_segments(items: int, width: int, first_width: int, chunks: int, resid
         return math.ceil(blocks * -(-width // 2) / resident_ctas) * costs.two_consumers
 
     def time(segments):
-        last_pass, segment = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
+        last_pass, segment_chunks = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
         if segments == 1:
-            return last_pass * segment
+            return last_pass * segment_chunks
         if segments <= costs.composed_in_scan:
-            composing = (segments - 1) * COMPOSE_CHUNKS
+            compose_time = (segments - 1) * COMPOSE_CHUNKS
         else:
-            composing = costs.extra_launches + segments * costs.compose
-        return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment + composing
+            compose_time = costs.extra_launches + segments * costs.compose
+        return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment_chunks + compose_time
 
     return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_ctas)) + 1), key=time)
 
@@ -93,7 +93,7 @@ TOKEN_COSTS = Costs(two_consumers=1, first_pass=0.6, compose=0.5, extra_launches
 
 
 def count_chunks(extents: Mapping[str, int]) -> int:
-    """How many indices of chunks a batch has at most (SequenceLayout.chunk_index). extents: of a schema's axes."""
+    """The number of chunk indices of a batch, at most (SequenceLayout.chunk_index). extents: those of a schema's axes."""
     length = extents["seqlen"]
     if "ends" in extents:  # sequences are packed in one batch
         return length // chunk_hopper.CHUNK + extents["sequences"]
@@ -118,7 +118,7 @@ def plan_token_decay(
     arrays: Arrays,
     scale: float,
     vector_bytes: int = 0,
-    steps_of_time: StepOptions = NO_STEP_OPTIONS,
+    dt_options: DtOptions = NO_DT_OPTIONS,
     normalizer: Arrays | None = None,
     formula: GateFormula | None = None,
     scratch: ScratchAllocator | None = None,
@@ -127,47 +127,47 @@ def plan_token_decay(
     """(launches, scratch memory between them) for decays that are one number for each token and head, or for each head.
 
     arrays: those of chunk_hopper.py's kernel by the names of its parameters, states transposed. vector_bytes: how many bytes a
-    cp.async copies, 0 for TMA. steps_of_time: Mamba-2's. normalizer: the initial and final sum of keys as
-    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: of gates that are not in memory.
-    scratch: where the plan has other launches. chunk_states: where the states before all chunks are stored, by
-    SequenceLayout.chunk_index."""
+    cp.async copies, 0 for TMA. dt_options: those of Mamba-2's dt. normalizer: the initial and final sum of keys as
+    {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: that of gates which the kernel
+    computes; None for gates in memory. scratch: the allocator of the caller's plan, if that has other launches. chunk_states:
+    the array to store the states before all chunks in, by SequenceLayout.chunk_index."""
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
     arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
-    gate = _choose_gate(arrays, steps_of_time, scale_at_end, formula)
+    gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
     parts = arrays.get("gD"), normalizer, arrays.get("gZ"), chunk_states
     result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
-    local = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
-    segments = local.form.shape[2] if local else count_segments(problem, config, width)
+    local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
+    segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
         return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes
     steps = []
 
-    def launch(config, width: int, segments: int, scanned: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
-        return launch_scan(problem, config, width, segments, scanned, arrays, scale, states_per_sequence)
+    def launch(config, width: int, segments: int, scanned_segments: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
+        return launch_scan(problem, config, width, segments, scanned_segments, arrays, scale, states_per_sequence)
 
-    if segments > 1 and not local:
-        gate_of_states = _choose_gate(arrays, steps_of_time, False, formula)
+    if segments > 1 and not local_states_operand:
+        gate_of_states = _choose_gate(arrays, dt_options, False, formula)
         steps.append(_scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch))
-    initial, states_per_sequence = arrays.get("gInitialState"), 1
+    initial_state, states_per_sequence = arrays.get("gInitialState"), 1
     if segments > TOKEN_COSTS.composed_in_scan:
         local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
-        before_sequence, states_per_sequence = initial, segments
-        initial = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
+        sequence_states, states_per_sequence = initial_state, segments
+        initial_state = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
         steps.append(
             compose_segments(
                 problem,
                 segments,
                 (columns, problem.extents["key_dim"]),
                 False,
-                gInitialState=before_sequence,
-                gSegmentStates=initial,
+                gInitialState=sequence_states,
+                gSegmentStates=initial_state,
                 **local_states,
             )
         )
@@ -179,7 +179,7 @@ def plan_token_decay(
         z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
         steps.append(launch(z_config, 1, 1, 1, arrays | normalizer_arrays))
         arrays["gNormalizer"] = normalizers
-    arrays |= {"gInitialState": initial} | ({"states": chunk_states} if chunk_states else {})
+    arrays |= {"gInitialState": initial_state} | ({"states": chunk_states} if chunk_states else {})
     steps.append(launch(config, width, segments, segments, arrays, states_per_sequence))
     return steps, scratch.shapes
 
@@ -188,7 +188,7 @@ def plan_segment_states(
     problem: Problem,
     arrays: Arrays,
     vector_bytes: int = 0,
-    steps_of_time: StepOptions = NO_STEP_OPTIONS,
+    dt_options: DtOptions = NO_DT_OPTIONS,
     reverse: bool = False,
 ) -> tuple[list[Step], ScratchShapes]:
     """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
@@ -197,7 +197,7 @@ def plan_segment_states(
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     scratch = ScratchAllocator(problem)
     width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
-    gate = _choose_gate(arrays, steps_of_time)
+    gate = _choose_gate(arrays, dt_options)
     gate = intern_value(ReversedGate, gate) if reverse else gate
     segments = count_segments(problem, choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
     return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
@@ -209,17 +209,18 @@ def _scan_local_states(
     vector_bytes: int,
     gate: Gate,
     segments: int,
-    scanned: int,
+    scanned_segments: int,
     scratch: Callable[..., Operand],
 ) -> Step:
-    """The launch that computes the local states of the first `scanned` of the `segments`. Adds the results to `arrays`."""
+    """The launch that computes the local states of the first `scanned_segments` of the `segments`. Adds the results to
+    `arrays`."""
     sequences, heads, columns = problem("sequences", "heads", "value_dim")
     width = -(-columns // chunk_hopper.COLUMNS)
-    arrays["gLocalStates"] = scratch(sequences, heads, scanned, columns, problem.extents["key_dim"])
-    arrays["gTotalDecays"] = scratch(sequences, heads, scanned, 1)
+    arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
+    arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
     config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
-    from_zero = arrays | {"gInitialState": None, "gO": None}
-    return launch_scan(problem, config, width, segments, scanned, from_zero, 1.0)  # no scale without outputs
+    scan_arrays = arrays | {"gInitialState": None, "gO": None}
+    return launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, 1.0)  # no scale without outputs
 
 
 def launch_scan(
@@ -227,24 +228,24 @@ def launch_scan(
     config: chunk_hopper.Config,
     width: int,
     segments: int,
-    scanned: int,
+    scanned_segments: int,
     arrays: Arrays,
     scale: float,
     states_per_sequence: int = 1,
 ) -> Step:
-    """The launch of the chunk kernel of this configuration for the first `scanned` of the `segments`. width: the number of
-    blocks of columns of a head. states_per_sequence: 1 or the number of segments, the number of states in gInitialState for
-    each sequence."""
+    """The launch of the chunk kernel of this configuration for the first `scanned_segments` of the `segments`. width: the
+    number of blocks of columns of a head. states_per_sequence: 1 or the number of segments, the number of states in
+    gInitialState for each sequence."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     group = heads // key_heads
     blocks = group * width // config.consumers
     module = chunk_ampere if isinstance(config, chunk_ampere.Config) else chunk_hopper
     return kernel_for(module, config, problem.device).bind(
-        sequences * key_heads * scanned * blocks,
+        sequences * key_heads * scanned_segments * blocks,
         length=length,
         blocks=blocks,
         segments=segments,
-        scanned=scanned,
+        scanned_segments=scanned_segments,
         states_per_sequence=states_per_sequence,
         heads=key_heads,
         group=group,
@@ -269,27 +270,25 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
     return arrays
 
 
-def choose_mamba2_gate(steps_of_time: StepOptions) -> Mamba2Gate:
-    """The gates that time steps make."""
-    return intern_value(Mamba2Gate, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+def choose_mamba2_gate(dt_options: DtOptions) -> Mamba2Gate:
+    """The kind of gates that Mamba-2 computes from dt and A."""
+    return intern_value(Mamba2Gate, False, dt_options.dt_softplus, *dt_options.limits)
 
 
-def choose_mamba2_decay(steps_of_time: StepOptions) -> Mamba2Decay:
-    """The same without the weights of keys."""
-    return intern_value(Mamba2Decay, False, steps_of_time.dt_softplus, *steps_of_time.limits)
+def choose_mamba2_decay(dt_options: DtOptions) -> Mamba2Decay:
+    """The kind of gates that Mamba-2 computes from dt and A, without the weights of keys."""
+    return intern_value(Mamba2Decay, False, dt_options.dt_softplus, *dt_options.limits)
 
 
-def _choose_gate(
-    arrays: Arrays, steps_of_time: StepOptions, scale_at_end: bool = False, formula: GateFormula | None = None
-) -> Gate:
-    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate. formula: of gates that are not in memory."""
+def _choose_gate(arrays: Arrays, dt_options: DtOptions, scale_at_end: bool = False, formula: GateFormula | None = None) -> Gate:
+    """The kind of gates in these arrays. scale_at_end: see gates.DecayGate. formula: as in plan_token_decay."""
     gates = arrays.get("gGates")
     if gates is None:
         return intern_value(Gate)
     if formula is not None:
         return intern_value(FormulaGate, scale_at_end, formula)
     if arrays.get("gA"):
-        return choose_mamba2_gate(steps_of_time)
+        return choose_mamba2_gate(dt_options)
     return intern_value(HeadGate if len(gates.form.shape) == 2 else TokenGate, scale_at_end)
 
 
@@ -313,13 +312,18 @@ def count_segments(problem: Problem, config: chunk_hopper.Config, width: int) ->
     return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
 
 
-def _scan_shared_heads(problem: Problem, replaced: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
-    """The launch of mamba2_shared_heads_hopper.py's kernel in place of chunk_hopper.py's with the configuration `replaced`."""
+def _scan_shared_heads(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:
+    """The launch of mamba2_shared_heads_hopper.py's kernel, in place of chunk_hopper.py's with this configuration."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     group = heads // key_heads
     blocks = group * width // mamba2_shared_heads_hopper.CONSUMERS
     config = intern_value(
-        mamba2_shared_heads_hopper.Config, replaced.key_dim, replaced.dtype, replaced.gate, replaced.result, replaced.varlen
+        mamba2_shared_heads_hopper.Config,
+        chunk_config.key_dim,
+        chunk_config.dtype,
+        chunk_config.gate,
+        chunk_config.result,
+        chunk_config.varlen,
     )
     return kernel_for(mamba2_shared_heads_hopper, config, problem.device).bind(
         sequences * key_heads * blocks,
@@ -341,8 +345,8 @@ def plan_channel_decay(
     l2norm: bool = False,
     chunk_states: Operand | None = None,
 ) -> tuple[list[Step], ScratchShapes]:
-    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula: of
-    gates that are not in memory. chunk_states: where the states before all chunks are stored."""
+    """(launches, scratch memory between them) for decays of channels. arrays: those of gla_hopper.py's kernel. formula,
+    chunk_states: as in plan_token_decay."""
     batch, length, heads, key_heads, key_dim, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
@@ -370,17 +374,23 @@ def plan_channel_decay(
     if segments > 1:
         local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
-        initial = scratch(sequences * segments, heads, columns, key_dim)
+        segment_states = scratch(sequences * segments, heads, columns, key_dim)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState", "gFinalState")}
         inputs |= local_states | dict.fromkeys(("gInitialState", "gStates"))
-        steps.append(launch(gla_states_hopper, segments - 1, inputs | {"scanned": segments - 1, "scale": 1.0}))
-        first = arrays["gInitialState"]
+        steps.append(launch(gla_states_hopper, segments - 1, inputs | {"scanned_segments": segments - 1, "scale": 1.0}))
+        initial_state = arrays["gInitialState"]
         steps.append(
             compose_segments(
-                problem, segments, (columns, key_dim), True, gInitialState=first, gSegmentStates=initial, **local_states
+                problem,
+                segments,
+                (columns, key_dim),
+                True,
+                gInitialState=initial_state,
+                gSegmentStates=segment_states,
+                **local_states,
             )
         )
-        arrays = arrays | {"gInitialState": initial}
+        arrays = arrays | {"gInitialState": segment_states}
     arguments = arrays | {"gStates": chunk_states, "scale": scale}
     return [*steps, launch(gla_hopper, segments, arguments, stores_states=chunk_states is not None)], scratch.shapes
 

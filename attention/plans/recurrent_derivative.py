@@ -1,4 +1,4 @@
-"""The derivative of a member of linear attention, as torch's autograd (recurrent_autograd.py) and JAX take it."""
+"""The derivative of a function of the recurrent family, as torch's autograd (recurrent_autograd.py) and JAX take it."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ def no_second_derivatives(name: str) -> str:
 
 
 class GradientCall(NamedTuple):
-    """A call of a program of gradients. arrays: the places of its arrays among those that the caller has, -1 where there is
-    none. results: {input: the place of its gradient among the results}, of all that are computed."""
+    """A call of a program of gradients. arrays: the index of each of its arrays in the caller's list of arrays, -1 for an array
+    that is not passed. results: {input: the index of its gradient among the results} of all gradients that are computed."""
 
     arrays: tuple[int, ...]
     options: tuple
@@ -27,11 +27,11 @@ class GradientCall(NamedTuple):
 
 
 class RecurrentDerivative(NamedTuple):
-    """How a member is differentiated. name: of its function, as errors say it. program: that of its gradients. The arrays of
-    its schema are the member's inputs, and under their names with a d before them the gradients of results, which are inputs,
-    and those of inputs, which are outputs; its options are the member's, and `grads`. values: the input that outputs are like.
-    tiles: the inputs that torch.autocast casts. stored: the member's last result, which its program returns in training for the
-    program of gradients, if the options say so; the schemas of both have a row for it."""
+    """How a function of the family (a member) is differentiated. name: its name in errors. program: the program of its
+    gradients. The arrays of that program's schema are the member's inputs, the gradients of its results, and the gradients of
+    its inputs, which have the names of these with a d before them; its options are the member's, and `grads`. values: the input
+    whose shape and dtype `out` has. tiles: the inputs that torch.autocast casts. stored: the member's last result, which its
+    program returns in training for the program of gradients, if the options say so; the schemas of both have a row for it."""
 
     name: str
     program: Program
@@ -44,10 +44,10 @@ class RecurrentDerivative(NamedTuple):
         """The error message for a derivative of these gradients."""
         return no_second_derivatives(self.name)
 
-    def call(self, names: Sequence[str], wanted: Sequence[str], options: dict[str, Any]) -> GradientCall:
-        """The call that computes the gradients of the inputs `wanted`. names: of the arrays that there are. options:
-        those of the member, by name."""
-        schema, requested = self.program.schema, {*wanted}
+    def call(self, names: Sequence[str], requested_names: Sequence[str], options: dict[str, Any]) -> GradientCall:
+        """The call that computes the gradients of the inputs `requested_names`. names: those of the arrays that the caller has.
+        options: those of the member, by name."""
+        schema, requested = self.program.schema, {*requested_names}
         if options.get("normalize") and requested & STATES:
             requested |= STATES
         words = [word.removeprefix("grads:") for row in schema.arguments.values() for word in row.flags]

@@ -38,23 +38,26 @@ class GradientScan(NamedTuple):
         return -(-self.columns // chunk_hopper.COLUMNS)
 
     def config(self, problem: Problem, vector_bytes: int, result: ScanResult | None = None) -> chunk_hopper.Config:
-        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA. result: another one."""
+        """The configuration of the kernel. vector_bytes: how many bytes a cp.async copies, 0 for TMA. result: computed in place
+        of the scan's own."""
         result = result or self.result
         dtype, padded = DTYPES[problem.dtype], pad_key_dim(self.key_dim, chunk_hopper.KEY_DIMS)
         gate = intern_value(ReversedGate, self.gate) if self.reverse else self.gate
         if vector_bytes:
             return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
         heads, key_heads = problem("heads", "heads_k")
-        alike = self.width if result.groups_queries else heads // key_heads * self.width  # blocks with the same queries
-        consumers = 2 if alike % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
+        sharing_blocks = (
+            self.width if result.groups_queries else heads // key_heads * self.width
+        )  # blocks with the same queries
+        consumers = 2 if sharing_blocks % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
         config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, result, is_varlen(problem))
         return config if config.supports_result else dataclasses.replace(config, consumers=1)
 
     def plan(
         self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays, scratch: Callable[..., Operand]
     ) -> list[Step]:
-        """The launches for these arrays, by the names of the kernel's parameters: one, or if few long sequences are cut into
-        segments those that compute the states before these, too."""
+        """The launches for these arrays, by the names of the kernel's parameters: one; if few long sequences are cut into
+        segments, also those that compute the states before segments."""
         config = self.config(problem, vector_bytes)
         segments = recurrent_chunks.count_segments(problem, config, self.width)
         if segments == 1:
@@ -69,10 +72,10 @@ class GradientScan(NamedTuple):
         steps = [launch_scan(problem, config_of_states, self.width, segments, segments - 1, inputs, scale)]
         if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
             return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays | local_states, scale)]
-        before = scratch(sequences * segments, heads, self.columns, self.key_dim)
-        composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": before}
+        segment_states = scratch(sequences * segments, heads, self.columns, self.key_dim)
+        composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": segment_states}
         steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
-        arrays = arrays | {"gInitialState": before}
+        arrays = arrays | {"gInitialState": segment_states}
         return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays, scale, segments)]
 
 
@@ -87,8 +90,9 @@ def plan_chunk_gradients(
     problem: Problem, arrays: Arrays, scale: float, vector_bytes: int, scratch: ScratchAllocator
 ) -> list[Step]:
     """The launches for the gradients of linear attention without decays of channels. arrays: gradient_arrays, or those of
-    another member that has these, by the names of linear_backward; dq and dk are those of each value head if they are
-    float32, as dv may be. vector_bytes: how many bytes a cp.async copies, 0 for TMA."""
+    another member that has these, by the names of linear_backward. If dq and dk are float32, they are the gradients of each
+    value head, not summed over those that share a key head; dv may be float32, too. vector_bytes: how many bytes a cp.async
+    copies, 0 for TMA."""
     key_dim, value_dim = problem("key_dim", "value_dim")
     queries, keys, values = _choose_scans(problem, arrays, bool(vector_bytes))
     sums_heads = queries.result.unrounded and not wants_value_heads(arrays)
@@ -96,18 +100,20 @@ def plan_chunk_gradients(
     shared["gCuSeqlens"] = problem["cu_seqlens"]
     dout, q, k, v = (arrays[name] for name in ("dout", "q", "k", "v"))
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
-    first, last = arrays["initial_state"], arrays["dstate"]
-    query_arrays = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": first}
-    key_arrays = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": last}
+    initial_state, dstate = arrays["initial_state"], arrays["dstate"]
+    query_arrays = shared | {"gQ": dout, "gK": v, "gV": k, "gO": outputs["dq"], "gInitialState": initial_state}
+    key_arrays = shared | {"gQ": v, "gK": dout, "gV": q, "gO": outputs["dk"], "gInitialState": dstate}
     key_arrays["gFinalState"] = arrays["dinitial_state"]
     value_arrays = shared | {"gQ": k, "gK": q, "gV": dout, "gO": arrays["dv"]}
-    value_arrays["gInitialState"] = last and last.permuted(SWAP_STATE_AXES)
+    value_arrays["gInitialState"] = dstate and dstate.permuted(SWAP_STATE_AXES)
     finish: list[Step] = []
     if arrays["ddecay"]:
         config = keys.config(problem, vector_bytes)
-        parts = config.row_parts * keys.width
+        row_parts = config.row_parts * keys.width
         state_parts = WARPS * keys.width * config.key_parts
-        dots, finish = plan_gate_sums(problem, arrays, scratch, carried=state_parts, states=state_parts, parts=parts)
+        dots, finish = plan_gate_sums(
+            problem, arrays, scratch, carried_parts=state_parts, state_parts=state_parts, row_parts=row_parts
+        )
         chunks, heads = count_chunk_indices(problem), problem.extents["heads"]
         states = scratch(chunks, heads, key_dim, value_dim, dtype=problem.dtype)
         chunk_arrays = {"states": states, "carried_dots": dots["gCarriedDots"], "state_dots": dots["gStateDots"]}
@@ -152,7 +158,7 @@ def _choose_scans(problem: Problem, arrays: Arrays, by_cp_async: bool) -> tuple[
 
 
 def count_chunk_indices(problem: Problem) -> int:
-    """How many indices of chunks there are at most (SequenceLayout.chunk_index)."""
+    """The number of chunk indices of all batches, at most (SequenceLayout.chunk_index)."""
     return problem.extents["batch"] * recurrent_chunks.count_chunks(problem.extents)
 
 
@@ -168,47 +174,53 @@ def choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> t
 
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
-    """A decay of each head as one of each token, which strides of 0 bytes repeat."""
+    """A decay (B, S, H) as it is; a decay (H,) of each head as such a view, in which strides of 0 bytes repeat it."""
     return (
         decay if len(decay.form.shape) > 1 else decay.spread(0, problem.extents["seqlen"]).spread(0, problem.extents["batch"])
     )
 
 
 def partial_gradients(problem: Problem, scratch: Callable[..., Operand]) -> Operand:
-    """Memory for a gradient of q or k for each value head."""
+    """Scratch memory for the gradient of q or k of each value head, in float32."""
     return scratch(*problem("batch", "seqlen", "heads", "key_dim"))
 
 
 def gate_dots(
-    problem: Problem, scratch: Callable[..., Operand], carried: int, states: int, parts: int = 1, subtracted: bool = False
+    problem: Problem,
+    scratch: Callable[..., Operand],
+    carried_parts: int,
+    state_parts: int,
+    row_parts: int = 1,
+    subtracts_key_dots: bool = False,
 ) -> Arrays:
-    """Memory for what gates' gradients are made of. The arguments are those of plan_gate_sums."""
+    """Scratch memory for the sums that the decay's gradient is computed from. The arguments are those of plan_gate_sums."""
     batch, length, heads = problem("batch", "seqlen", "heads")
     dots: Arrays = {  # of rows along tokens, as they are read
-        name: scratch(batch, heads * parts, length).permuted((0, 2, 1))
-        for name in ("gQueryDots", "gKeyDots")[: 1 if subtracted else 2]
+        name: scratch(batch, heads * row_parts, length).permuted((0, 2, 1))
+        for name in ("gQueryDots", "gKeyDots")[: 1 if subtracts_key_dots else 2]
     }
     chunks = count_chunk_indices(problem)
-    return dots | {"gCarriedDots": scratch(chunks, heads, carried), "gStateDots": scratch(chunks, heads, states)}
+    return dots | {"gCarriedDots": scratch(chunks, heads, carried_parts), "gStateDots": scratch(chunks, heads, state_parts)}
 
 
 def plan_gate_sums(
     problem: Problem,
     arrays: Arrays,
     scratch: Callable[..., Operand],
-    carried: int,
-    states: int,
-    parts: int = 1,
-    subtracted: bool = False,
+    carried_parts: int,
+    state_parts: int,
+    row_parts: int = 1,
+    subtracts_key_dots: bool = False,
 ) -> tuple[Arrays, list[Step]]:
-    """(memory for what the decay's gradient is made of, by the names of gate_gradient.py's parameters; the launches that
-    compute the gradient from it). carried, states: how many parts of the sums of a chunk and head there are, of what k . dk has
-    from dS and of <S, dS>; parts: of a row sum. subtracted: does gQueryDots have the difference of both row sums?"""
+    """(scratch memory for the sums that the decay's gradient is computed from, by the names of gate_gradient.py's parameters;
+    the launches that compute it). carried_parts, state_parts: in how many parts a kernel stores the carried dots and <S, dS> of
+    a chunk and head; row_parts: a row's dots. subtracts_key_dots: does gQueryDots hold q . dq - k . dk, so that there is no
+    gKeyDots?"""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
-    dots = gate_dots(problem, scratch, carried, states, parts, subtracted)
+    dots = gate_dots(problem, scratch, carried_parts, state_parts, row_parts, subtracts_key_dots)
     groups, splits = -(-heads // gate_gradient.WARPS), -(-chunks // sequences)
     partial = scratch(sequences * splits, heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
@@ -222,14 +234,14 @@ def plan_gate_sums(
         splits=splits,
         heads=heads,
         groups=groups,
-        parts=parts,
+        parts=row_parts,
         **{"gKeyDots": None} | dots,
     )
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 
 
 def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None) -> list[Step]:
-    """The launch that adds the partial gradients of each key head, which lie side by side; none if there are no tokens."""
+    """The launch that adds the partial gradients of each key head, which lie side by side; no launch if there are no tokens."""
     batch, length, key_heads, key_dim = problem("batch", "seqlen", "heads_k", "key_dim")
     if not batch * length:
         return []
@@ -256,7 +268,8 @@ def plan_accumulation(
     vector_bytes: int,
     scratch: ScratchAllocator,
 ) -> list[Step]:
-    """The launches of `plan`, whose other arguments these are, and those that add what it computes to arrays of float32."""
+    """The launches of `plan`, called with these arguments but with scratch memory for its results, and the launches that add
+    these results to `arrays`, which are float32."""
     tokens, key_dim = problem("batch", "seqlen", "heads"), problem.extents["key_dim"]
     names = [name for name in ("dq", "dk", "dv", "ddecay", "dinitial_state", "dinitial_z") if arrays.get(name)]
     sums = {name: x for name in names for x in [arrays[name]] if x}
@@ -265,13 +278,13 @@ def plan_accumulation(
     steps = plan(problem, arrays | gradients, scale, vector_bytes, scratch)
     for name, x in sums.items():
         if 0 not in x.form.shape:
-            steps.append(_add(problem, name, gradients[name], x))
+            steps.append(_plan_addition(problem, name, gradients[name], x))
     return steps
 
 
-def _add(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
+def _plan_addition(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
     """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
-    gradients, total = (_with_tokens_and_heads(name, x) for x in (gradients, total))
+    gradients, total = (_view_as_tokens(name, x) for x in (gradients, total))
     batch, rows, heads, columns = total.form.shape
     tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
     return kernel_for(sum_head_groups, sum_head_groups.ACCUMULATE, problem.device).bind(
@@ -285,8 +298,8 @@ def _add(problem: Problem, name: str, gradients: Operand, total: Operand) -> Ste
     )
 
 
-def _with_tokens_and_heads(name: str, x: Operand) -> Operand:
-    """A gradient as (batch, token, head, column), where a channel of a state takes the place of a token."""
+def _view_as_tokens(name: str, x: Operand) -> Operand:
+    """A gradient of any of these names as (batch, token, head, column); of a state the channels of keys count as tokens."""
     if name == "dinitial_state":
         return x.swapaxes(1, 2)
     if name == "dinitial_z":

@@ -13,27 +13,28 @@ from ..kernels import short_conv, short_conv_backward
 from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS, ConvConfig
 from .recurrent_checks import DTYPES, is_varlen
 
-MIN_TOKENS = 16  # of a block
+MIN_TOKENS = 16  # the least tokens of a block
 
 
 @watched_function
-def tokens_of_block(length: int, batch: int, panels: int, warps: int, max_tokens: int) -> int:
-    """How many tokens a block has, a multiple of STEP, at most `max_tokens`: so many that the blocks of all panels of channels
-    fill the warps that run at a time once, or a whole number of times."""
+def choose_block_tokens(length: int, batch: int, panels: int, warps: int, max_tokens: int) -> int:
+    """The number of tokens of a block, a multiple of STEP, at most `max_tokens`. It is chosen so that the blocks of all panels
+    of channels fill the resident warps a whole number of times."""
     rounds = max(1, -(-length * batch * panels // (warps * max_tokens)))
     blocks = max(1, warps * rounds // max(1, batch * panels))
     return max(MIN_TOKENS, -(-length // (blocks * STEP)) * STEP)
 
 
 class TokenGrid:
-    """How the tokens of a problem are divided. tokens: of a block; blocks: of a sequence that is not packed; count: of all
-    sequences; panels: of channels, for each of which there are so many blocks. A warp has a block of a panel."""
+    """How the tokens of a problem are divided into blocks, one a warp for each panel of channels. tokens: the tokens of a
+    block. blocks: the blocks of a sequence that is not packed; count: those of all sequences. panels: the panels of
+    channels."""
 
     def __init__(self, problem: Problem, config: ConvConfig):
         batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
         self.panels = -(-channels // CHANNELS)
         warps = WARPS * config.ctas_per_sm * machine(problem.device).processors
-        self.tokens = tokens_of_block(length, batch, self.panels, warps, config.max_tokens)
+        self.tokens = choose_block_tokens(length, batch, self.panels, warps, config.max_tokens)
         self.blocks = -(-length // self.tokens) if length else 1
         self.count = length // self.tokens + sequences if is_varlen(problem) else self.blocks * batch
         self.thread_blocks = -(-self.count * self.panels // WARPS)
@@ -53,7 +54,7 @@ def bias_row(problem: Problem) -> Operand | None:
 
 
 def check_window(problem: Problem, *windows: str) -> None:
-    """ValueError: no kernel has the width of the weights, or one of these arrays has a window of another width."""
+    """ValueError: no kernel serves the width of the weights, or the window of one of these arrays does not fit it."""
     width, length = problem("width", "seqlen")
     if width not in WIDTHS:
         raise problem.error("weight", f"width must be from {WIDTHS[0]} to {WIDTHS[-1]}: {width}", "weight")
@@ -65,8 +66,8 @@ def check_window(problem: Problem, *windows: str) -> None:
 
 
 def is_aligned(problem: Problem, *names: str) -> bool:
-    """Can a lane's part of each row of these arrays be moved at once, and are rows from 0 to 2 GiB apart, as lines need it?
-    Arrays without elements have no strides."""
+    """Can a lane load its part of each row of these arrays with one instruction, and are row strides from 0 to 2 GiB, as
+    short_conv.TokenLines needs them? Arrays without elements have no strides."""
     if not problem.extents["seqlen"] or problem.extents["channels"] % (ALIGNMENT // 2):
         return False
     strides_fit = all([0 <= problem.forms[name].strides[1] < 2**31 for name in names if name in problem])
@@ -101,15 +102,18 @@ def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
     return Plan([launch])
 
 
-def plan_short_conv_gradients(problem: Problem, silu: bool, wanted: dict[str, bool]) -> Plan:
-    """The Plan of a call of short_conv_backward. wanted: are dbias and dinitial_state results?"""
+def plan_short_conv_gradients(problem: Problem, silu: bool, requested: dict[str, bool]) -> Plan:
+    """The Plan of a call of short_conv_backward. requested: are dbias and dinitial_state results?"""
     check_window(problem, "initial_state", "dstate")
     if not problem.extents["channels"]:
         return Plan([])
     config = config_for(problem, short_conv_backward.Config, silu, "dout", "x", "dx")
     grid, width, device = TokenGrid(problem, config), problem.extents["width"], problem.device
     shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
-    sums, results = problem.scratch(0, *shape), {name: problem[name] if wants else None for name, wants in wanted.items()}
+    sums, results = (
+        problem.scratch(0, *shape),
+        {name: problem[name] if is_requested else None for name, is_requested in requested.items()},
+    )
     steps: list[Any] = []
     if problem.extents["sequences"]:
         steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))

@@ -19,7 +19,7 @@ def check_grid(problem: Problem) -> None:
 
 
 def decay_kind(decay: Operand | None) -> str:
-    """What has a decay of its own, as configurations name it: "token" (or a head), "channel", or "" if nothing decays."""
+    """The kind of a decay as configurations name it: "token" (of each token, or of each head), "channel", "" for None."""
     if decay is None:
         return ""
     return "channel" if len(decay.form.shape) == 4 else "token"
@@ -34,8 +34,9 @@ def launch(
     columns: int = 0,
     raw: RawOptions = NOT_RAW,
 ) -> Step:
-    """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: of a state, if
-    it has more of them than v. raw: what kernels compute of raw inputs. ValueError: too many heads or sequences for a grid."""
+    """The launch for arrays (B, S, H, D), by the names of the kernel's parameters. single: see Config. columns: those of a
+    state, if it has more of them than v. raw: the formulas for raw inputs. ValueError: too many heads or sequences for a
+    grid."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     length = problem.extents.get("seqlen", 1)
     columns = columns or value_dim

@@ -1,6 +1,6 @@
-"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py): for what the
-registers and shared memory of chunk kernels do not hold. Three walks, whose gradients of queries and keys are float32
-until those of the gates are computed."""
+"""The plan of linear attention's gradients token by token (linear_token_loop.py, gate_gradient_token_loop.py), for problems
+whose tiles do not fit the registers or shared memory of chunk kernels. Three walks; the gradients of queries and keys stay
+float32 until those of the gates have been computed from them."""
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -57,9 +57,9 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     last_state = None
     if wants_gates and arrays["dstate"]:
         last_state = scratch(sequences, heads, value_dim, key_dim)
-    query_arrays = _arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
-    key_arrays = _arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
-    value_arrays = _arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
+    query_arrays = _walk_arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
+    key_arrays = _walk_arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
+    value_arrays = _walk_arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
     steps = [
         _walk(problem, decay, scale, query_arrays, value_dim, key_dim, reverse=False, groups_queries=True),
         _walk(problem, decay, scale, key_arrays, value_dim, key_dim, reverse=True, groups_queries=True),
@@ -72,11 +72,16 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     return steps
 
 
-def _arrays(
-    q: Operand | None, k: Operand | None, v: Operand | None, out: Operand | None, first: Operand | None, last: Operand | None
+def _walk_arrays(
+    q: Operand | None,
+    k: Operand | None,
+    v: Operand | None,
+    out: Operand | None,
+    initial_state: Operand | None,
+    final_state: Operand | None,
 ) -> Arrays:
     """The arrays of a walk by the names of the kernel's parameters."""
-    return {"gQ": q, "gK": k, "gV": v, "gOut": out, "gInitialState": first, "gFinalState": last}
+    return {"gQ": q, "gK": k, "gV": v, "gOut": out, "gInitialState": initial_state, "gFinalState": final_state}
 
 
 def _walk(
@@ -89,15 +94,15 @@ def _walk(
     reverse: bool,
     groups_queries: bool,
 ) -> Step:
-    """The launch of a walk whose states have so many rows and columns. groups_queries: see linear_token_loop.Config; the
+    """The launch of a walk with states of this many rows and columns. groups_queries: see linear_token_loop.Config; the
     channels of the keys, which decay, are then the columns."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    kind = ""
+    decays = ""
     if decay is not None:
         by_channel = len(decay.form.shape) == 4
-        kind = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
+        decays = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
         decay = decay if by_channel else spread_to_tokens(problem, decay).spread(3, max(rows, columns))
-    config = linear_token_loop.Config(rows, kind, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries)
+    config = linear_token_loop.Config(rows, decays, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries)
     parts = -(-columns // config.columns)
     blocks = parts if config.splits_rows else -(-parts // WARPS)
     return kernel_for(linear_token_loop, config, problem.device).bind(
@@ -115,8 +120,9 @@ def _walk(
 def sum_gates_by_token(
     problem: Problem, arrays: Arrays, partial: Arrays, last_state: Operand | None, d_last: Operand | None, delta: bool = False
 ) -> Step:
-    """The launch that computes the decay's gradient. partial: gradients of queries and keys for each value head. last_state,
-    d_last: transposed. delta: see gate_gradient_token_loop.Config."""
+    """The launch that computes the decay's gradient. partial: the gradients of queries and keys for each value head.
+    last_state: the state after the last token, d_last its gradient, both transposed. delta: see
+    gate_gradient_token_loop.Config."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     key_dim, value_dim = problem("key_dim", "value_dim")
     decay, gradient = arrays["decay"], arrays["ddecay"]

@@ -81,7 +81,7 @@ def based(
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     state, z = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state
-    if requires_grad(*(learned := (q, k, v, state, z))) or torch_op.is_mapped_with_grad(learned):
+    if requires_grad(*(differentiable := (q, k, v, state, z))) or torch_op.is_mapped_with_grad(differentiable):
         refuse_with_gradients(out=out, stream=stream)
         inputs = q, k, v, cu_seqlens, state, z
         results = recurrent_autograd().call_with_gradients("based", inputs, options, layout)

@@ -58,8 +58,8 @@ def based_backward(
     stream: Any = None,
 ) -> tuple[Any, ...]:
     """Gradients of attention.based. For a loss L, dout = dL/dout and dstate = dL/dstate, of the state that it returns. Based is
-    linear(f(scale q), f(k), v, scale=1), where f has 160 features and the squares of f(k) are halved; these are the gradients
-    of attention.linear_backward, of which df goes back to rows x by
+    linear(f(scale q), f(k), v, scale=1), where f has 160 features and the squares of f(k) are halved. So its gradients are
+    those of attention.linear_backward, and from the gradient df of features that of a row x is
 
         dx_i = df_i + sum over j of df_ij x_j
 
@@ -71,18 +71,18 @@ def based_backward(
     dinitial_state: as initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that
     share a key head add to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    On Hopper, where Dv is at most 64, two walks over the chunks of a head compute all of it, and nothing but q, k, v, dout, the
-    gradients and two numbers a token and head goes through memory. Otherwise features and their gradients, 10 times the size of
-    q and k, do, in q's dtype; the three scans of linear attention pad them to 256 channels; and normalize=True adds two walks
-    token by token: all of this is slow. In float16 features, their gradients and the elements of states must stay below 65504.
-    All sums are made in a fixed order: the same bits every time.
+    On Hopper, where Dv is at most 64, two walks over the chunks of a head compute all gradients, and read and write only q, k, v,
+    dout, the gradients and two numbers for each token and head. Otherwise features and their gradients, 10 times the size of q
+    and k, are written to memory in q's dtype, the three scans of linear attention pad them to 256 channels, and normalize=True
+    adds two walks token by token, which is slow. In float16 features, their gradients and the elements of states must stay below
+    65504. All sums are made in a fixed order: the same bits every time.
 
     Returns (dq, dk, dv), followed by dinitial_state if there is an initial state, unless it is False. On GPUs since Ampere.
     Arrays, `stream` and errors are those of based."""
     normalize = check_flag("normalize", normalize)
-    grads, (into,) = choose_optional_gradients(dinitial_state=(initial_state, dinitial_state))
+    grads, (dinitial_state_out,) = choose_optional_gradients(dinitial_state=(initial_state, dinitial_state))
     grads += " dinitial_z" * (normalize and bool(grads))
-    states = recurrent_checks.split_states(normalize, initial_state, dstate, into)
+    states = recurrent_checks.split_states(normalize, initial_state, dstate, dinitial_state_out)
     arrays = dout, q, k, v, cu_seqlens, *states.inputs, dq, dk, dv, *states.gradients
     results = _based_backward(stream, arrays, (check_number("scale", scale), normalize, grads), layout)
     return (*results[:-2], results[-2:]) if "dinitial_z" in grads else results

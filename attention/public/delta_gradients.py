@@ -93,8 +93,10 @@ def delta_rule_backward(
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
     derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
     refuse_raw(beta=beta, decay=decay)
-    grads, more = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
-    arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *more
+    grads, optional_gradients = choose_optional_gradients(
+        ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
+    )
+    arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *optional_gradients
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), grads, family), layout)
 
 

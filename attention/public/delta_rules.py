@@ -107,9 +107,9 @@ def delta_rule(
 
     It is stable where beta |k|^2 is between 0 and 2. Relative errors of bfloat16 outputs are 4e-3 to 8e-3 for keys at random.
     They are greatest if all keys are the same, because the terms of the UT transform then cancel: 2e-2 for beta 1, 4e-2 to 0.5
-    for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. By family="sm_80", whose inverses
-    and what they multiply have 16 bits, they are 2e-2 for beta 1 and 3e-2 to 5e-2 up to 2: use that for keys that repeat with
-    beta near 2. float16 has an eighth of that; its range is that of attention.linear.
+    for 1.9, and no digit is left at 1.99; with decays of channels 4e-2, and 0.1 from 1.5 on. With family="sm_80", where the
+    inverses and their factors have 16 bits, they are 2e-2 for beta 1 and 3e-2 to 5e-2 up to 2: use that for keys that repeat
+    with beta near 2. Errors of float16 are an eighth of these; its range is that of attention.linear.
 
     decay: log decays, never positive: None; (H,), the same for all tokens; (B, S, H), for each token; or (B, S, H, Dk), for
     each token and channel of the keys. It and beta may be raw, as a layer projects them: attention.gates. scale: Dk^-1/2 by
@@ -124,27 +124,29 @@ def delta_rule(
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
 
-    On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. For a few long sequences with Dk up to 128 what
-    does not depend on the state is computed of all chunks at once, in scratch memory, or they are cut into segments of chunks,
-    which are processed at the same time (docs/linear.md). Views whose addresses or strides are not multiples of 16
-    bytes are copied first. With decays of channels, chunks in which a channel decays by more than exp(-119), or exp(-15) for
-    float16, take up to 2.6 times as long as others (docs/speed.md).
+    On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 take two
+    passes: the first computes everything that does not depend on the state, for all chunks at once, in scratch memory. Or they
+    are cut into segments of chunks, which are processed at the same time (docs/linear.md). Inputs whose addresses or strides
+    are not multiples of 16 bytes are copied first. With decays of channels, chunks in which a channel decays by more than
+    exp(-119), or exp(-15) for float16, take up to 2.6 times as long as others (docs/speed.md).
 
-    Other GPUs, and such an `out`, are served in chunks by mma.sync and cp.async: what does not depend on the state first, in
-    scratch memory, 25 KiB for each chunk of a head, 73 for Dk 128 with decays of channels. Dk above 128 is served token by
-    token there, and on Hopper if channels have decays: all factors and sums are float32; correct, and slow.
+    Calls on other GPUs, and those whose `out` has other addresses or strides, use mma.sync and cp.async, in two passes, too;
+    their scratch memory is 25 KiB for each chunk of a head, 73 for Dk 128 with decays of channels. Dk above 128 is computed
+    token by token there, and on Hopper if channels have decays: all factors and sums are float32; correct, and slow.
 
     Arrays, `stream`, `family` ("sm_80" is mma.sync and cp.async) and errors are those of attention.forward. out and state have
     gradients, in torch and JAX: `delta_rule_backward`. flash-linear-attention's names: attention.compat.fla."""
     return_state = check_flag("return_state", return_state)
     options = check_number("scale", scale), return_state, family
     if is_raw(decay, beta, qk_l2norm):
-        others = check_flag("qk_l2norm", qk_l2norm), layout, (v, initial_state)
-        q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, *others)
+        split_arguments = check_flag("qk_l2norm", qk_l2norm), layout, (v, initial_state)
+        q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, *split_arguments)
         if raw is not NOT_RAW:
             arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
-    if requires_grad(*(learned := (q, k, v, beta, decay, initial_state))) or torch_op.is_mapped_with_grad(learned):
+    if requires_grad(*(differentiable := (q, k, v, beta, decay, initial_state))) or torch_op.is_mapped_with_grad(
+        differentiable
+    ):
         refuse_with_gradients(out=out, stream=stream)
         inputs = q, k, v, beta, decay, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("delta_rule", inputs, options, layout)
@@ -164,19 +166,19 @@ def _delta_rule_raw(problem: Problem, scale: float | None, return_state: bool, f
 
 
 def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None, raw: RawOptions) -> Plan:
-    """The Plan of a call of delta_rule. raw: what kernels compute of raw inputs."""
+    """The Plan of a call of delta_rule. raw: the formulas that kernels apply to raw inputs."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
-    widest = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
-    if family == HOPPER_FAMILY and key_dim > widest:
-        raise ValueError(f"family: sm_90 takes keys of at most {widest} columns: {family=}, q has {key_dim}")
+    max_key_dim = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
+    if family == HOPPER_FAMILY and key_dim > max_key_dim:
+        raise ValueError(f"family: sm_90 takes keys of at most {max_key_dim} columns: {family=}, q has {key_dim}")
     if recurrent_checks.has_nothing_to_compute(problem, return_state):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
     gates, on_hopper = gate_operand(problem), uses_hopper_kernels(problem, family, by_tma(problem, "out"))
-    if on_hopper and key_dim <= widest and batch * length:
+    if on_hopper and key_dim <= max_key_dim and batch * length:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         return Plan(*_plan_chunks(problem, arrays, by_channel, scale, raw))
     if serves_delta_chunks(problem):
@@ -225,7 +227,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
         scratch = recurrent_chunks.ScratchAllocator(problem)
         arrays |= {"gGates": problem["decay"], "gQ": problem["k"], "gO": None}
         return Plan(plan_delta_chunks(problem, arrays, 0.0, scratch, columns=columns), scratch.shapes)
-    outputs = (batch, length, heads, value_dim), "bfloat16"  # which the token loop writes and nothing reads
+    outputs = (batch, length, heads, value_dim), "bfloat16"  # the token loop writes them, and nobody reads them
     arrays |= {"gQ": problem["k"], "gDecay": problem["decay"], "gOut": problem.scratch(0, *outputs)}
     return Plan([token_loop.launch(problem, arrays, 0.0, columns=columns)], [outputs])
 
@@ -236,9 +238,11 @@ def _plan_chunks(
     """(launches of Hopper's kernels, scratch memory between them): one of a kernel that computes everything itself, or those of
     a walk if sequences are few (plans/delta_walk.py), or with decays of channels three if sequences are cut into segments."""
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    inside = by_channel or problem.dtype == "bfloat16"  # are queries and keys normalised by the kernels? See l2norm.py
-    steps, copies = prepare_rows(problem, scratch, raw.l2norm and not inside, channel_gates=by_channel)
-    raw = raw._replace(l2norm=raw.l2norm and inside)
+    kernel_normalizes = (
+        by_channel or problem.dtype == "bfloat16"
+    )  # are queries and keys normalised by the kernels? See l2norm.py
+    steps, copies = prepare_rows(problem, scratch, raw.l2norm and not kernel_normalizes, channel_gates=by_channel)
+    raw = raw._replace(l2norm=raw.l2norm and kernel_normalizes)
     arrays = arrays | copies
     if by_channel:
         plan = plan_channel_walk if serves_channel_walk(problem) else _plan_channels
@@ -264,15 +268,17 @@ def _plan_channels(
     segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, chunks_per_sequence, processors, costs)
     steps = []
     if segments > 1:
-        scanned, both_columns = segments - 1, columns + key_dim  # of [N | M]
-        transitions = scratch(sequences * scanned, heads, key_dim, both_columns)
+        scanned_segments, both_columns = segments - 1, columns + key_dim  # of [N | M]
+        transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
         inputs["gFinalState"] = transitions
-        grid = {"segments": segments, "scanned": scanned}
-        steps.append(_scan_chunks(problem, inputs, both_columns, kda_states_hopper, scanned, raw, values=columns, **grid))
-        compose, before = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
+        grid = {"segments": segments, "scanned_segments": scanned_segments}
+        steps.append(
+            _scan_chunks(problem, inputs, both_columns, kda_states_hopper, scanned_segments, raw, values=columns, **grid)
+        )
+        compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
         steps.append(compose)
-        arrays = arrays | {"gInitialState": before}
+        arrays = arrays | {"gInitialState": segment_states}
     return [*steps, _scan_chunks(problem, arrays, columns, kda_hopper, segments, raw, segments=segments, scale=scale)]
 
 
@@ -286,11 +292,14 @@ def _scan_chunks(
     **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. raw: what the kernel computes of raw inputs. numbers: its further arguments."""
+    columns. raw: the formulas that the kernel applies to raw inputs. numbers: its further arguments."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
-    one_each = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
-    sizes = pad_key_dim(key_dim, delta_hopper.STAGES), 1 if one_each or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
+    fits_one_wave = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
+    sizes = (
+        pad_key_dim(key_dim, delta_hopper.STAGES),
+        1 if fits_one_wave or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2),
+    )
     dtype = DTYPES[problem.dtype]
     if module in (kda_hopper, kda_states_hopper):
         config = module.Config(

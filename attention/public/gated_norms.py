@@ -32,7 +32,7 @@ GATED_NORM_BACKWARD = Schema("gated_rms_norm_backward", "    dout  (batch, seqle
 
 
 def check_options(eps: Any, activation: Any, norm_before_gate: Any) -> tuple[float, str, bool]:
-    """The options of a call. ValueError, TypeError: they are no such options."""
+    """(eps, activation, norm_before_gate) of a call. ValueError, TypeError: one of them has no such value or type."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: must be one of {ACTIVATIONS}: {activation=}")
     return cast(float, check_positive("eps", eps)), activation, check_flag("norm_before_gate", norm_before_gate)
@@ -54,17 +54,17 @@ def gated_rms_norm(
 
         y = norm(x) act(gate), or with norm_before_gate=False norm(x act(gate)), with norm(u) = weight u / sqrt(mean(u^2) + eps)
 
-    x, gate, out: (B, S, H, D), bfloat16 or float16, D a multiple of 32 up to 8192; the heads of a token one behind the other,
-    any other strides: the gate may be a view of a projection. weight: (D), of all heads, or (H, D); float32, bfloat16 or
-    float16. Groups of a row that have means of their own (Mamba-2) are heads. activation: act, "silu" (Qwen, Mamba-2) or
-    "sigmoid" (Kimi). Without a gate the norm alone. All of it is computed in float32, and rounded once.
+    x, gate, out: (B, S, H, D), bfloat16 or float16, D a multiple of 32 up to 8192; the heads of a token must be contiguous, all
+    other strides are free: the gate may be a view of a projection. weight: (D), the same for all heads, or (H, D); float32,
+    bfloat16 or float16. Groups of a row that have means of their own (Mamba-2) are heads. activation: act, "silu" (Qwen,
+    Mamba-2) or "sigmoid" (Kimi). Without a gate this is the norm alone. It is computed in float32, and rounded once.
 
     Returns `out`, the same kind of array as x, at memory speed, on GPUs since Ampere. Gradients: gated_rms_norm_backward, which
     torch's autograd and jax.grad call. Arrays, `stream` and errors are those of attention.forward."""
     options = check_options(eps, activation, norm_before_gate)
-    if requires_grad(*(learned := (x, weight, gate))) or torch_op.is_mapped_with_grad(learned):
+    if requires_grad(*(differentiable := (x, weight, gate))) or torch_op.is_mapped_with_grad(differentiable):
         refuse_with_gradients(out=out, stream=stream)
-        return recurrent_autograd().call_with_gradients("gated_rms_norm", learned, options)
+        return recurrent_autograd().call_with_gradients("gated_rms_norm", differentiable, options)
     return _gated_norm(stream, (x, weight, gate, out), options)
 
 
@@ -99,9 +99,9 @@ def gated_rms_norm_backward(
     if gate is None and dgate not in (None, False):
         raise ValueError(f"dgate: must be None where there is no gate: dgate={dgate!r:.60}")
     grads = "dgate" if gate is not None and dgate is not False else ""
-    into = None if isinstance(dgate, bool) else dgate
+    dgate_out = None if isinstance(dgate, bool) else dgate
     options = *check_options(eps, activation, norm_before_gate), grads
-    return _gated_norm_backward(stream, (dout, x, weight, gate, dx, dweight, into), options)
+    return _gated_norm_backward(stream, (dout, x, weight, gate, dx, dweight, dgate_out), options)
 
 
 @program(GATED_NORM_BACKWARD, no_gradient=no_second_derivatives("attention.gated_rms_norm"))

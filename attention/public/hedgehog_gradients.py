@@ -83,16 +83,16 @@ def hedgehog_backward(
         dN[i] = dout[i] / n[i]        dn[i] = -dout[i] . o[i] / n[i]        n[i] = sum_j P[i, j] + 1e-6
         dP[i, j] = dN[i] . v[j] + dn[i]                                     dv[j] = sum_i P[i, j] dN[i]
 
-    and from dP those of scores and features, of these those of rows and maps. The largest score m[i] has a gradient, too; if
-    several keys have it, they share it. Features at the floor of 1e-6 have none.
+    From dP follow the gradients of scores and of features, and from these those of q, k and the maps. The largest score m[i]
+    has a gradient, too; if several keys have this score, they share it. Features at the floor of 1e-6 have none.
 
     dout: as out. q to betas, window, cu_seqlens, layout: what hedgehog was called with. dq .. dbetas: arrays to write to
     instead of new ones, with the dtypes and shapes of q .. betas. Value heads that share a key head add to the gradients of q,
     k and the maps. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    A first version: features, the window's weights and their gradients, 128 columns each, go through memory in q's dtype, and
-    the gradients of features for each value head in float32. In float16 dN must stay below 65504. All sums are made in a fixed
-    order: the same bits every time.
+    Features, the window's weights and their gradients, 128 columns each, are written to memory in q's dtype, and the gradients
+    of features for each value head in float32. In float16 dN must stay below 65504. All sums are made in a fixed order: the
+    same bits every time.
 
     Returns (dq, dk, dv, dq_map, dk_map, dalphas, dbetas). On GPUs since Ampere. Arrays, `stream` and errors are those of
     hedgehog."""

@@ -56,7 +56,7 @@ from ..plans.raw_inputs import (
     prepare_rows,
     split_raw,
 )
-from ..plans.recurrent_checks import NO_STEP_OPTIONS
+from ..plans.recurrent_checks import NO_DT_OPTIONS
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
 from .linear_gradients import LINEAR_DERIVATIVE
 
@@ -131,11 +131,11 @@ def linear(
     is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
     tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
 
-    memory: what a backward pass finds. "states": in training, by torch's autograd or JAX's, forward stores the states before
+    memory: what forward stores for the backward pass. "states": in training, by torch's autograd or JAX's, the states before
     each chunk of 64 tokens, (B, S / 64, H, Dv, Dk) in q's dtype, for gradients that read them: on Hopper, Dk and Dv up to 128;
-    with decays of channels, float32 ones, Dk above 64 and normalize=False. "recompute": nothing is stored, and the backward
-    pass computes them again. With H = Hk and Dk = Dv = 128 the states are two thirds as large as q, k and v.
-    return_chunk_states: return them, too, for linear_backward.
+    with decays of channels, float32 ones, Dk above 64 and normalize=False. "recompute": nothing, and the backward pass computes
+    the states again. With H = Hk and Dk = Dv = 128 they are two thirds as large as q, k and v. return_chunk_states: return
+    them, too, for linear_backward.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True the states before
@@ -148,10 +148,10 @@ def linear(
 
     Sequences are processed in chunks of 64 tokens, on tensor cores: on Hopper with tiles loaded by TMA; on other GPUs since
     Ampere, and if addresses or strides are not multiples of 16 bytes, with copies by cp.async. On Hopper arrays that TMA cannot
-    read are copied first where decays are of channels. Where these are divided by a normalizer (normalize=True), and on GPUs
-    that are not Hopper with Dk above 128, they are computed token by token: correct, and slow. With decays of channels, chunks
-    in which a channel decays by more than exp(-119) in 16 tokens, or exp(-13) in float16, or from one 16 tokens to the next by
-    more than exp(-87), take 1.5 times as long, on Hopper 2.3 times.
+    read are copied first where decays are of channels. With decays of channels, calls with normalize=True, and calls with Dk
+    above 128 on GPUs that are not Hopper, are computed token by token: correct, and slow. Chunks in which a channel decays by
+    more than exp(-119) in 16 tokens, or exp(-13) in float16, or from one 16 tokens to the next by more than exp(-87), take 1.5
+    times as long, on Hopper 2.3 times.
 
     Arrays, `stream`, `family` ("sm_80" is cp.async) and errors are those of attention.forward. out
     and state have gradients, in torch and JAX: `linear_backward`. flash-linear-attention's names: attention.compat.fla."""
@@ -159,20 +159,22 @@ def linear(
     return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
     if memory not in MEMORY:
         raise ValueError(f"memory: must be one of {MEMORY}: {memory=}")
-    start = initial_state if isinstance(initial_state, tuple) else (initial_state,)
+    initial_states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
     raw = NOT_RAW
     if is_raw(decay, None, qk_l2norm):
-        q, k, decay, _, gate, raw = split_raw(q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *start))
+        q, k, decay, _, gate, raw = split_raw(
+            q, k, decay, None, check_flag("qk_l2norm", qk_l2norm), layout, (v, *initial_states)
+        )
     states = recurrent_checks.split_state("initial_state", initial_state, normalize)
     options = check_number("scale", scale), normalize, return_state, family
-    if requires_grad(*(learned := (q, k, v, decay, *start))) or torch_op.is_mapped_with_grad(learned):
+    if requires_grad(*(differentiable := (q, k, v, decay, *initial_states))) or torch_op.is_mapped_with_grad(differentiable):
         refuse_with_gradients(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
         inputs, memory = (q, k, v, decay, cu_seqlens, *states), choose_memory(memory, q, v, decay, normalize, family)
         results = recurrent_autograd().call_with_gradients("linear", inputs, (*options, False, memory), layout)
         return (results[0], results[1:]) if return_state and normalize else results
     results_to = out, None, None
     if raw is NOT_RAW:
-        if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, learned)):
+        if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, differentiable)):
             memory = choose_memory(memory, q, v, decay, normalize, family)
         memory_options = return_chunk_states, STORED if return_chunk_states else memory
         results = _linear(stream, (q, k, v, decay, cu_seqlens, *states, *results_to, None), (*options, *memory_options), layout)
@@ -327,8 +329,8 @@ def plan_linear(
     raw: RawOptions,
     chunk_states: Operand | None = None,
 ) -> Plan:
-    """The Plan of a call of linear. raw: what kernels compute of raw inputs. chunk_states: where the states before chunks
-    are stored."""
+    """The Plan of a call of linear. raw: the formulas that kernels apply to raw inputs. chunk_states: the array to store the
+    states before chunks in, or None."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, heads, value_dim = problem("batch", "seqlen", "heads", "value_dim")
@@ -340,32 +342,32 @@ def plan_linear(
     gates = gate_operand(problem)
     tma = uses_hopper_kernels(problem, family, by_tma(problem, "out") if by_channel else None)
     on_hopper = by_channel and tma
-    in_chunks = not normalize and (tma or serves_gla_chunks(problem)) if by_channel else True
-    if chunk_states and not (tma and in_chunks) and by_channel:
+    by_chunks = not normalize and (tma or serves_gla_chunks(problem)) if by_channel else True
+    if chunk_states and not (tma and by_chunks) and by_channel:
         raise ValueError("return_chunk_states: with decays of channels takes arrays that TMA reads, and normalize=False")
-    if batch * length and in_chunks:
+    if batch * length and by_chunks:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         states = {name: arrays[name] for name in ("gInitialState", "gFinalState")}
         arrays |= {name: x and x.permuted(recurrent_chunks.SWAP_STATE_AXES) for name, x in states.items()}
         scratch = recurrent_chunks.ScratchAllocator(problem)
-        before, copies = prepare_rows(problem, scratch, raw.l2norm and not on_hopper, on_hopper, on_hopper)
+        row_copies, copies = prepare_rows(problem, scratch, raw.l2norm and not on_hopper, on_hopper, on_hopper)
         arrays |= copies
         if by_channel and not tma:
             steps = plan_gla_chunks(problem, arrays, scale, raw.gate, scratch)
-            return Plan([*before, *steps], scratch.shapes)
+            return Plan([*row_copies, *steps], scratch.shapes)
         if by_channel:
             steps, shapes = recurrent_chunks.plan_channel_decay(
                 problem, arrays, scale, raw.gate, scratch, raw.l2norm, chunk_states
             )
-            return Plan([*before, *steps], shapes)
+            return Plan([*row_copies, *steps], shapes)
         vector_bytes = 0 if tma else problem.bytes_at_once()
         if problem["local_state"]:
             arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
         normalizer = z if normalize else None
         steps, shapes = recurrent_chunks.plan_token_decay(
-            problem, arrays, scale, vector_bytes, NO_STEP_OPTIONS, normalizer, raw.gate, scratch, chunk_states
+            problem, arrays, scale, vector_bytes, NO_DT_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
-        return Plan([*before, *steps], shapes)
+        return Plan([*row_copies, *steps], shapes)
     if family == HOPPER_FAMILY and batch * length:
         raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}

@@ -1,5 +1,4 @@
-"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which are calls of
-it."""
+"""attention.linear_backward: the gradients of attention.linear, and so of retention, lightning and gla, which call linear."""
 
 import functools
 from typing import Any
@@ -106,38 +105,38 @@ def linear_backward(
     and v. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it is the sum over all tokens. A
     decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as initial_state; False where it is not
     wanted, True where it is and there is no initial state. Heads that share a key head add to its gradients. Tokens after
-    cu_seqlens[-1] have gradients of 0. accumulate: all of these that are wanted must be float32 arrays, and gradients are added
-    to what they hold; that takes as much memory again, and a pass over it.
+    cu_seqlens[-1] have gradients of 0. accumulate: gradients are added to what these arrays hold. Then all that are wanted must
+    be passed, as float32 arrays; accumulation takes as much memory again, and one more pass over it.
 
-    Three scans as of attention.linear, two of them from the last token to the first. On Hopper, with ddecay or chunk_states and
-    Dk and Dv up to 128, all gradients in one walk from the last chunk of 64 tokens to the first, which reads the states before
-    chunks, in q's dtype: chunk_states, or computed again. Other kernels do not read chunk_states.
-    All sums are made in float32, in a fixed order: the same bits every time. Row sums for ddecay are those of unrounded
-    gradients, and end with each chunk of 64 tokens. float16: scale q . k, P and the elements of states and their gradients are
-    rounded to float16, and infinite beyond 65504.
+    Gradients are computed by three scans like attention.linear's, two of them from the last token to the first. On Hopper, with
+    ddecay or chunk_states and Dk and Dv up to 128, one walk from the last chunk of 64 tokens to the first computes all of them.
+    It reads the states before chunks, in q's dtype: chunk_states, or states that are computed again. Other kernels do not read
+    chunk_states. All sums are made in float32, in a fixed order: the same bits every time. ddecay is summed from products of
+    unrounded gradients, chunk by chunk. float16: scale q . k, P and the elements of states and their gradients are rounded to
+    float16, and infinite beyond 65504.
 
-    Decays of channels have gradients by chunks, too. On Hopper, where they are float32, Dk above 64 and up
-    to 128 and Dv up to 128, by a walk and a kernel for chunks with gates below some -4.5 over 16 tokens, or -100
-    (attention/kernels/channel_gradients_hopper.py); elsewhere, Dk up to 128, in three launches
-    (attention/parts/recurrent/channel_chunks.py); there A is rounded, too, as two numbers. These need 163 KiB of shared memory,
-    with Dv above 128 227; with Dk above 64 arrays aligned to 16 bytes. Where these do not serve, and where decays are of tokens
-    or heads and Dv is above 128 (on Hopper with cu_seqlens alone), gradients are computed token by token: correct, and slow.
-    normalize=True adds two walks token by token, which are slow, too. stream, family: as in linear.
+    With decays of channels gradients are computed by chunks, too. On Hopper, for float32 decays, Dk above 64 and up to 128, and
+    Dv up to 128, by a walk, and by a second kernel for chunks whose decays sum to less than about -4.5 over 16 tokens, or -100
+    over all (attention/kernels/channel_gradients_hopper.py). Otherwise, for Dk up to 128, by three launches
+    (attention/parts/recurrent/channel_chunks.py), which round the scores scale q . k to q's dtype, too, as sums of two numbers.
+    They need 163 KiB of shared memory, 227 if Dv is above 128, and arrays aligned to 16 bytes if Dk is above 64. All other
+    calls, and those with decays of tokens or heads and Dv above 128 (on Hopper with cu_seqlens alone), are computed token by
+    token: correct, and slow. normalize=True adds two walks token by token, which are slow, too. stream, family: as in linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself
     (Katharopoulos et al. 2020, 3.3.1), with decays as derived in attention/parts/recurrent/gradients.py."""
     normalize = check_flag("normalize", normalize)
     refuse_raw(decay=decay)
-    grads, (of_decay, of_start) = choose_optional_gradients(
+    grads, (ddecay_out, dinitial_state_out) = choose_optional_gradients(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
     )
     grads += " dinitial_z" * (normalize and "dinitial_state" in grads)
-    states = recurrent_checks.split_states(normalize, initial_state, dstate, of_start)
-    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, chunk_states, dq, dk, dv, of_decay, *states.gradients
+    states = recurrent_checks.split_states(normalize, initial_state, dstate, dinitial_state_out)
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, chunk_states, dq, dk, dv, ddecay_out, *states.gradients
     options = check_number("scale", scale), grads, normalize, family
     if check_flag("accumulate", accumulate):
-        gradients = dict(zip(GRADIENTS, (dq, dk, dv, of_decay, *states.gradients)))
+        gradients = dict(zip(GRADIENTS, (dq, dk, dv, ddecay_out, *states.gradients)))
         requested = {name: x for name, x in gradients.items() if name in GRADIENTS[:3] or name in grads.split()}
         check_accumulators(requested)
         _linear_backward_into(stream, arrays, options, layout)

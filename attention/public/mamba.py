@@ -16,7 +16,7 @@ from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.packed_tokens import pack_batches
-from ..plans.recurrent_checks import StepOptions
+from ..plans.recurrent_checks import DtOptions
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
 from .mamba_gradients import MAMBA2_DERIVATIVE
 
@@ -102,8 +102,8 @@ def mamba2(
     errors are those of attention.forward. out and states have gradients, in torch and JAX: `mamba2_backward`."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
-    steps = recurrent_checks.step_options(dt_softplus, dt_limit)
-    options = *steps, check_flag("return_final_states", return_final_states), family
+    dt_options = recurrent_checks.make_dt_options(dt_softplus, dt_limit)
+    options = *dt_options, check_flag("return_final_states", return_final_states), family
     if seq_idx is None:
         return _scan(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out), options)
     if initial_states is not None or cu_seqlens is not None:
@@ -118,7 +118,8 @@ def mamba2(
 
 
 def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
-    """The result of a call with these arrays, in the order of MAMBA2, which torch's autograd follows if one requires grad."""
+    """The result of a call with these arrays, in the order of MAMBA2. torch's autograd records it if one of them requires
+    grad."""
     *inputs, out = arrays
     if requires_grad(*inputs) or torch_op.is_mapped_with_grad(inputs):
         refuse_with_gradients(out=out, stream=stream)
@@ -127,7 +128,7 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
 
 
 @program(MAMBA2, MAMBA2_DERIVATIVE.make_vjp, MAMBA2_DERIVATIVE.no_second_derivatives, MAMBA2_DERIVATIVE.prepare)
-def _mamba2(problem: Problem, steps_of_time: StepOptions, return_final_states: bool, family: str | None) -> Plan:
+def _mamba2(problem: Problem, dt_options: DtOptions, return_final_states: bool, family: str | None) -> Plan:
     """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")
     batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
@@ -153,7 +154,7 @@ def _mamba2(problem: Problem, steps_of_time: StepOptions, return_final_states: b
     if problem["local_state"]:
         arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, steps_of_time)
+    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, dt_options)
     return Plan(steps, scratch)
 
 
@@ -172,8 +173,8 @@ def segment_states(
 ) -> Any:
     """(local_state, total_decay) of the segments into which `mamba2` cuts each sequence, as linear_family.segment_states
     returns them."""
-    steps = recurrent_checks.step_options(dt_softplus, dt_limit)
-    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (*steps, family))
+    dt_options = recurrent_checks.make_dt_options(dt_softplus, dt_limit)
+    return _segment_states(None, (x, dt, A, B, C, dt_bias, cu_seqlens), (*dt_options, family))
 
 
 def outputs_from_segments(
@@ -196,11 +197,11 @@ def outputs_from_segments(
 ) -> Any:
     """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched."""
     arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, None, None
-    return _outputs_from_segments(None, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), False, family))
+    return _outputs_from_segments(None, arrays, (*recurrent_checks.make_dt_options(dt_softplus, dt_limit), False, family))
 
 
 @program(SEGMENTS)
-def _segment_states(problem: Problem, steps_of_time: StepOptions, family: str | None) -> Plan:
+def _segment_states(problem: Problem, dt_options: DtOptions, family: str | None) -> Plan:
     """The Plan of a call of segment_states."""
     recurrent_checks.check_extents(problem, "B", "x")
     arrays = {"gQ": problem["C"], "gK": problem["B"], "gV": problem["x"], "gCuSeqlens": problem["cu_seqlens"], "gO": None}
@@ -212,7 +213,7 @@ def _segment_states(problem: Problem, steps_of_time: StepOptions, family: str | 
         "gFinalState": None,
     }
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, steps_of_time)
+    steps, scratch = recurrent_chunks.plan_segment_states(problem, arrays, vector_bytes, dt_options)
     return Plan(steps, scratch, lambda arrays: tuple(arrays[-2:]))
 
 

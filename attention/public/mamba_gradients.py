@@ -12,7 +12,7 @@ from ..names import suggests_argument_names
 from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
 from ..plans.mamba2_gradients import plan_mamba2_gradients
-from ..plans.recurrent_checks import StepOptions
+from ..plans.recurrent_checks import DtOptions
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
 MAMBA2_BACKWARD = Schema(
@@ -85,29 +85,29 @@ def mamba2_backward(
     does not depend on the states. All others up to cu_seqlens: what mamba2 was called with. (seq_idx: pass cu_seqlens.)
 
     dx to dinitial_states: arrays to write to instead of new ones. dx, dB, dC and dz have the dtype and shape of x, B, C and z;
-    ddt, dA, dD and ddt_bias are float32 in the shapes of dt, A, D and dt_bias. dD, dz, ddt_bias, dinitial_states: False where
-    they are not wanted; dinitial_states=True where it is and there are no initial states. A gate dt A below -100 counts as
-    -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
+    ddt, dA, dD and ddt_bias are float32 in the shapes of dt, A, D and dt_bias. dD, dz, ddt_bias, dinitial_states: False for a
+    gradient that is not wanted; dinitial_states=True for one that is, where there are no initial states. A gate dt A below -100
+    counts as -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
 
     Nothing that forward computed is read: for dz the outputs before the gate are computed once more. Where at least four heads
     share B and C, on Hopper with N up to 128, two scans store the states before all chunks of 64 tokens and their gradients in
-    x's dtype, and one kernel computes the gradients of all chunks and adds those of B and C. Elsewhere dt x, dv and y go
-    through memory in x's dtype, and dB and dC of each head in float32, until those that share B and C are summed. In float16
-    the elements of states, and there dt x, dv and y, must stay below 65504, unlike in forward. All sums are made in float32, in
-    a fixed order: the same bits every time. Where P is above 128, and fewer heads share B and C (on Hopper with cu_seqlens
-    alone), gradients are computed token by token, which is slow.
+    x's dtype, and one kernel computes the gradients of all chunks and adds those of B and C. Elsewhere dt x, dv and y are
+    written to memory in x's dtype, and dB and dC of each head in float32, before those of heads that share B and C are summed.
+    In float16 the elements of states, and there dt x, dv and y, must stay below 65504, unlike in forward. All sums are made in
+    float32, in a fixed order: the same bits every time. Where P is above 128, and fewer than four heads share B and C (on
+    Hopper with cu_seqlens alone), gradients are computed token by token, which is slow.
 
     Returns (dx, ddt, dA, dB, dC), followed, in this order, by dD, dz, ddt_bias and dinitial_states if there is such an array,
     unless they are False. Arrays, `stream`, `family` and errors are those of mamba2."""
-    grads, more = choose_optional_gradients(
+    grads, optional_gradients = choose_optional_gradients(
         dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
     )
-    arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *more
-    return _mamba2_backward(stream, arrays, (*recurrent_checks.step_options(dt_softplus, dt_limit), grads, family))
+    arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *optional_gradients
+    return _mamba2_backward(stream, arrays, (*recurrent_checks.make_dt_options(dt_softplus, dt_limit), grads, family))
 
 
 @program(MAMBA2_BACKWARD, no_gradient=no_second_derivatives("attention.mamba2"))
-def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, grads: str, family: str | None) -> Plan:
+def _mamba2_backward(problem: Problem, dt_options: DtOptions, grads: str, family: str | None) -> Plan:
     """The Plan of a call of mamba2_backward. grads: the names of gradients to compute besides those of x, dt, A, B
     and C."""
     recurrent_checks.check_extents(problem, "B", "x")
@@ -116,7 +116,7 @@ def _mamba2_backward(problem: Problem, steps_of_time: StepOptions, grads: str, f
     if problem["dstates"] and not problem.extents["batch"] * problem.extents["seqlen"]:
         raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    return plan_mamba2_gradients(problem, steps_of_time, vector_bytes, grads.split())
+    return plan_mamba2_gradients(problem, dt_options, vector_bytes, grads.split())
 
 
 MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"))

@@ -34,7 +34,7 @@ GRADIENTS = """
 
 
 def _window(extents):
-    """The tokens before the first that a convolution of this width needs."""
+    """How many tokens before the first one a convolution of this width reads."""
     return extents["width"] - 1
 
 
@@ -45,7 +45,7 @@ SHORT_CONV_BACKWARD = Schema(
 
 
 def check_activation(activation: Any) -> str | None:
-    """The activation. ValueError: it is neither None nor "silu"."""
+    """The activation itself, if it is None or "silu". ValueError: it is neither."""
     if activation is not None and activation != "silu":
         raise ValueError(f'activation: must be None or "silu" (also called swish): {activation=}')
     return activation
@@ -94,7 +94,7 @@ def short_conv(
     short_conv_backward, which torch's autograd and jax.grad call. Arrays, `stream` and errors are those of
     attention.forward."""
     activation, return_state = check_activation(activation), check_flag("return_state", return_state)
-    if requires_grad(*(learned := (x, weight, bias, initial_state))) or torch_op.is_mapped_with_grad(learned):
+    if requires_grad(*(differentiable := (x, weight, bias, initial_state))) or torch_op.is_mapped_with_grad(differentiable):
         refuse_with_gradients(out=out, stream=stream)
         inputs = x, weight, bias, cu_seqlens, initial_state
         return recurrent_autograd().call_with_gradients("short_conv", inputs, (activation, return_state))
@@ -133,8 +133,8 @@ def short_conv_backward(
 
     Returns (dx, dweight), followed, in this order, by dbias if there is a bias, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of short_conv."""
-    grads, more = choose_optional_gradients(dbias=(bias, dbias), dinitial_state=(initial_state, dinitial_state))
-    arrays = dout, x, weight, bias, cu_seqlens, initial_state, dstate, dx, dweight, *more
+    grads, optional_gradients = choose_optional_gradients(dbias=(bias, dbias), dinitial_state=(initial_state, dinitial_state))
+    arrays = dout, x, weight, bias, cu_seqlens, initial_state, dstate, dx, dweight, *optional_gradients
     return _short_conv_backward(stream, arrays, (check_activation(activation), grads))
 
 

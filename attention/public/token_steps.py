@@ -1,4 +1,4 @@
-"""attention.linear_step: one token of linear attention, for which the state is read and written once."""
+"""attention.linear_step: one token of linear attention. The kernel reads and writes the state once."""
 
 from typing import Any
 
@@ -84,7 +84,7 @@ def _linear_step_raw(problem: Problem, scale: float | None, raw: RawOptions) -> 
 
 
 def plan_step(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
-    """The Plan of a call of linear_step. raw: what kernels compute of raw inputs."""
+    """The Plan of a call of linear_step. raw: the formulas that the kernel applies to raw inputs."""
     recurrent_checks.check_extents(problem)
     scale, state = recurrent_checks.resolve_scale(problem, scale), problem["state"]
     recurrent_checks.has_channel_decay(problem)

@@ -62,7 +62,7 @@ class ChannelChunkConfig:
         return f"{self.label}, Dk {self.key_dim} {self.dtype}{flags}"
 
 
-def chunk_forms(everything: bool) -> Iterator[tuple]:
+def chunk_fields(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim in KEY_DIMS:
         yield key_dim, bf16, False, VECTOR_SIZES[0]

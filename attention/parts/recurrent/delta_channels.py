@@ -40,7 +40,7 @@ from numpy import int32
 from ops import load
 from tiles import fp32, inlined, rt, static
 
-from .delta_chunks import WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_forms
+from .delta_chunks import WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_fields
 from .tokens import CHUNK
 
 
@@ -59,11 +59,11 @@ class DeltaWalkConfig(DeltaChunkConfig):
         return super().__str__() + ", by channel" * self.by_channel
 
 
-def walk_forms(everything: bool) -> Iterator[tuple]:
+def walk_fields(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel that walks."""
-    for form in chunk_forms(everything):
-        _, _, gated, *_ = form
-        yield from ((*form, by_channel) for by_channel in ((False, True) if gated else (False,)))
+    for fields in chunk_fields(everything):
+        _, _, gated, *_ = fields
+        yield from ((*fields, by_channel) for by_channel in ((False, True) if gated else (False,)))
 
 
 @static

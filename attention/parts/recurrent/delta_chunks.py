@@ -89,24 +89,24 @@ class InverseConfig(DeltaChunkConfig):
     """The configuration of a kernel of what depends on no state. both: is the inverse for Z computed, too, which only gradients
     need? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there."""
 
-    both: bool = True
+    for_gradients: bool = True
     formula: GateFormula | None = field(default=None, kw_only=True)
     beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
 
     def __str__(self):
-        flags = "" if self.both else "for outputs", str(self.formula or ""), str(self.beta)
+        flags = "" if self.for_gradients else "for outputs", str(self.formula or ""), str(self.beta)
         return ", ".join(filter(None, (super().__str__(), *flags)))
 
 
-def inverse_forms(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
+def inverse_configs(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
     """The configurations of a kernel of what depends on no state: of bf16 and 16 bytes, with all other dtypes and bytes if
     `everything`. Those with a formula come in one size."""
-    yield from (config(*form, both) for form in chunk_forms(everything) for both in (True, False))
+    yield from (config(*fields, for_gradients) for fields in chunk_fields(everything) for for_gradients in (True, False))
     for formula in FORMULAS if everything else FORMULAS[:1]:
-        yield config(max(KEY_DIMS), bf16, True, both=False, formula=formula, beta=BetaFormula(1.0))
+        yield config(max(KEY_DIMS), bf16, True, for_gradients=False, formula=formula, beta=BetaFormula(1.0))
 
 
-def chunk_forms(everything: bool) -> Iterator[tuple]:
+def chunk_fields(everything: bool) -> Iterator[tuple]:
     """The fields of the configurations of a kernel of this family."""
     for key_dim, gated in itertools.product(KEY_DIMS, (False, True)):
         yield key_dim, bf16, gated, gated, VECTOR_SIZES[0]

@@ -260,7 +260,7 @@ class KeyGradients(InputGradients):
         return tile_sum(columns(s_t, half.cols, n) * fp32(state))
 
 
-def gradient_forms(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
+def gradient_fields(kind: type[Gate], everything: bool) -> Iterator[tuple[Gate, ScanResult, bool]]:
     """(gate, result, varlen) of the scans of gradients with gates of this kind. everything: float32 outputs and varlen, too."""
     gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
     for unrounded, varlen in itertools.product((False, True), repeat=2) if everything else ((False, False),):

@@ -8,7 +8,7 @@ from poison import unaligned
 
 import attention
 from attention import reference
-from attention.plans.gated_norm import tokens_of_strip
+from attention.plans.gated_norm import choose_strip_tokens
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 
@@ -82,10 +82,10 @@ def test_without_a_gate(place, columns):
 def test_strips_of_several_tokens(place, columns):
     """The last strip of a sequence has fewer tokens, and batches follow each other."""
     assert (
-        tokens_of_strip(450, 1, 3) == 2
-        and tokens_of_strip(202, 2, 3) == 2
-        and tokens_of_strip(2**20, 8, 132) == 64
-        and tokens_of_strip(3, 1, 132) == 1
+        choose_strip_tokens(450, 1, 3) == 2
+        and choose_strip_tokens(202, 2, 3) == 2
+        and choose_strip_tokens(2**20, 8, 132) == 64
+        and choose_strip_tokens(3, 1, 132) == 1
     )
     check(place, case(columns, 1, tokens=101, batch=2))
 
@@ -142,7 +142,7 @@ def test_gradients_that_are_asked_for(place):
     (dict(x=np.zeros((1, 5, 2, 48), bf16), gate=None), ValueError, "^(weight|x): "),
     (dict(x=np.zeros((1, 5, 2, 48), bf16), weight=np.ones(48, f32), gate=None), ValueError,
      r"^x: head_dim must be a multiple of 32 up to 8192: 48: x.shape=\(1, 5, 2, 48\)"),
-    (dict(gate=np.zeros((1, 2, 5, 64), bf16).swapaxes(1, 2)), ValueError, "^gate: heads must lie one behind the other"),
+    (dict(gate=np.zeros((1, 2, 5, 64), bf16).swapaxes(1, 2)), ValueError, "^gate: heads and columns must be contiguous"),
     (dict(gate=np.zeros((1, 5, 2, 64), f32)), TypeError, "^gate: dtype"),
 ])  # fmt: skip
 def test_what_is_refused(change, error, words):

@@ -10,7 +10,7 @@ from poison import Packing, as_on_a_device, edges, poisoned, unaligned
 
 import attention
 from attention import reference
-from attention.plans.short_conv import tokens_of_block
+from attention.plans.short_conv import choose_block_tokens
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 OPTIONAL = "bias", "initial_state", "dstate"
@@ -86,7 +86,7 @@ def test_sizes(place, channels, width, dtype, params, silu):
 
 def test_blocks_of_more_tokens(place):
     """A sequence in blocks of more than 16 tokens, the last of which is shorter; each needs dz of the next."""
-    assert tokens_of_block(1500, 1, 1, 48, 256) == 32 and tokens_of_block(1500, 1, 1, 84, 64) == 20
+    assert choose_block_tokens(1500, 1, 1, 48, 256) == 32 and tokens_of_block(1500, 1, 1, 84, 64) == 20
     check(place, case(1500, 8))
 
 
