@@ -75,8 +75,8 @@ class Config(ChannelChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_fields(everything):
-        config = replace(Config(*form), stages=stages_for(target.shared_bytes))
+    for fields in chunk_fields(everything):
+        config = replace(Config(*fields), stages=stages_for(target.shared_bytes))
         if not serves_shape(config.key_dim, config.value_dim, config.vector_bytes, target.shared_bytes):
             continue
         yield config

@@ -71,8 +71,8 @@ ALL_WARPS = WARPS + warpgroup.WARPGROUP
 REGISTERS = 104, 200  # of a thread of the scorer, of a consumer
 PANEL = 32  # channels whose gates' gradients a warp of the scorer sums up
 LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay by half of a block that q' and k* hold
-FORGOTTEN = 1.5 * FLOOR  # what a gate below the floor counts in sums: its block decays too much for q' and k*
-PREPARED, READ, SUMMED, STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4))
+BELOW_FLOOR = 1.5 * FLOOR  # what a gate below the floor counts in sums: its block decays too much for q' and k*
+FACTORS_READY, TILES_READ, R_READY, GATES_STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ class Config:
         return ", ".join(filter(None, (f"{self.label}, {self.dtype}", *flags)))
 
 
-def space_of(make_config: type[Config], target: Target, everything: bool) -> Iterator[Config]:
+def make_space(make_config: type[Config], target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of a kernel with these fields. everything: fp16, packed sequences and float32 results, too."""
     if target.has_wgmma:
-        for of in (bf16, fp16) if everything else (bf16,):
+        for input_dtype in (bf16, fp16) if everything else (bf16,):
             for varlen, results in itertools.product((False, True), RESULTS) if everything else ((False, RESULTS[0]),):
-                yield make_config(of, *results, varlen)
+                yield make_config(input_dtype, *results, varlen)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    return space_of(Config, target, everything)
+    return make_space(Config, target, everything)
 
 
 @functools.cache
@@ -115,21 +115,21 @@ def make(config: Config):
     INPUT, VARLEN, least_decay = config.dtype, config.varlen, LEAST_DECAY[config.dtype]
     scorer_registers, consumer_registers = REGISTERS
     floor = FLOOR * LOG2_E
-    of_floor = floor / (2.0 * least_decay)
+    floor_per_decay = floor / (2.0 * least_decay)
     seq_layout = SequenceLayout(VARLEN, reversed=True)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
-    STATE, OF_STATES = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
+    STATE, STATE_OPERAND = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
     SUMS, OPERAND = rt(16, BLOCK, fp32), rt(16, BLOCK, INPUT)
     ROWS, ROW_OPERAND, OUT = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, HALF, fp32)
-    OWN_SUMS = st(CHUNK, HALF, fp32)  # S of a consumer's channels, once it is read: b
+    CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # S of a consumer's channels, once it is read: b
     HALF_OPERAND = rt(16, HALF, INPUT)
     R = st(KEYS, HALF, fp32)  # dS, once it is read: r of both consumers, one below the other
-    OF_GATES = array(4) if VARLEN else tiled(st(CHUNK, HALF, fp32), unit=1)
+    GATE_OUTPUT = array(4) if VARLEN else tiled(st(CHUNK, HALF, fp32), unit=1)
     OUT_TILE = st(CHUNK, HALF, INPUT)
     UNROUNDED = config.unrounded  # then no store follows the last loads of tokens, which would fence them
-    OF_KEYS = array(4) if UNROUNDED else seq_layout.output_argument(OUT_TILE)
-    OF_VALUES = array(4, fp32 if config.unrounded_values else INPUT)
+    KEY_OUTPUT = array(4) if UNROUNDED else seq_layout.output_argument(OUT_TILE)
+    VALUE_OUTPUT = array(4, fp32 if config.unrounded_values else INPUT)
     smem = shared(
         q=ring(KEY, 2, ALL_WARPS),
         k=ring(KEY, 2, ALL_WARPS),
@@ -146,7 +146,7 @@ def make(config: Config):
     )
 
     @inlined
-    def find_place(block, gCuSeqlens, length, segments, heads):
+    def locate_block(block, gCuSeqlens, length, segments, heads):
         """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are) of a
         block. Each warpgroup asks by itself: registers before they part are scarce."""
         slot, head = divmod(block, heads)
@@ -187,15 +187,15 @@ def make(config: Config):
     def sum_gates(gates, wg, block):
         """The sums of a block's gates, in powers of 2, channels by tokens."""
         x = warpgroup.load_transposed(subtile(gates, BLOCK, block, HALF, wg), SUMS, fenced=False)
-        return turned(cumsum(turned(where(less(x, FLOOR), FORGOTTEN * LOG2_E, x * LOG2_E))))
+        return turned(cumsum(turned(where(less(x, FLOOR), BELOW_FLOOR * LOG2_E, x * LOG2_E))))
 
     @inlined
     def choose_references(b_0, b_1):
         """(r of both blocks, each less what b is before it; r_1 - r_0; r_1; the reference of keys; b_last)."""
         first, last_0 = column(b_0, 0), column(b_0, BLOCK - 1)
-        r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * of_floor, first)
+        r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * floor_per_decay, first)
         first, last = column(b_1, 0), column(b_1, BLOCK - 1)
-        least = minimum(least, minimum((last - first) * of_floor, first))
+        least = minimum(least, minimum((last - first) * floor_per_decay, first))
         r_1, last = (last_0 * 2.0 + first + last) * 0.25 // 1 * 2.0, last_0 + last
         strong = less(least, float32(floor))
         r_0, r_1, end = where(strong, 0.0, r_0), where(strong, 0.0, r_1), where(strong, fp32(fp16(last)), 0.0)
@@ -204,8 +204,8 @@ def make(config: Config):
     @inlined
     def dot_states(ds, states, half):
         """<S, dS> of each channel, over half of the columns of values."""
-        of_states = warpgroup.load_transposed(subtile(states, CHUNK, half), OF_STATES, fenced=False, recompute=True)
-        return row_sum(columns(ds, CHUNK, half) * fp32(of_states))
+        state_operand = warpgroup.load_transposed(subtile(states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True)
+        return row_sum(columns(ds, CHUNK, half) * fp32(state_operand))
 
     @inlined
     def load_block(tile, block):
@@ -242,7 +242,7 @@ def make(config: Config):
             warpgroup.store_transposed(subtile(tile, BLOCK, block), INPUT(x), True)
 
     @inlined
-    def finish(arrays, gradients, tiles, vectors, block, at, scale):
+    def store_gradients(arrays, gradients, tiles, vectors, block, at, scale):
         """Store dQ and dK of a block, from what references are taken out of. Writes what gates have."""
         (gDQ, gDK), (dq, dk), (queries, keys, sums, r_tile), (references, ends) = arrays, gradients, tiles, vectors
         x = dq * fp32(load_block(queries, block)) - dk * fp32(load_block(keys, block))
@@ -307,21 +307,21 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: OF_KEYS, gDK: OF_KEYS, gDV: OF_VALUES,
-        gDGates: OF_GATES, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
+        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDV: VALUE_OUTPUT,
+        gDGates: GATE_OUTPUT, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
         gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS after each segment, gFirstState: before each sequence. gStrong, gStrongSegments:
         of each chunk and head, of each segment and head, is it, or one of its chunks, strong?"""
-        q, k, v, do, s, g, p, ds_tile, first_keys, references, ends, of_all = smem.open()
+        q, k, v, do, s, g, p, ds_tile, first_keys, references, ends, chunk_gate_gradients = smem.open()
         wg, rank = warpgroup.id(), warpgroup.rank()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            sequence, place, head, seq, n = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            sequence, segment_slot, head, seq, n = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             first_chunk, (key_head, _) = seq_layout.chunk_index(seq.start, sequence, length), divmod(head, group)
             rings, arrays = (q, k, do, g), (gQ, gK, gDOut, gGates)
-            gStrongSegments[place, head] = float32(0)
+            gStrongSegments[segment_slot, head] = float32(0)
             fill(rings, arrays, int32(0), n, seq, head, key_head)
             fill_values(v, gV, int32(0), n, seq, head)
             fill_states(s, gStates, int32(0), n, seq, first_chunk, head)
@@ -329,17 +329,17 @@ def make(config: Config):
                 token = seq.chunk_start(j)
                 douts, values = do.wait(j), v.wait(j)
                 if VARLEN:  # consumers clear tails
-                    PREPARED.sync(0)
+                    FACTORS_READY.sync(0)
                 scores = warpgroup.wait(warpgroup.mm_ABt(douts, values))
                 v.release(j)
                 if not VARLEN:
-                    PREPARED.sync(0)
+                    FACTORS_READY.sync(0)
                 strong = tile_min(load(ends, ROWS.row_vec)) < float32(0)
                 warpgroup.store(p.claim(j), warpgroup.causal(scores, int32(-CHUNK if strong else 0), 0.0))
                 p.publish(j)
                 gStrong[int32(first_chunk + seq.chunk_number(j)), head] = float32(1.0 if strong else 0.0)
                 if strong:
-                    gStrongSegments[place, head] = float32(1)
+                    gStrongSegments[segment_slot, head] = float32(1)
                 fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
                 queries, keys = q.wait(j), k.wait(j)
                 x = load_decayed_keys(keys, first_keys, rank)
@@ -352,27 +352,27 @@ def make(config: Config):
                 warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
                 fill_values(v, gV, int32(j + 1), n, seq, head)
                 dv = sum_values((keys, first_keys), ds_tile, a, douts, 1, rank)
-                READ.arrive(0)
+                TILES_READ.arrive(0)
                 q.release(j)
                 k.release(j)
                 do.release(j)
                 at = seq.batch, token, head, int32(HALF)
                 warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
-                SUMMED.sync(0)
+                R_READY.sync(0)
                 fill_states(s, gStates, int32(j + 1), n, seq, first_chunk, head)
                 r = viewed(ds_tile, R)
-                mine = subtile(r, CHUNK, rank // 2, PANEL, rank % 2)
-                reverse_cumsum_columns(mine, subtile(of_all, PANEL, rank))
+                panel = subtile(r, CHUNK, rank // 2, PANEL, rank % 2)
+                reverse_cumsum_columns(panel, subtile(chunk_gate_gradients, PANEL, rank))
                 warpgroup.sync()
                 store_gates(gDGates, r, seq, token, head, rank)
                 if not VARLEN:
                     warpgroup.store_wait()
-                STORED.arrive(0)
+                GATES_STORED.arrive(0)
         else:
             warpgroup.claim_registers(consumer_registers)
-            sequence, place, head, seq, n = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            sequence, segment_slot, head, seq, n = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             channel = int32(4 * wg + rank)  # the first one of a warp's, over 16
-            ds = warpgroup.load(gLastState, STATE, (place, head, int32(HALF * wg), 0))
+            ds = warpgroup.load(gLastState, STATE, (segment_slot, head, int32(HALF * wg), 0))
             for j in range(n):
                 token, remaining = seq.chunk_start(j), seq.remaining(j)
                 gates = g.wait(j)
@@ -382,13 +382,13 @@ def make(config: Config):
                     clear_tails((gates,), remaining)
                     warpgroup.sync_several(CONSUMERS)
                 b_0, b_1 = sum_gates(gates, wg, 0), sum_gates(gates, wg, 1)
-                r_0, r_1, between, both, end, last = choose_references(b_0, b_1)
+                r_0, r_1, between, r_1_total, end, last = choose_references(b_0, b_1)
                 if j > 0:
                     warpgroup.store_wait()
                     q.release(j - 1)
                     k.release(j - 1)
-                    STORED.sync(0)  # the gates' gradients of the chunk before have left the place of dS
-                ds = ds * exp2(last - end - both)
+                    GATES_STORED.sync(0)  # the gates' gradients of the chunk before have left the place of dS
+                ds = ds * exp2(last - end - r_1_total)
                 warpgroup.store(subtile(ds_tile, HALF, wg), ds)
                 store(subtile(ends, 16, channel), end)
                 store(subtile(references, 16, channel), r_0)
@@ -399,23 +399,23 @@ def make(config: Config):
                 warpgroup.store_transposed(subtile(first_keys, BLOCK, 0, HALF, wg), x, True)
                 factor(queries, keys, b_1, r_1, end, 1, scale)
                 warpgroup.sync()
-                PREPARED.arrive(0)
+                FACTORS_READY.arrive(0)
                 g.release(j)
                 values, douts = v.wait(j), do.wait(j)
                 dk_0 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 0))
                 dk_1 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 1))
                 states = subtile(s.wait(j), VALUES, 0, HALF, wg)
-                carried = (dot_states(ds, states, 0) + dot_states(ds, states, 1)) * exp2(end + both)
+                carried = (dot_states(ds, states, 0) + dot_states(ds, states, 1)) * exp2(end + r_1_total)
                 dk_0, dk_1 = warpgroup.wait(dk_0, newer=1), warpgroup.wait(dk_1)
                 v.release(j)
-                for_all = row_sum(dk_0 * fp32(load_block(keys, 0))) * root * root
-                for_all = for_all + row_sum(dk_1 * fp32(load_block(keys, 1)))
-                store(subtile(of_all, 16, channel), for_all + carried)
+                carried_dots = row_sum(dk_0 * fp32(load_block(keys, 0))) * root * root
+                carried_dots = carried_dots + row_sum(dk_1 * fp32(load_block(keys, 1)))
+                store(subtile(chunk_gate_gradients, 16, channel), carried_dots + carried)
                 dq_0 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 0))
                 dq_1 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 1))
                 dq_0, dq_1 = warpgroup.wait(dq_0, newer=1), warpgroup.wait(dq_1)
                 warpgroup.sync()  # all have read the state
-                sums = viewed(states, OWN_SUMS)
+                sums = viewed(states, CHANNEL_SUMS)
                 warpgroup.store_transposed(subtile(sums, BLOCK, 0), b_0)
                 warpgroup.store_transposed(subtile(sums, BLOCK, 1), b_1)
                 scores, first_decay = p.wait(j), exp2(r_0)
@@ -437,12 +437,12 @@ def make(config: Config):
                 ds = warpgroup.wait(ds)
                 p.release(j)
                 do.release(j)
-                READ.sync(0)  # the scorer has read dS, q' and k*
+                TILES_READ.sync(0)  # the scorer has read dS, q' and k*
                 chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, R), CHUNK, wg)
                 outputs, coord = (gDQ, gDK), (seq, token, head)
-                finish(outputs, (dq_0, dk_0), chunk_tiles, (references, ends), 0, coord, scale)
-                finish(outputs, (dq_1, dk_1), chunk_tiles, (references, ends), 1, coord, scale)
-                SUMMED.arrive(0)
+                store_gradients(outputs, (dq_0, dk_0), chunk_tiles, (references, ends), 0, coord, scale)
+                store_gradients(outputs, (dq_1, dk_1), chunk_tiles, (references, ends), 1, coord, scale)
+                R_READY.arrive(0)
                 store_keys(gDQ, queries, seq, token, head, wg)
                 s.release(j)
                 store_keys(gDK, keys, seq, token, head, wg)
@@ -450,10 +450,10 @@ def make(config: Config):
                     warpgroup.store_wait()
                     q.release(j)
                     k.release(j)
-                    STORED.sync(0)
+                    GATES_STORED.sync(0)
             # where this is, anew, to save registers
-            sequence, place, head, seq, n = find_place(persistent_tile(0), gCuSeqlens, length, segments, heads)
-            is_last = place + 1 == segments * (sequence + 1)
+            sequence, segment_slot, head, seq, n = locate_block(persistent_tile(0), gCuSeqlens, length, segments, heads)
+            is_last = segment_slot + 1 == segments * (sequence + 1)
             if VARLEN and is_last:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                 for j in range(padding.num_chunks()):

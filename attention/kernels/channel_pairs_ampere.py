@@ -49,7 +49,7 @@ class Config(channel_gradients_hopper.Config):
 
 
 def space(target: Target, everything: bool) -> Iterator[channel_gradients_hopper.Config]:
-    return channel_gradients_hopper.space_of(Config, target, everything)
+    return channel_gradients_hopper.make_space(Config, target, everything)
 
 
 @functools.cache

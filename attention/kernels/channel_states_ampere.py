@@ -47,8 +47,8 @@ class Config(ChannelChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_fields(everything):
-        yield from (replace(Config(*form), local=local) for local in (False, True))
+    for fields in chunk_fields(everything):
+        yield from (replace(Config(*fields), local=local) for local in (False, True))
 
 
 @functools.cache
@@ -110,8 +110,8 @@ def make(config: Config):
                 chunk = int32(first_chunk + chunk_number(j, n, reverse))
                 store(gStates, INPUT(s_t), (chunk, head, row, 0), aligned=True)
             decays, keys, chunk_values = decay.wait(j, 3 * (STAGES - 2)), k.wait(j), v.wait(j)
-            later = int32(j + STAGES - 1)
-            fill(k, v, decay, decayed_keys, values, gDecays, later, n, seq, first_chunk, head, col, reverse)
+            fill_chunk = int32(j + STAGES - 1)
+            fill(k, v, decay, decayed_keys, values, gDecays, fill_chunk, n, seq, first_chunk, head, col, reverse)
             decays_of_rows = load(decays, STATE.row_vec)
             s_t = s_t * decays_of_rows
             if LOCAL:

@@ -78,13 +78,13 @@ def make(config: Config):
     INPUT, STATE, TRANSPOSED = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, config.dtype)
     KEYS, VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
-    vectors_of, parts_of = ChunkVectors(config.gated), TwoParts(INPUT)
+    chunk_vectors, two_parts = ChunkVectors(config.gated), TwoParts(INPUT)
     forward, backward = SequenceLayout(), SequenceLayout(reversed=True)
     smem = shared(
         k=ring(config.key, STAGES),
         v=ring(config.values, STAGES),
         x=ring(SOLUTION, STAGES),
-        vectors=ring(vectors_of.spec, STAGES),
+        vectors=ring(chunk_vectors.spec, STAGES),
         q=ring(config.key, STAGES),
         p=ring(SCORES, STAGES),
         states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
@@ -94,13 +94,13 @@ def make(config: Config):
     @inlined
     def times_solution(acc, x, solution):
         """acc + x solution, pending; x and the solution in two parts."""
-        (high, low), x_high, x_low = parts_of.split(x), subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
+        (high, low), x_high, x_low = two_parts.split(x), subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
         return warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(acc, high, x_high), high, x_low), low, x_high)
 
     @inlined
     def times_transposed(acc, x, solution):
         """acc + x solution^T, pending; x and the solution in two parts."""
-        (high, low), x_high, x_low = parts_of.split(x), subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
+        (high, low), x_high, x_low = two_parts.split(x), subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
         return warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(acc, high, x_high), high, x_low), low, x_high)
 
     @inlined
@@ -112,11 +112,11 @@ def make(config: Config):
         u = warpgroup.mm_ABt(rounded, keys)
         warpgroup.store(states.claim(j), rounded)
         states.publish(j, FENCED)
-        chunk_vectors, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
-        y = values - vectors_of.decay_cols(warpgroup.wait(u), chunk_vectors, DECAY)
-        beta = vectors_of.cols(chunk_vectors, BETA)
+        vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
+        y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
+        beta = chunk_vectors.cols(vector_tile, BETA)
         e = times_solution(y, y * beta, x.wait(j))
-        s_t, factors = vectors_of.decay_state(s_t, chunk_vectors), vectors_of.decay_cols(beta, chunk_vectors, DECAY_TO_END)
+        s_t, factors = chunk_vectors.decay_state(s_t, vector_tile), chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
         e = warpgroup.wait(e)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
         x.release(j)
@@ -135,15 +135,15 @@ def make(config: Config):
         k, do, x, vectors, q, p, out = rings
         keys = k.wait(j)
         du = warpgroup.mm_ABt(INPUT(ds_t), keys)
-        chunk_vectors, do_t = vectors.wait(j), fp32(warpgroup.load_transposed(do.wait(j), TRANSPOSED, fenced=False))
-        do_t = INPUT(do_t * vectors_of.decay_cols(scale, chunk_vectors, DECAY))
-        ds_t = warpgroup.mma_AB(vectors_of.decay_state(ds_t, chunk_vectors), do_t, q.wait(j))
-        du = vectors_of.decay_cols(warpgroup.wait(du, newer=1), chunk_vectors, DECAY_TO_END) + from_outputs
-        beta = vectors_of.cols(chunk_vectors, BETA)
+        vector_tile, do_t = vectors.wait(j), fp32(warpgroup.load_transposed(do.wait(j), TRANSPOSED, fenced=False))
+        do_t = INPUT(do_t * chunk_vectors.decay_cols(scale, vector_tile, DECAY))
+        ds_t = warpgroup.mma_AB(chunk_vectors.decay_state(ds_t, vector_tile), do_t, q.wait(j))
+        du = chunk_vectors.decay_cols(warpgroup.wait(du, newer=1), vector_tile, DECAY_TO_END) + from_outputs
+        beta = chunk_vectors.cols(vector_tile, BETA)
         z = times_transposed(du, du * beta, x.wait(j))
-        following = int32(min(j + 1, last))
-        from_outputs = warpgroup.mm_AtB(do.wait(following), p.wait(following))
-        factors = vectors_of.decay_cols(0.0 - beta, chunk_vectors, DECAY)
+        next_chunk = int32(min(j + 1, last))
+        from_outputs = warpgroup.mm_AtB(do.wait(next_chunk), p.wait(next_chunk))
+        factors = chunk_vectors.decay_cols(0.0 - beta, vector_tile, DECAY)
         z = warpgroup.wait(z, newer=1)
         ds_t = warpgroup.wait(ds_t, newer=1)
         ds_t = warpgroup.mma_AB(ds_t, INPUT(z * factors), keys)
@@ -162,7 +162,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gSolutions: tiled(SOLUTION, rows=2), gScores: tiled(SCORES, rows=2),
-        gVectors: tiled(vectors_of.spec, 3, None, 2), gInitialState: array(4), gErrors: tiled(config.values, rows=2),
+        gVectors: tiled(chunk_vectors.spec, 3, None, 2), gInitialState: array(4), gErrors: tiled(config.values, rows=2),
         gStates: tiled(config.state, rows=2), gDV: VALUES, gLastState: array(4), gSegmentStates: array(4),
         gFirstState: array(4), length: INT, segments: INT, sequences: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -208,9 +208,9 @@ def make(config: Config):
                     store_wait()
                     states.release(j)
         else:
-            at = sequence, head, int32(COLUMNS * block), 0
+            coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
-                ds_t, j = warpgroup.load(gLastState, STATE, at, aligned=False), int32(0)
+                ds_t, j = warpgroup.load(gLastState, STATE, coord, aligned=False), int32(0)
                 last = int32(forward.sequence_tokens(0, sequence, length).num_chunks() - 1)
                 from_outputs = warpgroup.wait(warpgroup.mm_AtB(do.wait(0), p.wait(0)))
                 for segment in range(segments):
@@ -221,9 +221,9 @@ def make(config: Config):
                             ds_t, from_outputs, j, last, (k, do, x, vectors, q, p, out), scale
                         )
                         j = int32(j + 1)
-                warpgroup.store(gFirstState, ds_t, at, aligned=False)
+                warpgroup.store(gFirstState, ds_t, coord, aligned=False)
             else:
-                s_t = warpgroup.load(gInitialState, STATE, at, aligned=False)
+                s_t = warpgroup.load(gInitialState, STATE, coord, aligned=False)
                 for j in range(forward.sequence_tokens(0, sequence, length).num_chunks()):
                     s_t = advance_state(s_t, j, (k, v, x, vectors, states, out))
 

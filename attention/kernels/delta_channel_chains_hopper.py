@@ -100,14 +100,14 @@ def make(config: Config):
     )
 
     @inlined
-    def send_state(gStates, chunk, head, block, which, state, s_t, newer):
+    def send_state(gStates, chunk, head, block, slot, state, s_t, newer):
         """Store S (which: 0) or dS (which: 1), in shared memory, where products read it, and from there in memory. newer: as in
         warpgroup.send."""
         warpgroup.store_wait(newer)
         warpgroup.sync()
         warpgroup.store(state, s_t)
         for i in range(PANELS):
-            row = int32(2 * (PANELS * block + i) + which)
+            row = int32(2 * (PANELS * block + i) + slot)
             warpgroup.tma_store(gStates, (chunk, head, row), subtile(state, PANEL, i))
 
     @inlined

@@ -79,8 +79,8 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_fields(everything):
-        config = Config(*form)
+    for fields in chunk_fields(everything):
+        config = Config(*fields)
         if config.gated and target.shared_bytes >= MEDIUM:
             yield config
             if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
@@ -121,13 +121,13 @@ def make(config: Config):
     @inlined
     def store_pairs(w, scores, rank, other):
         """Write the scores of a warp's tokens with those of a warp before it, or with each other, to both places in W."""
-        mirrored = transpose(scores)
+        transposed = transpose(scores)
         if other < rank:
             store(subtile(w, ROWS, rank, ROWS, other), scores)
-            store(subtile(w, ROWS, other, ROWS, rank), mirrored)
+            store(subtile(w, ROWS, other, ROWS, rank), transposed)
         elif other == rank:
-            both = where(less(row_index(ROW), col_index(COL)), fp32(mirrored), fp32(scores))
-            store(subtile(w, ROWS, rank, ROWS, rank), INPUT(both))
+            symmetric = where(less(row_index(ROW), col_index(COL)), fp32(transposed), fp32(scores))
+            store(subtile(w, ROWS, rank, ROWS, rank), INPUT(symmetric))
 
     @inlined
     def load_rows(tile):
@@ -135,23 +135,23 @@ def make(config: Config):
         return fp32(load(channels.part(tile), OPERAND, fenced=False))
 
     @inlined
-    def decay_products(dq, read, written, dots, tiles, beta, scale):
+    def decay_products(dq, dk_read, dk_write, dots, tiles, beta, scale):
         """dq, dk and r as far as they come from states, from products with these. dots: of <S, dS>, the warp's part."""
         queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
         sums = load(channels.part(b), OUT, fenced=False)
         decay = exp2(sums)
         dq = dq * (decay * scale)
-        read = read * (decay * (0.0 - beta))
+        dk_read = dk_read * (decay * (0.0 - beta))
         last = channels.load_last(b)
-        written = written * (exp2(last - sums) * beta)
+        dk_write = dk_write * (exp2(last - sums) * beta)
         r = zeros(OUT)
         if WITH_GATES:
             key = load_rows(keys)
-            r = key * written
+            r = key * dk_write
             warp = int32(WARPGROUP * warpgroup.id() + warpgroup.rank())
             store(subtile(carried, PART, warp), col_sum(r) + exp2(last) * dots)
-            r = load_rows(queries) * dq + key * read - r
-        return dq, read + written, r
+            r = load_rows(queries) * dq + key * dk_read - r
+        return dq, dk_read + dk_write, r
 
     @inlined
     def add_products(sums, wx, e, x, is_later):
@@ -159,8 +159,8 @@ def make(config: Config):
         dq, dk, r = sums
         if WITH_GATES:
             r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
-        later = e * is_later
-        return dq + wx * later, dk + wx * (e - later), r
+        later_factor = e * is_later
+        return dq + wx * later_factor, dk + wx * (e - later_factor), r
 
     @inlined
     def add_keys_products(sums, wx, e, x, is_later):
@@ -235,7 +235,7 @@ def make(config: Config):
             channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head))
 
             # what goes through states, and the scores of dP and G, by panels of values
-            scores, dq, written, read = zeros(PAIRS), zeros(OUT), zeros(OUT), zeros(OUT)
+            scores, dq, dk_write, dk_read = zeros(PAIRS), zeros(OUT), zeros(OUT), zeros(OUT)
             dbeta, state_dots = zeros(COL_VEC), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
@@ -257,8 +257,8 @@ def make(config: Config):
                     dbeta = dbeta + row_sum(fp32(e_values) * fp32(z_values))
                 state, d_state = subtile(states, PANEL, 0, PART, quarter), subtile(states, PANEL, 1, PART, quarter)
                 dq = mma_AB(dq, do_rows, state)
-                read = mma_AB(read, z_rows, state)
-                written = mma_AB(written, e_rows, d_state)
+                dk_read = mma_AB(dk_read, z_rows, state)
+                dk_write = mma_AB(dk_write, e_rows, d_state)
                 if WITH_GATES and rank_half == panel % 2:
                     products = fp32(load(subtile(state, ROWS, rank_parity), OPERAND, fenced=False))
                     products = products * fp32(load(subtile(d_state, ROWS, rank_parity), OPERAND, fenced=False))
@@ -278,7 +278,7 @@ def make(config: Config):
             store_pairs(w_tile, columns(rounded, ROWS, 1), rank, 2 * pair_half + 1)
             query_tile, key_tile = q.wait(j), k.wait(j)
             tiles, dots = (query_tile, key_tile, b, x, keys_x, w, carried), finish_sum(state_dots)
-            sums = decay_products(dq, read, written, dots, tiles, beta_rows, scale)
+            sums = decay_products(dq, dk_read, dk_write, dots, tiles, beta_rows, scale)
             size, inverse = int32(CHUNK), float32(1 / CHUNK)
             while size > 1:
                 sums = add_level_pairs(sums, tiles, size, inverse)

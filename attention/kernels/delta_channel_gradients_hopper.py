@@ -47,7 +47,7 @@ from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 PRODUCER = HALVES  # the warpgroup that loads and stores
-SUMMERS = 2  # warps of a consumer that sum up over tokens
+GATE_WARPS = 2  # warps of a consumer that sum up over tokens
 REGISTERS = 24, 240  # of a thread of producer and consumers
 VALUE_DIMS = 64, 128  # as padded
 WARPS = warpgroup.WARPGROUP * HALVES  # of consumers
@@ -123,7 +123,7 @@ def make(config: Config):
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     chunk_items = ChunkItems(seq_layout)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
-    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - SUMMERS)
+    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(config.values, rows=2)
     DKEYS = tiled(config.key_gradients, unit=1)
@@ -152,7 +152,7 @@ def make(config: Config):
         """<S, dS> of each channel, of the warp's columns of values. The warps that sum up no gates share them."""
         dots = lane_col_sum(zeros(OUT))
         for i in range(STATE_ROWS // 16):
-            row = int32(STATE_ROWS // 16 * (warpgroup.rank() - SUMMERS) + i)
+            row = int32(STATE_ROWS // 16 * (warpgroup.rank() - GATE_WARPS) + i)
             s = fp32(load(subtile(states, 16, row), pairs.operand, fenced=False))
             dots = dots + lane_col_sum(s * fp32(load(subtile(d_states, 16, row), pairs.operand, fenced=False)))
         return finish_sum(dots)
@@ -221,8 +221,8 @@ def make(config: Config):
                 while chunk_items.has(grid, j):
                     chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
                     key_head, _ = divmod(head, group)
-                    array, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
-                    do.fill(j, array, (batch, row, head))
+                    source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
+                    do.fill(j, source, (batch, row, head))
                     e.fill(j, gErrors, (chunk, head, 0))
                     z.fill(j, gErrors, (chunk, head, 1))
                     for i in range(PANELS):
@@ -259,15 +259,15 @@ def make(config: Config):
                 states, d_states = subtile(s.wait(j), VALUES, 0, PART, wg), subtile(ds.wait(j), VALUES, 0, PART, wg)
                 scores = warpgroup.mm_ABt(left, errors)
                 dq = warpgroup.mm_AB(douts, states)
-                read = warpgroup.mm_AB(z_tile, states)
-                written = warpgroup.mm_AB(errors, d_states)
+                dk_read = warpgroup.mm_AB(z_tile, states)
+                dk_write = warpgroup.mm_AB(errors, d_states)
                 gates, betas = g.wait(j), beta.wait(j)
                 if IN_PLACE:
                     b, decayed_keys = gates, read_keys
                 else:
                     b, decayed_keys = gate_sums, gates
                 warp_carried = subtile(carried, PART, int32(warpgroup.WARPGROUP * wg + rank))
-                if rank < SUMMERS:
+                if rank < GATE_WARPS:
                     sum_gates(b, gates)
                     store(warp_carried, zeros(OUT.row_vec))
                 elif WITH_GATES:
@@ -277,8 +277,8 @@ def make(config: Config):
                 w.publish(j, FENCED)
                 rows = warpgroup.load(betas, COL_VEC)
                 beta.release(j)
-                dq, read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(read, newer=1) * (0.0 - rows)
-                written = warpgroup.wait(written) * rows
+                dq, dk_read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(dk_read, newer=1) * (0.0 - rows)
+                dk_write = warpgroup.wait(dk_write) * rows
                 do.release(j)
                 e.release(j)
                 z.release(j)
@@ -293,8 +293,8 @@ def make(config: Config):
                 if WITH_GATES:
                     state_part = load(warp_carried, OUT.row_vec) * exp2(pairs.last_sum(b))
                     cuda.syncwarp()
-                    store(warp_carried, state_part + pairs.sum_written(tiles, written))
-                sums = pairs.add_pairs(BlockGradients(dq, read, written), tiles, is_gentle)
+                    store(warp_carried, state_part + pairs.sum_dk_write(tiles, dk_write))
+                sums = pairs.add_pairs(BlockGradients(dq, dk_read, dk_write), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
                 wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)  # anew, to save registers

@@ -51,8 +51,8 @@ class Config(DeltaChunkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in chunk_fields(everything):
-        config = Config(*form)
+    for fields in chunk_fields(everything):
+        config = Config(*fields)
         yield replace(config, with_gates=config.gated)
         if everything and config.dtype is bf16 and config.vector_bytes == VECTOR_SIZES[0]:
             yield replace(config, with_gates=config.gated, unrounded=True)
@@ -121,7 +121,7 @@ def make(config: Config):
             q.fill(j, queries, at, 1, 3, n, VECTOR_BYTES)
             for panel in range(STAGES - 1):
                 fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-            scores, dq, written, read = zeros(TILE), zeros(OUT), zeros(OUT), zeros(OUT)
+            scores, dq, dk_write, dk_read = zeros(TILE), zeros(OUT), zeros(OUT), zeros(OUT)
             dbeta, state_dot = zeros(COL_VEC), float32(0)
             for panel in range(panels):
                 if STAGES == 1:
@@ -130,8 +130,8 @@ def make(config: Config):
                 do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the panel before
                 errors, states = e.wait(panel), s.wait(panel)
                 if STAGES > 1:
-                    later = int32(panel + STAGES - 1)
-                    fill(do, e, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
+                    fill_panel = int32(panel + STAGES - 1)
+                    fill(do, e, s, douts, gErrors, gStates, fill_panel, panels, seq.batch, token, head, chunk)
                 e_tile = subtile(errors, CHUNK, 0)
                 e_rows = subtile(e_tile, WARP_COLUMNS, rank)
                 z_rows = subtile(subtile(errors, CHUNK, 1), WARP_COLUMNS, rank)
@@ -142,8 +142,8 @@ def make(config: Config):
                     scores = mma_ABt(scores, z_rows, e_tile)
                 state, d_state = (subtile(states, PANEL, 0, HALF, half), subtile(states, PANEL, 1, HALF, half))
                 dq = mma_AB(dq, do_rows, state)
-                read = mma_AB(read, z_rows, state)
-                written = mma_AB(written, e_rows, d_state)
+                dk_read = mma_AB(dk_read, z_rows, state)
+                dk_write = mma_AB(dk_write, e_rows, d_state)
                 if WITH_GATES and rank < PANEL // WARP_COLUMNS:
                     state_dot += tile_sum(load_rows(state, rank) * load_rows(d_state, rank))
             b_rows, beta = decay.load_rows(gB, chunk, head, row), load(gChunkBeta, ROW_VEC, (chunk, head, 0))
@@ -157,26 +157,26 @@ def make(config: Config):
                 warpgroup.store(g, INPUT(warpgroup.causal(scores * beta * (0.0 - beta_rows), -1, 0.0)))
             exp_b = decay.exp(b_rows)
             dq = dq * (exp_b * scale)
-            written = written * (beta_rows * decay.exp(decay.load_last(gB, chunk, head) - b_rows))
-            read = read * (0.0 - beta_rows * exp_b)
+            dk_write = dk_write * (beta_rows * decay.exp(decay.load_last(gB, chunk, head) - b_rows))
+            dk_read = dk_read * (0.0 - beta_rows * exp_b)
             key_tile, query_tile = k.wait(j), q.wait(j)  # the barrier also shows p and g to all warps
             key_part = subtile(key_tile, CHUNK, 0, HALF, half)
             query_part = subtile(query_tile, CHUNK, 0, HALF, half)
             if WITH_GATES:
-                gCarriedDots[chunk, head, warp] = tile_sum(written * load_rows(key_part, rank))
+                gCarriedDots[chunk, head, warp] = tile_sum(dk_write * load_rows(key_part, rank))
                 gStateDots[chunk, head, warp] = state_dot
             dq = mma_AB(dq, subtile(p, WARP_COLUMNS, rank), key_part)
-            read = mma_AB(read, subtile(g, WARP_COLUMNS, rank), key_part)
-            written = mma_AB(written, warpgroup.load_transposed(p, TRANSPOSED), query_part)
-            written = mma_AB(written, warpgroup.load_transposed(g, TRANSPOSED), key_part)
+            dk_read = mma_AB(dk_read, subtile(g, WARP_COLUMNS, rank), key_part)
+            dk_write = mma_AB(dk_write, warpgroup.load_transposed(p, TRANSPOSED), query_part)
+            dk_write = mma_AB(dk_write, warpgroup.load_transposed(g, TRANSPOSED), key_part)
             at = seq.batch, int32(token + row), head, int32(HALF * half)
             if WITH_GATES:
                 dots_at = seq.batch, int32(token + row), int32(HALVES * head + half)
-                query_dots = row_sum(dq * load_rows(query_part, rank)) + row_sum(read * load_rows(key_part, rank))
+                query_dots = row_sum(dq * load_rows(query_part, rank)) + row_sum(dk_read * load_rows(key_part, rank))
                 store(truncate(gQueryDots, 1, seq.end), query_dots, dots_at, cols=1)
-                store(truncate(gKeyDots, 1, seq.end), row_sum(written * load_rows(key_part, rank)), dots_at, cols=1)
+                store(truncate(gKeyDots, 1, seq.end), row_sum(dk_write * load_rows(key_part, rank)), dots_at, cols=1)
             store(truncate(gDQ, 1, seq.end), dq, at, 1, 3, OUT_BYTES)
-            store(truncate(gDK, 1, seq.end), written + read, at, 1, 3, OUT_BYTES)
+            store(truncate(gDK, 1, seq.end), dk_write + dk_read, at, 1, 3, OUT_BYTES)
             thread_block.sync()
 
     return differentiate, smem

@@ -52,7 +52,7 @@ from ..parts.recurrent.gates import COL_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 from .delta_gradients_hopper import CONSUMERS, DKDQ, PRODUCER, REGISTERS, STATE_WARPS, WARPS, GradientTiles
 
-OF_OUTPUTS, OF_VALUES = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
+DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
 OUTPUTS = 2  # dQ and dK, stored one after the other
 FENCED = True  # who stores a tile by TMA fences itself
 
@@ -61,25 +61,28 @@ FENCED = True  # who stores a tile by TMA fences itself
 class Config(GradientTiles):
     """A kernel's configuration. adds: do value heads that share a key head add up their dQ and dK?"""
 
-    adds: bool = False
+    adds_heads: bool = False
 
     def __str__(self):
-        kinds = "gated" * self.gated, "gates" * self.with_gates, "adds" * self.adds
-        return ", ".join(filter(None, (f"gradients in segments, Dk {self.key_dim} {self.dtype}", *kinds)))
+        flags = "gated" * self.gated, "gates" * self.with_gates, "adds" * self.adds_heads
+        return ", ".join(filter(None, (f"gradients in segments, Dk {self.key_dim} {self.dtype}", *flags)))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all that add."""
     if target.has_wgmma:
-        for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+        for key_dim, input_dtype in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
             for gates in (False, False), (True, False), (True, True):
-                yield from (Config(key_dim, of, *gates, adds) for adds in ((False, True) if everything else (gates[1],)))
+                yield from (
+                    Config(key_dim, input_dtype, *gates, adds_heads)
+                    for adds_heads in ((False, True) if everything else (gates[1],))
+                )
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, WITH_GATES, ADDS, vectors_of = config.dtype, config.with_gates, config.adds, ChunkVectors(config.gated)
+    INPUT, WITH_GATES, ADDS, chunk_vectors = config.dtype, config.with_gates, config.adds_heads, ChunkVectors(config.gated)
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
     PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
     seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
@@ -93,7 +96,7 @@ def make(config: Config):
         e=ring(config.values, 2, all_warps),
         s=ring(config.state, 1, all_warps if WITH_GATES else WARPS),
         dv=ring(config.values, 1, all_warps),
-        vectors=ring(vectors_of.spec, 2, all_warps + 1),
+        vectors=ring(chunk_vectors.spec, 2, all_warps + 1),
         ds=ring(config.state, 1, WARPS, writers=consumer_warps),
         scores=ring(SCORES, 1, WARPS, writers=consumer_warps),
         value_sums=ring(sv(CHUNK * (1 + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
@@ -102,7 +105,7 @@ def make(config: Config):
     )
 
     @inlined
-    def place(length, segments, heads):
+    def locate_block(length, segments, heads):
         """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are, the
         index of the last one and its first token) of this block. Each warpgroup asks by itself: registers before they part are
         scarce."""
@@ -141,8 +144,8 @@ def make(config: Config):
         stores, the others add, in their order. The tile is given back before the next head's turn, which waits for memory."""
         tile = out.wait(index)
         if ADDS:
-            count, of_chunk = counts
-            wait_count(count, of_chunk, int32(member))
+            count, count_coord = counts
+            wait_count(count, count_coord, int32(member))
             if member == 0:
                 tma_store(gOut, at, tile)
             else:
@@ -150,7 +153,7 @@ def make(config: Config):
             store_wait()
             out.release(index)
             stores_done()
-            count_up(count, of_chunk)
+            count_up(count, count_coord)
         else:
             tma_store(gOut, at, tile)
             store_wait()
@@ -159,7 +162,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
-        gDV: ALL_VALUES, gVectors: tiled(vectors_of.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
+        gDV: ALL_VALUES, gVectors: tiled(chunk_vectors.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
         gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gCounts: SEMAPHORES, length: INT,
         segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -171,7 +174,7 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            _, head, seq, n, last_chunk, last_token = place(length, segments, heads)
+            _, head, seq, n, last_chunk, last_token = locate_block(length, segments, heads)
             key_head, member = divmod(head, group)
             if warpgroup.rank() == 0:
                 for j in range(n):
@@ -186,10 +189,10 @@ def make(config: Config):
             elif warpgroup.rank() == 1:
                 for j in range(n):
                     token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
-                    chunk_vectors, parts = vectors.wait(j), value_sums.wait(j)
+                    vector_tile, parts = vectors.wait(j), value_sums.wait(j)
                     for i in range(WARPS):
                         at = seq.batch, int32(token + 16 * i), head
-                        beta = load(subtile(chunk_vectors, 16, int32(WARPS * BETA + i)), COL_VEC)
+                        beta = load(subtile(vector_tile, 16, int32(WARPS * BETA + i)), COL_VEC)
                         dbeta = load(subtile(parts, 16, i), COL_VEC) / beta
                         store(truncate(gDBeta, 1, seq.end), dbeta, at, cols=1)
                     if WITH_GATES:
@@ -199,9 +202,9 @@ def make(config: Config):
             elif warpgroup.rank() == 2:
                 for j in range(n):
                     at = seq.batch, int32(last_token - CHUNK * j), int32(key_head if ADDS else head)
-                    chunk, of_keys = int32(last_chunk - j), int32(OUTPUTS * key_head)
-                    store_output(out, gDQ, at, OUTPUTS * j, (gCounts, (chunk, of_keys)), member)
-                    store_output(out, gDK, at, OUTPUTS * j + 1, (gCounts, (chunk, int32(of_keys + 1))), member)
+                    chunk, key_slot = int32(last_chunk - j), int32(OUTPUTS * key_head)
+                    store_output(out, gDQ, at, OUTPUTS * j, (gCounts, (chunk, key_slot)), member)
+                    store_output(out, gDK, at, OUTPUTS * j + 1, (gCounts, (chunk, int32(key_slot + 1))), member)
             elif WITH_GATES:
                 for j in range(n):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
@@ -213,21 +216,21 @@ def make(config: Config):
                     key_sums.release(j)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
-            _, _, _, n, _, _ = place(length, segments, heads)
+            _, _, _, n, _, _ = locate_block(length, segments, heads)
             for j in range(n):
                 dvs, states = dv.wait(j), s.wait(j)
                 dq = warpgroup.mm_AB(do.wait(j), states)
-                read = warpgroup.mm_AB(dvs, states)
-                chunk_vectors = vectors.wait(j)
-                dq = warpgroup.wait(dq, newer=1) * vectors_of.decay_rows(scale, chunk_vectors, DECAY)
+                dk_read = warpgroup.mm_AB(dvs, states)
+                vector_tile = vectors.wait(j)
+                dq = warpgroup.wait(dq, newer=1) * chunk_vectors.decay_rows(scale, vector_tile, DECAY)
                 do.release(j)
-                read = warpgroup.wait(read) * vectors_of.decay_rows(-1.0, chunk_vectors, DECAY)
+                dk_read = warpgroup.wait(dk_read) * chunk_vectors.decay_rows(-1.0, vector_tile, DECAY)
                 s.release(j)
                 dv.release(j)
                 keys = k.wait(j)
-                dp, g = subtile(scores.wait(j), CHUNK, OF_OUTPUTS), subtile(scores.wait(j), CHUNK, OF_VALUES)
+                dp, g = subtile(scores.wait(j), CHUNK, DP_CONSUMER), subtile(scores.wait(j), CHUNK, G_CONSUMER)
                 dq = warpgroup.mma_AB(dq, dp, keys)
-                read = warpgroup.mma_AB(read, g, keys)
+                dk_read = warpgroup.mma_AB(dk_read, g, keys)
                 dq = warpgroup.wait(dq, newer=1)
                 queries = q.wait(j)
                 if WITH_GATES:
@@ -235,28 +238,28 @@ def make(config: Config):
                     warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
                 warpgroup.store(out.claim(OUTPUTS * j), dq)
                 out.publish(OUTPUTS * j, FENCED)
-                written = warpgroup.mm_AB(e.wait(j), ds.wait(j))
-                read = warpgroup.wait(read, newer=1)
-                factors = vectors_of.decay_rows(vectors_of.rows(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
-                written = warpgroup.wait(written) * factors
+                dk_write = warpgroup.mm_AB(e.wait(j), ds.wait(j))
+                dk_read = warpgroup.wait(dk_read, newer=1)
+                factors = chunk_vectors.decay_rows(chunk_vectors.rows(vector_tile, BETA), vector_tile, DECAY_TO_END)
+                dk_write = warpgroup.wait(dk_write) * factors
                 e.release(j)
                 ds.release(j)
                 if WITH_GATES:
-                    warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(written, keys))
-                written = warpgroup.mma_AtB(warpgroup.mma_AtB(written, dp, queries), g, keys)
-                written = warpgroup.wait(written)
+                    warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(dk_write, keys))
+                dk_write = warpgroup.mma_AtB(warpgroup.mma_AtB(dk_write, dp, queries), g, keys)
+                dk_write = warpgroup.wait(dk_write)
                 scores.release(j)
                 if WITH_GATES:
-                    warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(written - read, keys))
+                    warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(dk_write - dk_read, keys))
                     key_sums.publish(j)
                 vectors.release(j)  # its fence is that of all loads of this warp
                 q.release(j)
                 k.release(j)
-                warpgroup.store(out.claim(OUTPUTS * j + 1), written + read)
+                warpgroup.store(out.claim(OUTPUTS * j + 1), dk_write + dk_read)
                 out.publish(OUTPUTS * j + 1, FENCED)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            slot, head, _, n, _, _ = place(length, segments, heads)
+            slot, head, _, n, _, _ = locate_block(length, segments, heads)
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
             ds_t = load(gSegmentStates, STATE, (slot, head, row, 0), aligned=True)
             for j in range(n):
@@ -264,32 +267,32 @@ def make(config: Config):
                 ds.publish(j)
                 douts, errors, dvs = do.wait(j), e.wait(j), dv.wait(j)
                 left = douts
-                if wg == OF_VALUES:
+                if wg == G_CONSUMER:
                     left = dvs
                 score = warpgroup.mm_ABt(left, errors)
-                chunk_vectors = vectors.wait(j)
+                vector_tile = vectors.wait(j)
                 do_t = fp32(warpgroup.load_transposed(subtile(douts, CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
-                do_t = INPUT(do_t * vectors_of.decay_cols(scale, chunk_vectors, DECAY))
-                sums, beta = value_sums.claim(j), vectors_of.cols(chunk_vectors, BETA)
+                do_t = INPUT(do_t * chunk_vectors.decay_cols(scale, vector_tile, DECAY))
+                sums, beta = value_sums.claim(j), chunk_vectors.cols(vector_tile, BETA)
                 score = warpgroup.wait(score)
-                if wg == OF_OUTPUTS:
+                if wg == DP_CONSUMER:
                     factors, diagonal = beta * scale, 0
                 else:
                     on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
                     warpgroup.store(subtile(sums, CHUNK, 0), row_sum(where(on_diagonal, score, 0.0)))
                     factors, diagonal = 0.0 - beta, -1
-                score = vectors_of.decay_scores(score, chunk_vectors, factors)
+                score = chunk_vectors.decay_scores(score, vector_tile, factors)
                 warpgroup.store(subtile(scores.claim(j), CHUNK, wg), INPUT(warpgroup.causal(score, diagonal, 0.0)))
                 scores.publish(j)  # its fence is that of loads of dO, too
                 do.release(j)
                 e.release(j)
                 dv_t = fp32(warpgroup.load_transposed(subtile(dvs, CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
-                dv_t = INPUT(dv_t * vectors_of.decay_cols(-1.0, chunk_vectors, DECAY))
+                dv_t = INPUT(dv_t * chunk_vectors.decay_cols(-1.0, vector_tile, DECAY))
                 if WITH_GATES:
                     dots = dot_rows(ds_t, subtile(s.wait(j), COLUMNS, wg))
                     store(subtile(sums, 16, int32(WARPS + WARPS * wg + warpgroup.rank())), dots)
                 value_sums.publish(j)
-                ds_t = vectors_of.decay_state(ds_t, chunk_vectors)
+                ds_t = chunk_vectors.decay_state(ds_t, vector_tile)
                 vectors.release(j)  # its fence is that of loads of dV and S, too
                 dv.release(j)
                 if WITH_GATES:

@@ -53,7 +53,7 @@ def make(config: Config):
     )
 
     @inlined
-    def in_reverse(seq, j):
+    def reverse_chunk_start(seq, j):
         """The first token of the j-th chunk in reverse order; that of the last one if there are not so many."""
         return int32(max(seq.chunk_start(j), seq.start))
 
@@ -79,18 +79,18 @@ def make(config: Config):
         queries, douts = truncate(gDecayedQ, 1, end_row), truncate(gDOut, 1, end)
         read_keys, write_keys = truncate(gReadKeys, 1, end_row), truncate(gWriteKeys, 1, end_row)
         first_chunk = seq_layout.chunk_index(first, sequence, length)
-        last, last_chunk = in_reverse(seq, 0), int32(first_chunk + max(n - 1, 0))
+        last, last_chunk = reverse_chunk_start(seq, 0), int32(first_chunk + max(n - 1, 0))
         k.fill(0, write_keys, decay.coord(batch, last, key_head, last_chunk, head), 1, 3, tiles, VECTOR_BYTES)
         do.fill(0, douts, (batch, last, head, col), 1, 3, n, VECTOR_BYTES)
         x.fill(0, gReverse, (last_chunk, head, 0, 0), end=n)
         q.fill(0, queries, decay.coord(batch, last, key_head, last_chunk, head), 1, 3, n, VECTOR_BYTES)
         tile, i = decay.second_tile(0)
-        at = decay.coord(batch, in_reverse(seq, i), key_head, int32(last_chunk - i), head)
+        at = decay.coord(batch, reverse_chunk_start(seq, i), key_head, int32(last_chunk - i), head)
         k.fill(tile, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
         ds_t = load(gLastState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(last_chunk - j)
-            before = int32(max(chunk - 1, first_chunk))
+            previous_chunk = int32(max(chunk - 1, first_chunk))
             store(gStates, INPUT(ds_t), (chunk, head, int32(state_row(column) + PANEL), 0), aligned=True)
             b = decay.load_cols(gB, chunk, head)
             b_last = decay.last(b)
@@ -107,10 +107,10 @@ def make(config: Config):
                 do_t = INPUT(fp32(do_t) * (exp_b * scale))
             state_decay = decay.load_state_decay(gB, b_last, chunk, head)
             thread_block.sync()
-            at = decay.coord(batch, in_reverse(seq, j + 1), key_head, before, head)
+            at = decay.coord(batch, reverse_chunk_start(seq, j + 1), key_head, previous_chunk, head)
             decay.fill_first(k, int32(j + 1), write_keys, at, tiles, VECTOR_BYTES)
-            do.fill(j + 1, douts, (batch, in_reverse(seq, j + 1), head, col), 1, 3, n, VECTOR_BYTES)
-            x.fill(j + 1, gReverse, (before, head, 0, 0), end=n)
+            do.fill(j + 1, douts, (batch, reverse_chunk_start(seq, j + 1), head, col), 1, 3, n, VECTOR_BYTES)
+            x.fill(j + 1, gReverse, (previous_chunk, head, 0, 0), end=n)
             store(gErrors, transpose(INPUT(z_t)), (chunk, head, CHUNK, column), aligned=True)
             dv_t = z_t * load(gChunkBeta, ROW_VEC, (chunk, head, 0))
             store(truncate(gDV, 1, end), transpose(INPUT(dv_t)), (batch, seq.chunk_start(j), head, column), 1, 3, VECTOR_BYTES)
@@ -119,7 +119,7 @@ def make(config: Config):
             thread_block.sync()
             q.fill(j + 1, queries, at, 1, 3, n, VECTOR_BYTES)
             tile, i = decay.second_tile(int32(j + 1))
-            at = decay.coord(batch, in_reverse(seq, i), key_head, int32(last_chunk - i), head)
+            at = decay.coord(batch, reverse_chunk_start(seq, i), key_head, int32(last_chunk - i), head)
             k.fill(tile, read_keys, at, 1, 3, tiles, VECTOR_BYTES)
         store(gFirstState, ds_t, (sequence, head, column, 0), aligned=False)
         if seq_layout.varlen:

@@ -38,11 +38,11 @@ class Config(DeltaWalkConfig):
     @property
     def result(self):
         """The object that stores what the walk computes: outputs, or what gradients read."""
-        kind = ChunkOutputs if self.outputs else ChunkErrors
-        return kind(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
+        result_class = ChunkOutputs if self.outputs else ChunkErrors
+        return result_class(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
 
     @property
-    def asks_for_column(self):
+    def recomputes_column(self):
         """Is a warp's column computed anew for each chunk? With those it would spill on sm_120a, the others without."""
         return not self.outputs or (self.key_dim == WIDE and not self.gated and not self.varlen)
 
@@ -54,8 +54,8 @@ class Config(DeltaWalkConfig):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`."""
-    for form in walk_fields(everything):
-        yield from (replace(Config(*form), outputs=outputs) for outputs in (False, True))
+    for fields in walk_fields(everything):
+        yield from (replace(Config(*fields), outputs=outputs) for outputs in (False, True))
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STATE = config.dtype, config.vector_bytes, rt(WARP_COLUMNS, config.key_dim, fp32)
     TRANSPOSED, seq_layout = rt(WARP_COLUMNS, CHUNK, INPUT), SequenceLayout(config.varlen)
     decay, two_parts, result = config.decay, TwoParts(INPUT), config.result
-    ANEW = config.asks_for_column
+    RECOMPUTES_COLUMN = config.recomputes_column
     PARAMS, READS_QUERIES, KEY = result.params(), result.reads_queries, st(CHUNK, config.key_dim, INPUT)
     smem = shared(
         q=pipeline(KEY if READS_QUERIES else st(8 * WARPS, 16, INPUT), 1, WARPS),
@@ -103,7 +103,7 @@ def make(config: Config):
         s_t = load(gInitialState, STATE, (sequence, head, column, 0), aligned=False)
         for j in range(n):
             chunk = int32(first_chunk + j)
-            if ANEW:
+            if RECOMPUTES_COLUMN:
                 column = int32(col + WARP_COLUMNS * warp_index())  # anew, to save registers
             result.store_state(params, s_t, (chunk, head, column))
             key_tile = k.wait(decay.first_tile(j), 4)

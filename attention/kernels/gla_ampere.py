@@ -59,9 +59,9 @@ class Config(ChannelChunkConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of bf16 and 16 bytes, with all other dtypes and bytes if `everything`. With a formula there is one
     size."""
-    for (key_dim, *form), local in itertools.product(chunk_fields(everything), (False, True)):
-        resident = count_resident_blocks(key_dim, target.shared_bytes)
-        yield replace(Config(key_dim, *form), local=local, ctas_per_sm=resident)
+    for (key_dim, *fields), local in itertools.product(chunk_fields(everything), (False, True)):
+        ctas_per_sm = count_resident_blocks(key_dim, target.shared_bytes)
+        yield replace(Config(key_dim, *fields), local=local, ctas_per_sm=ctas_per_sm)
     for formula in FORMULAS if everything else FORMULAS[:1]:
         yield from (Config(max(KEY_DIMS), bf16, local=local, formula=formula) for local in (False, True))
 
@@ -78,32 +78,36 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, LOCAL, STATE = config.dtype, config.vector_bytes, config.local, rt(ROWS, config.key_dim, fp32)
     TRANSPOSED, OUT, seq_layout = rt(ROWS, CHUNK, INPUT), rt(CHUNK, ROWS, fp32), SequenceLayout(config.varlen)
     channels = ChunkChannels(config.key_dim)
-    scored, raw = ChannelScores(channels, INPUT), choose_tile_gates(channels.rows, config.formula, HALVES)
-    PARAMS, HALF, SMALL = raw.params(), channels.half, st(8 * WARPS, 16, INPUT)
+    channel_scores, tile_gates = ChannelScores(channels, INPUT), choose_tile_gates(channels.rows, config.formula, HALVES)
+    PARAMS, HALF, SMALL = tile_gates.params(), channels.half, st(8 * WARPS, 16, INPUT)
     smem = shared(
-        q=pipeline(SMALL if LOCAL else scored.key, 1, WARPS),
-        k=pipeline(scored.key, 1, WARPS),
+        q=pipeline(SMALL if LOCAL else channel_scores.key, 1, WARPS),
+        k=pipeline(channel_scores.key, 1, WARPS),
         v=pipeline(st(CHUNK, BLOCK_COLUMNS, INPUT), 1, WARPS),
         b=channels.sums,
-        near=pipeline(SMALL if LOCAL else scored.scores, 1, WARPS),  # near keys, then P
-        reference_decays=sv(16, bf16) if LOCAL else scored.reference_decays,
+        near=pipeline(SMALL if LOCAL else channel_scores.scores, 1, WARPS),  # near keys, then P
+        reference_decays=sv(16, bf16) if LOCAL else channel_scores.reference_decays,
         state_decay=sv(config.key_dim, fp32),
-        biases=raw.biases,
+        biases=tile_gates.biases,
     )
 
     @inlined
     def score_tokens(queries, keys, near, b, reference_decays):
         """P of a chunk, once the block has met. Overwrites q by q~ and k by k~."""
-        halved, near_keys, p = thread_block.reduce_any(scored.is_strong(b)), near.reuse(scored.key), near.reuse(scored.scores)
+        halved, near_keys, p = (
+            thread_block.reduce_any(channel_scores.is_strong(b)),
+            near.reuse(channel_scores.key),
+            near.reuse(channel_scores.scores),
+        )
         if halved:
-            scored.store_halved(p, queries, keys, b)
+            channel_scores.store_halved(p, queries, keys, b)
             thread_block.sync(FENCED)
-        query = scored.decay_tokens(queries, keys, near_keys, b, reference_decays, halved)
+        query = channel_scores.decay_tokens(queries, keys, near_keys, b, reference_decays, halved)
         thread_block.sync(FENCED)
         if not halved:
-            s = scored.compute(query, near_keys, reference_decays)
+            s = channel_scores.compute(query, near_keys, reference_decays)
             thread_block.sync(FENCED)  # P takes the place of the keys that all have read
-            scored.store(p, s)
+            channel_scores.store(p, s)
         return p
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
@@ -122,18 +126,18 @@ def make(config: Config):
         n, half, col = seq.num_chunks(), warpgroup.id(), int32(BLOCK_COLUMNS * block)
         column = int32(col + ROWS * warp_index())  # the first one of this warp
         queries, keys, values = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gV, 1, seq.end)
-        queried, at = 0 if LOCAL else n, (seq.batch, seq.start, key_head, 0)
-        q.fill(0, queries, at, 1, 3, queried, VECTOR_BYTES)
+        query_chunks, at = 0 if LOCAL else n, (seq.batch, seq.start, key_head, 0)
+        q.fill(0, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
         v.fill(0, values, (seq.batch, seq.start, head, col), 1, 3, n, VECTOR_BYTES)
         k.fill(0, keys, at, 1, 3, n, VECTOR_BYTES)
-        rate, total = raw.load_constants(biases, params, head), zeros(channels.rows.row_vec)
+        rate, total = tile_gates.load_constants(biases, params, head), zeros(channels.rows.row_vec)
         gates = channels.load_gates(gGates, seq, seq.start, head)
         s_t = load(gInitialState, STATE, (int32(sequence * segments + segment), head, column, 0), aligned=False)
-        if raw.from_formula:
+        if tile_gates.from_formula:
             thread_block.sync(FENCED)  # all see the constants
         for j in range(n):
             token, next_token = seq.chunk_start(j), seq.chunk_start(j + 1)
-            channels.store_gates(b, raw.compute(gates, rate, biases, seq.remaining(j)))
+            channels.store_gates(b, tile_gates.compute(gates, rate, biases, seq.remaining(j)))
             query_tile = q.wait(j, 1)  # its barrier also shows the gates to all warps
             channels.cumsum_stored_gates(b)
             key_tile = k.wait(j)  # and this one b
@@ -141,7 +145,7 @@ def make(config: Config):
             if warpgroup.rank() == 0:
                 store(subtile(state_decay, HALF, half), exp2(last))
             if LOCAL:
-                scored.decay_keys(key_tile, b)
+                channel_scores.decay_keys(key_tile, b)
                 total = total + last
             else:
                 p = score_tokens(query_tile, key_tile, near, b, reference_decays)
@@ -154,7 +158,7 @@ def make(config: Config):
                 store(truncate(gO, 1, seq.end), o, (seq.batch, token, head, column), 1, 3, VECTOR_BYTES)
             thread_block.sync(FENCED)
             at = seq.batch, next_token, key_head, 0
-            q.fill(j + 1, queries, at, 1, 3, queried, VECTOR_BYTES)
+            q.fill(j + 1, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
             v.fill(j + 1, values, (seq.batch, next_token, head, col), 1, 3, n, VECTOR_BYTES)
             s_t = mma_AB(s_t * load(state_decay, STATE.row_vec), v_t, key_tile)
             thread_block.sync(FENCED)

@@ -208,7 +208,7 @@ def make(config: Config):
                 subtile(out_tiles, CHUNK, wg),
                 subtile(out_tiles, CHUNK, wg, COLUMNS, 0),
             )
-            warp, side, sign = int32(warpgroup.WARPGROUP * wg + warpgroup.rank()), float32(wg), float32(1 - 2 * wg)
+            warp, is_dk_consumer, sign = int32(warpgroup.WARPGROUP * wg + warpgroup.rank()), float32(wg), float32(1 - 2 * wg)
             state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
             ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
             g = gate.load_head_gate(gGates, head)
@@ -244,7 +244,7 @@ def make(config: Config):
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=FENCED)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
-                dx = gate.decay(warpgroup.wait(dx), minimum(b_last * side + b_rows * sign, 0.0))
+                dx = gate.decay(warpgroup.wait(dx), minimum(b_last * is_dk_consumer + b_rows * sign, 0.0))
                 s.release(j)
                 if wg == DQ_CONSUMER:
                     dx = dx * scale

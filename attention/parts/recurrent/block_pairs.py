@@ -1,5 +1,5 @@
-"""What pairs of tokens of a chunk add to gradients of the delta rule where each channel of the keys has a decay, by blocks of
-16 tokens (delta_channels.py has the equations).
+"""The terms of the delta rule's gradients that come from pairs of tokens of a chunk, where each channel of the keys has a
+decay, by blocks of 16 tokens (delta_channels.py has the equations).
 
 Block m has two references in each channel, r_m for those of its tokens that read and s_m for those that write:
 
@@ -7,19 +7,19 @@ Block m has two references in each channel, r_m for those of its tokens that rea
 
 Both are the middle of its sums b if the block is gentle, i.e. the dtype holds its decay in all channels; else r is b of its
 first token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the
-accumulators that hold what goes through states take all pairs along, block after block,
+accumulators start from the terms that go through states, and add the pairs, block after block,
 
     X = scale dO S      n = 0 .. m - 1:  X = exp(s_n - s_(n-1)) X + dP_mn K*_n                     X = exp(r_m - s_(m-1)) X
     Y = -dV S           n = 0 .. m - 1:  Y = exp(s_n - s_(n-1)) Y + G_mn K*_n                      Y = exp(r_m - s_(m-1)) Y
     W = U dS            n = 3 .. m + 1:  W = exp(r_(n+1) - r_n) W + dP_nm^T Q^_n + G_nm^T K^_n     W = exp(r_(m+1) - s_m) W
 
-and last those of a block's tokens with each other, if it is gentle: dP_mm K*_m and so on. Then
+and last the pairs within the block, if it is gentle: dP_mm K*_m and so on. Then
 
     dQ_m = exp(b - r_m) X        dK_m = exp(b - r_m) Y + exp(s_m - b) W
 
-A gate has q^ X + k^ Y - k* W of its token and of all later ones. Q^, K^ and K* are rounded once, so what a pair of such tokens
-adds there is taken away again to the last bits of float32. A block that is not gentle goes by levels of halves, as
-delta_channel_gradients_ampere.py does with a chunk. A warp has a block, and the same work whichever it is."""
+The gradient of a gate is the sum of q^ X + k^ Y - k* W over its token and all later ones. Q^, K^ and K* are rounded once, so a
+pair of two such tokens cancels in this sum, to the last bits of float32. A block that is not gentle is treated by recursive
+halving, as delta_channel_gradients_ampere.py treats a chunk. Each warp has a block, and all blocks are the same work."""
 
 from typing import Any, NamedTuple
 
@@ -60,8 +60,8 @@ from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
 BLOCKS = CHUNK // ROWS  # one a warp
-# Vectors of each channel: the factors between references of a block and the one before, s to s, r to r, and s to r, and the
-# references themselves. Some places are those of factors that nobody needs.
+# The index of the first vector of each kind, a number a channel: the factors between the references of a block and of the one
+# before, from s to s, from r to r, and from s to r; and the references themselves. Some vectors between them are not used.
 STEP, READ_STEP, LAST_STEP, REFERENCES = 0, 1, 6, 11
 VECTORS = 20
 SQUARE = rt(ROWS, ROWS, fp32)  # scores of a block's tokens with each other
@@ -83,8 +83,8 @@ class BlockGradients(NamedTuple):
     """X, Y and W of a warp's tokens and channels."""
 
     dq: Any
-    read: Any
-    written: Any
+    dk_read: Any
+    dk_write: Any
 
 
 @static
@@ -148,19 +148,19 @@ class BlockPairs:
         them."""
         rank, b, vectors, is_later = warpgroup.rank(), tiles.b, tiles.vectors, float32(min(warpgroup.rank(), 1))
         first, last = self.load_sum(b, rank, 0), self.load_sum(b, rank, ROWS - 1)
-        (r, s), before = self.references(first, last), max(rank - 1, 0)
-        first_before, last_before = self.load_sum(b, before, 0), self.load_sum(b, before, ROWS - 1)
+        (r, s), previous = self.references(first, last), max(rank - 1, 0)
+        previous_first, previous_last = self.load_sum(b, previous, 0), self.load_sum(b, previous, ROWS - 1)
         is_gentle = self.is_gentle(first, last)
-        has_floor_gates = tile_any(less(minimum(last - first, first - last_before * is_later), (FLOOR + 1) * LOG2_E))
-        r_before, s_before = self.references(first_before, last_before)
-        store(self.vector(vectors, int32(LAST_STEP + rank)), exp2(r - s_before * is_later))
+        has_floor_gates = tile_any(less(minimum(last - first, first - previous_last * is_later), (FLOOR + 1) * LOG2_E))
+        previous_r, previous_s = self.references(previous_first, previous_last)
+        store(self.vector(vectors, int32(LAST_STEP + rank)), exp2(r - previous_s * is_later))
         if rank < BLOCKS - 1:
-            store(self.vector(vectors, int32(STEP + rank)), exp2(s - s_before * is_later))
+            store(self.vector(vectors, int32(STEP + rank)), exp2(s - previous_s * is_later))
         else:
             store(self.vector(vectors, READ_STEP + BLOCKS), exp2(last - r))
             store(self.vector(vectors, LAST_STEP + BLOCKS), exp2(last - s))
         if rank > 1:
-            store(self.vector(vectors, int32(READ_STEP + rank)), exp2(r - r_before))
+            store(self.vector(vectors, int32(READ_STEP + rank)), exp2(r - previous_r))
         store(self.vector(vectors, int32(REFERENCES + 2 * rank)), r)
         store(self.vector(vectors, int32(REFERENCES + 2 * rank + 1)), s)
         sums = load(self.channels.part(b), self.channels.rows, fenced=False) * LOG2_E
@@ -179,10 +179,11 @@ class BlockPairs:
         return fp32(load(self.channels.part(tile), self.operand, fenced=False))
 
     @inlined
-    def sum_written(self, tiles, written):
-        """sum k dk over the warp's tokens, in each channel, as far as it comes from dS. written: U dS."""
+    def sum_dk_write(self, tiles, dk_write):
+        """The warp's part of the carried dots: sum k dk over its tokens, in each channel, where dk comes from dS. dk_write: U
+        dS."""
         s = self.load_vector(tiles.vectors, int32(REFERENCES + 2 * warpgroup.rank() + 1))
-        return col_sum(self.load_rows(tiles.k) * written) * exp2(self.last_sum(tiles.b) - s)
+        return col_sum(self.load_rows(tiles.k) * dk_write) * exp2(self.last_sum(tiles.b) - s)
 
     @inlined
     def last_sum(self, b):
@@ -192,29 +193,29 @@ class BlockPairs:
     @inlined
     def add_pairs(self, gradients, tiles, is_gentle):
         """X, Y and W with the pairs of tokens, but for those within a block that is not gentle."""
-        dq, read, written = gradients
+        dq, dk_read, dk_write = gradients
         rank, dp, g = warpgroup.rank(), subtile(tiles.w, CHUNK, 0), subtile(tiles.w, CHUNK, 1)
         KEYS = rt(ROWS, self.channels.half, self.dtype, "col")
         for n in range(rank + 1):
             factor = self.load_vector(tiles.vectors, int32(LAST_STEP + n if n == rank else STEP + n))
-            dq, read = dq * factor, read * factor
+            dq, dk_read = dq * factor, dk_read * factor
             if is_gentle or n < rank:
                 keys = load(self.block(tiles.k, n), KEYS, fenced=False)
                 dq = mma_AB(dq, subtile(dp, ROWS, rank, ROWS, n), keys)
-                read = mma_AB(read, subtile(g, ROWS, rank, ROWS, n), keys)
+                dk_read = mma_AB(dk_read, subtile(g, ROWS, rank, ROWS, n), keys)
         for i in range(BLOCKS - rank):
             n = int32(BLOCKS - 1 - i)
-            written = written * self.load_vector(tiles.vectors, int32((LAST_STEP if n == rank else READ_STEP) + n + 1))
+            dk_write = dk_write * self.load_vector(tiles.vectors, int32((LAST_STEP if n == rank else READ_STEP) + n + 1))
             if is_gentle or n > rank:
-                written = mma_AtB(written, subtile(dp, ROWS, n, ROWS, rank), self.block(tiles.q, n))
-                written = mma_AtB(written, subtile(g, ROWS, n, ROWS, rank), self.block(tiles.read_keys, n))
-        return BlockGradients(dq, read, written)
+                dk_write = mma_AtB(dk_write, subtile(dp, ROWS, n, ROWS, rank), self.block(tiles.q, n))
+                dk_write = mma_AtB(dk_write, subtile(g, ROWS, n, ROWS, rank), self.block(tiles.read_keys, n))
+        return BlockGradients(dq, dk_read, dk_write)
 
     @inlined
     def dot_tokens(self, gradients, tiles):
-        """q dq + k dk_read - k dk_written of the warp's tokens, in each channel."""
-        r = self.load_rows(tiles.q) * gradients.dq + self.load_rows(tiles.read_keys) * gradients.read
-        return r - self.load_rows(tiles.k) * gradients.written
+        """q dq + k dk_read - k dk_write of the warp's tokens, in each channel."""
+        r = self.load_rows(tiles.q) * gradients.dq + self.load_rows(tiles.read_keys) * gradients.dk_read
+        return r - self.load_rows(tiles.k) * gradients.dk_write
 
     @inlined
     def finish(self, gradients, tiles):
@@ -224,12 +225,12 @@ class BlockPairs:
         s = self.load_vector(tiles.vectors, int32(REFERENCES + 2 * rank + 1))
         sums = load(self.channels.part(tiles.b), self.channels.rows, fenced=False) * LOG2_E
         decay = exp2(sums - r)
-        return gradients.dq * decay, gradients.read * decay + gradients.written * exp2(s - sums)
+        return gradients.dq * decay, gradients.dk_read * decay + gradients.dk_write * exp2(s - sums)
 
     @inlined
     def add_near_pairs(self, dq, dk, r, tiles, is_gentle, gRows, at):
-        """dQ, dK and what gates have of tokens, with the pairs within a warp's block if it is not gentle, by levels of halves.
-        gRows: the arrays of queries and keys, the warp's tokens `at` this place."""
+        """dQ, dK and r, the tokens' terms of gate gradients, with the pairs within a warp's block if it is not gentle, by
+        recursive halving. gRows: the arrays of queries and keys, in which the warp's tokens are at `at`."""
         gQ, gK = gRows
         dp, part = subtile(tiles.w, CHUNK, 0), self.channels.part(tiles.b)
         row, col, inverse, size = row_index(ROW), col_index(COL), float32(1 / ROWS), int32(1 if is_gentle else ROWS)
@@ -265,5 +266,5 @@ class BlockPairs:
     def level_scores(self, scores, is_pair):
         """dP + dP^T or G + G^T of the warp's tokens with each other, 0 but for pairs."""
         square = self.load_square(scores)
-        both = where(less(row_index(ROW), col_index(COL)), fp32(transpose(self.dtype(square))), square)
-        return self.dtype(where(is_pair, both, 0.0))
+        symmetric = where(less(row_index(ROW), col_index(COL)), fp32(transpose(self.dtype(square))), square)
+        return self.dtype(where(is_pair, symmetric, 0.0))

@@ -1,4 +1,4 @@
-"""Gradients of linear attention chunk by chunk, with decays of channels: what the three kernels of them share
+"""Gradients of linear attention chunk by chunk, with decays of channels: the equations, and what the kernels share
 (channel_decayed_keys_ampere.py, channel_states_ampere.py, channel_gradients_ampere.py).
 
 With S the state before a chunk, dS the gradient of the state after it, and in each channel b the cumulative sum of the chunk's
@@ -11,17 +11,17 @@ gates, all factors below are at most 1 for any gates:
     dk_j = exp(b_last - b_j) (dS v_j) + sum_(i >= j) P_ij exp(b_i - b_j) q_i
     dv_j = dS^T k~_j + sum_(i >= j) A_ij dO_i
 
-The sums over pairs of tokens go by levels: groups of 64, 32, .. 2 tokens, each of an earlier and a later half. With a the first
-token of the later half, every token has one factor E = exp(-|b - b_a|) at a level, and one row X: E q in the later half, E k
-in the earlier one. Pairs of one group but of two halves are scored by X X^T, which is A there. With W = P + P^T at such pairs,
-E W X is added to dq in later halves, to dk in earlier ones. The pair of a token with itself has a factor of 1.
+The sums over pairs of tokens are computed level by level: groups of 64, 32, .. 2 tokens, each of an earlier and a later half.
+With a the first token of the later half, a token has at each level one factor E = exp(-|b - b_a|), and one row X: E q in the
+later half, E k in the earlier one. For two tokens of one group that are in different halves, X X^T is A. With W = P + P^T at
+such pairs, E W X is added to dq in later halves, to dk in earlier ones. The pair of a token with itself has a factor of 1.
 
 The gradient of a gate is, in each channel,
 
     dg_t = sum_(i >= t) (q_i dq_i - k_i dk_i) + sum_i (k_i dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-Of what comes from pairs, X W X counts with + in later halves and with - in earlier ones, both rounded alike: a pair whose
-tokens both come after t adds nothing, to the last bits of float32."""
+The terms of a pair of tokens are X W X, with + for the token in the later half and - for the other, both rounded alike: so a
+pair of tokens that both come after t adds nothing, to the last bits of float32."""
 
 import itertools
 import math
@@ -39,8 +39,8 @@ from tiles.layout import LANES, WARPGROUP
 from .gates import FLOOR, LOG2_E, clamp_gates
 from .tokens import CHUNK
 
-KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # as padded
-HALVES = 2  # of the channels of the keys: one for each warpgroup
+KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # padded sizes
+HALVES = 2  # parts of the channels of the keys, one for each warpgroup
 ROWS = CHUNK // WARPGROUP  # tokens of a warp; columns of values of a warp that scans states
 FENCED = True  # neither TMA nor wgmma touches shared memory here: no fence waits for copies that are under way
 
@@ -129,7 +129,7 @@ class ChunkChannels:
 
     @inlined
     def store_gates(self, tile, gates):
-        """Write the warps' gates, in powers of 2, for `cumsum_stored_gates` once the block has met."""
+        """Write the warps' gates, in powers of 2, which `cumsum_stored_gates` reads after a barrier of the block."""
         store(self.part(tile), clamp_gates(gates) * LOG2_E)
 
     @inlined
@@ -139,9 +139,9 @@ class ChunkChannels:
 
     @inlined
     def store_gate_gradients(self, gDGates, gGates, b, r, carried, seq, token, head):
-        """Write the warps' gradients of gates. b: overwritten by sums. r: what token i has for all gates up to its own.
-        carried: for each warp of the block what its channels have for all gates of the chunk. All warps of the
-        block synchronise."""
+        """Write the warps' gradients of gates. b: overwritten by sums. r: each token's term in the gradients of all gates up to
+        its own. carried: each warp's terms in the gradients of all gates of the chunk, by channel. All warps of the block
+        synchronise."""
         gates = self.load_gates(gGates, seq, token, head)  # while sums are computed
         self.cumsum_tokens(b, r, -math.inf)
         total = self.load_last(b)

@@ -21,9 +21,9 @@ RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formu
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gates: the dtype of the gates; dtype: of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: what
-    computes gates and beta of what is in memory; None: the gates themselves are there. l2norm: are queries and keys divided by
-    their L2 norms? preparers: the warpgroups that prepare what consumers read."""
+    gates: the dtype of the gates; dtype: that of everything else. varlen: are sequences packed (cu_seqlens)? formula, beta: the
+    formulas of gates and beta; formula None: gates are in memory. l2norm: are queries and keys divided by their L2 norms?
+    preparers: the warpgroups that compute the decayed queries and keys which consumers read."""
 
     key_dim: int
     consumers: int

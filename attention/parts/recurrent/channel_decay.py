@@ -1,5 +1,5 @@
-"""Decays of channels, factored around a reference: what gla_hopper.py and kda_hopper.py (the delta rule) do to a chunk whose
-channels each decay by themselves.
+"""Decays of channels, factored around a reference, for gla_hopper.py and kda_hopper.py (the delta rule): the equations for a
+chunk in which each channel of the keys has a decay.
 
 With b the cumulative sum of a chunk's gates, and any reference r, one number for each channel,
 
@@ -20,7 +20,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 from .gates import LOG2_E
 from .tokens import CHUNK
 
-TOKEN_GROUP = 16  # tokens that a warp decays at once: of more, the registers would spill
+TOKEN_GROUP = 16  # tokens that a warp decays at once: with more, registers would spill
 FLAG = sv(16, fp32)  # is a chunk strong? 0: no; 1: yes; 2: and halved
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
@@ -29,7 +29,7 @@ MIN_LOG2_STEP = {bf16: -126.0, fp16: -24.0}  # log2 of the least decay from one 
 
 @static
 class WarpChannels:
-    """A chunk's tiles of which each warp of a preparer has some channels, those of a panel."""
+    """A warp's parts of a chunk's tiles: each warp of a preparer has the channels of one panel."""
 
     key_dim: int
     dtype: dtype
@@ -74,9 +74,9 @@ class WarpChannels:
     def block_part(self, tile, i, warp):
         """The part of the keys that are decayed to their blocks' references, with the channels of one warp and the i-th
         TOKEN_GROUP tokens. tile: of a chunk's rows and all channels, or of twice the rows and half the channels."""
-        across = tile.cols // self.warp_tile.cols
-        rows = warp // across * (CHUNK // TOKEN_GROUP) + i
-        return subtile(tile, TOKEN_GROUP, rows, self.warp_tile.cols, warp % across)
+        warps_per_row = tile.cols // self.warp_tile.cols
+        rows = warp // warps_per_row * (CHUNK // TOKEN_GROUP) + i
+        return subtile(tile, TOKEN_GROUP, rows, self.warp_tile.cols, warp % warps_per_row)
 
     @inlined
     def reference_part(self, block_decays, i, warp):
@@ -86,8 +86,8 @@ class WarpChannels:
     @inlined
     def edge_sums(self, sums, i, warp):
         """b of the first and of the last one of the i-th TOKEN_GROUP tokens, in the channels of one warp."""
-        rows, kind = self.group_part(sums, i, warp), self.warp_tile.row_vec
-        return load_row(rows, kind, 0, fenced=False), load_row(rows, kind, TOKEN_GROUP - 1, fenced=False)
+        rows, row_type = self.group_part(sums, i, warp), self.warp_tile.row_vec
+        return load_row(rows, row_type, 0, fenced=False), load_row(rows, row_type, TOKEN_GROUP - 1, fenced=False)
 
     @inlined
     def load_last_sums(self, sums, warp):
@@ -149,8 +149,8 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def factor_decays(self, queries, keys, extra, blocks, sums, b_last, warp, strong, halved):
-        """Overwrite q by q' and k by k*, and write what `store_extra` stores to `extra`; those of a chunk whose blocks have
-        references as `factor_block_decays` says."""
+        """Overwrite q by q' and k by k*, and call `store_extra`, which may write to `extra`; in a chunk whose blocks have
+        references, as `factor_block_decays` does."""
         if self.has_references:
             if strong and not halved:
                 self.factor_block_decays(queries, keys, extra, blocks, sums, b_last, warp)
@@ -173,9 +173,9 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def factor_block_decays(self, queries, keys, extra, blocks, sums, b_last, warp):
-        """Overwrite k by k*, and q by q decayed from its block's reference r, of which BlockScores makes q'; so it is with what
-        `store_extra` stores. `blocks` gets keys decayed to their blocks' references, and exp(r) of each block over that of the
-        block before.
+        """Overwrite k by k*, and q by q decayed from its block's reference r, from which BlockScores computes q'; the tile that
+        `store_extra` stores is decayed in the same way. Writes to `blocks` the keys decayed to their blocks' references, and
+        exp(r) of each block over that of the block before.
 
         r is the middle of a block's sums, in powers of 2 an integer, so that no product with the latter is rounded."""
         (block_keys, block_decays), before = blocks, b_last * 0.0
@@ -209,7 +209,7 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def store_extra(self, extra, query, key, decay, strong):
-        """Store what else a kernel needs of a group of tokens. query: their q'. decay: exp(b - r)."""
+        """Store a further tile that a kernel needs of a group of tokens; here none. query: their q'. decay: exp(b - r)."""
 
     @inlined
     def is_strong(self, flag):

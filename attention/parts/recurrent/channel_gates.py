@@ -1,6 +1,6 @@
-"""The cumulative sums of the gates of a chunk's channels (gla_hopper.py, kda_hopper.py and the kernels of their states): of
-those in memory, or of what a formula makes of them. A warp has the channels of a panel. Where warps have tiles of gates in
-registers, TileGates and FormulaTileGates say what the gates are (gla_ampere.py)."""
+"""The gates of a chunk's channels: read from memory, or computed by a formula. ChannelGates computes their cumulative sums in
+shared memory, where a warp has the channels of a panel (gla_hopper.py, kda_hopper.py and the kernels of their states);
+TileGates computes gates in registers (gla_ampere.py)."""
 
 from numba import cuda
 from numpy import float32, int32
@@ -14,12 +14,12 @@ from .gates import FLOOR
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens whose sums a warp overwrites at once
-RATE = rt(16, 16, fp32).row_vec  # what holds a number of a head: a register less over a loop than the number
+RATE = rt(16, 16, fp32).row_vec  # a vector for one number of a head: over a loop it takes a register less than the number
 
 
 @static
 class ChannelGates:
-    """The gates are in memory. channels: of a warp."""
+    """Gates of channels that are in memory. channels: the channels of a warp."""
 
     channels: int
 
@@ -34,7 +34,7 @@ class ChannelGates:
         return sv(4 * RATE.length, fp32)
 
     def params(self):
-        """What else a kernel gets, as a record of parameters."""
+        """The further parameters of a kernel, as a record."""
         return record()
 
     @inlined
@@ -56,7 +56,7 @@ class ChannelGates:
 
 @static
 class FormulaChannelGates(ChannelGates):
-    """The gates are computed by a formula."""
+    """Gates of channels that a formula computes."""
 
     formula: GateFormula
 
@@ -90,7 +90,7 @@ class FormulaChannelGates(ChannelGates):
 
     @inlined
     def repeat_last(self, sums, warp, remaining):
-        """Overwrite b of the tokens behind the sequence, of which a formula makes gates, too, by b of its last one."""
+        """Overwrite b of the tokens after the sequence, for which the formula computes gates, too, by b of its last token."""
         last = load_row(self.part(sums, warp), self.group_tile.row_vec, remaining - 1, fenced=False)
         for i in range(CHUNK // TOKEN_GROUP):
             group = subtile(sums, TOKEN_GROUP, i, self.channels, warp)
@@ -106,7 +106,7 @@ def choose_channel_gates(channels: int, formula: GateFormula | None) -> ChannelG
 
 @static
 class TileGates:
-    """The gates of a warp's 16 tokens and a warpgroup's channels, in registers: they are in memory. tile: their type.
+    """Gates of a warp's 16 tokens and a warpgroup's channels, loaded from memory to a register tile of type `tile`.
     from_formula: are they computed by a formula?"""
 
     tile: rt
@@ -118,13 +118,13 @@ class TileGates:
         return sv(16, fp32)
 
     def params(self):
-        """What else a kernel gets, as a record of parameters."""
+        """The further parameters of a kernel, as a record."""
         return record()
 
     @inlined
     def load_constants(self, biases, params, head):
         """Write dt_bias of the warpgroup's channels to `biases`, and return exp(A_log) of the head, if gates are computed by a
-        formula. They may be read once the block has met."""
+        formula. They may be read after a barrier of the block."""
         return 0.0
 
     @inlined
@@ -136,7 +136,7 @@ class TileGates:
 
 @static
 class FormulaTileGates(TileGates):
-    """The gates are computed by a formula. groups: the warpgroups."""
+    """TileGates that a formula computes. groups: the warpgroups of a block."""
 
     formula: GateFormula
     groups: int

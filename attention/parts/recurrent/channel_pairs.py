@@ -1,8 +1,8 @@
-"""What pairs of tokens of a chunk add to gradients where each channel of the keys has a decay, level by level
+"""The terms of gradients that come from pairs of tokens of a chunk, where each channel of the keys has a decay, level by level
 (channel_chunks.py has the equations). A block's eight warps are two warpgroups of 16 tokens a warp, each with half of the
-channels of the keys. At the first two levels other warps' tokens come through shared memory; at the others a warp has both
-halves of each group itself. These four levels are one product if numbers hold the decay from the first to the middle and from
-there to the last of a warp's tokens (add_anchored_pairs)."""
+channels of the keys. At the first two levels a warp reads other warps' tokens from shared memory; at the others it has both
+halves of each group itself. These four levels become one product if numbers hold the decay from the first to the middle and
+from there to the last of a warp's tokens (add_anchored_pairs)."""
 
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ class ChannelPairs:
         return PairGradients(dq, dk, r)
 
     @inlined
-    def add_pairs_across_warps(self, scores_type, gradients, tiles, anchor, is_later, others, scale):
+    def add_pairs_across_warps(self, scores_type, gradients, tiles, anchor, is_later, other_block, scale):
         """The PairGradients with the pairs of a warp's tokens and those of other warps at one level: block number `others` of
         as many tokens as scores_type has columns. Writes A."""
         (dq, dk, r), half, rank, source = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
@@ -134,11 +134,11 @@ class ChannelPairs:
         x_rows = self.dtype(self.load_rows(source) * e)
         store(self.channels.part(tiles.x), x_rows)
         thread_block.sync(FENCED)
-        other_x = subtile(tiles.x, scores_type.cols, others, self.channels.half, half)
+        other_x = subtile(tiles.x, scores_type.cols, other_block, self.channels.half, half)
         scores = mma_ABt(zeros(scores_type), x_rows, other_x) * scale
-        scored = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, others)
-        store(scored, self.dtype(where(is_later, scores, 0.0)))
-        wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, others), other_x)
+        a_part = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, other_block)
+        store(a_part, self.dtype(where(is_later, scores, 0.0)))
+        wx = mma_AB(zeros(self.channels.rows), subtile(tiles.w, ROWS, rank, scores_type.cols, other_block), other_x)
         if is_later:
             dq = dq + wx * e
         else:
@@ -155,15 +155,15 @@ class ChannelPairs:
         (dq, dk, r), middle = gradients, self.load_sum(tiles.b, ROWS // 2)
         e = exp2(self.load_sums(tiles.b) - middle)
         x_q = self.dtype(self.load_rows(tiles.q) * e)
-        earlier = where(less(col_index(COL), row_index(ROW)), scores, 0.0)
+        earlier_scores = where(less(col_index(COL), row_index(ROW)), scores, 0.0)
         x_k = self.dtype(self.load_rows(tiles.k) / e)
         near = mma_ABt(zeros(SQUARE), x_q, x_k)
-        wx = mma_AB(zeros(self.channels.rows), self.dtype(earlier), swap_layout(x_k))
+        wx = mma_AB(zeros(self.channels.rows), self.dtype(earlier_scores), swap_layout(x_k))
         dq = dq + wx * e
         if self.with_gates:
             r = r + wx * fp32(x_q)
-        later = where(less(row_index(ROW), col_index(COL)), scores, 0.0)
-        wx = mma_AB(zeros(self.channels.rows), self.dtype(later), swap_layout(x_q))
+        later_scores = where(less(row_index(ROW), col_index(COL)), scores, 0.0)
+        wx = mma_AB(zeros(self.channels.rows), self.dtype(later_scores), swap_layout(x_q))
         dk = dk + wx / e
         if self.with_gates:
             r = r - wx * fp32(x_k)
@@ -214,12 +214,12 @@ class ChannelPairs:
         """The PairGradients with all pairs of a warp's tokens. Writes X and A, which other warps read until the block
         synchronises."""
         rank, out, is_gentle = warpgroup.rank(), self.channels.rows, self.is_gentle(tiles.b)
-        late = rank // 2  # the first level: 32 tokens of two other warps
+        half_number = rank // 2  # the first level: 32 tokens of two other warps
         sums = subtile(tiles.b, CHUNK, 0, self.channels.half, warpgroup.id())
         anchor = load_row(sums, out.row_vec, FAR, fenced=False)
-        gradients = self.add_pairs_across_warps(PAIRS, gradients, tiles, anchor, late, 1 - late, scale)
+        gradients = self.add_pairs_across_warps(PAIRS, gradients, tiles, anchor, half_number, 1 - half_number, scale)
         thread_block.sync(FENCED)
-        odd = rank - 2 * late  # the second one: 16 tokens of another warp
-        anchor = load_row(sums, out.row_vec, int32(FAR * late + ROWS), fenced=False)
-        gradients = self.add_pairs_across_warps(SQUARE, gradients, tiles, anchor, odd, int32(rank + 1 - 2 * odd), scale)
+        parity = rank - 2 * half_number  # the second one: 16 tokens of another warp
+        anchor = load_row(sums, out.row_vec, int32(FAR * half_number + ROWS), fenced=False)
+        gradients = self.add_pairs_across_warps(SQUARE, gradients, tiles, anchor, parity, int32(rank + 1 - 2 * parity), scale)
         return self.add_pairs_within_warp(gradients, tiles, is_gentle, scale)

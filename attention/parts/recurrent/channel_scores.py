@@ -1,5 +1,5 @@
-"""The scores of a chunk whose channels have decays, by mma.sync, and its queries and keys as they meet the state
-(gla_ampere.py).
+"""The scores of a chunk whose channels have decays, by mma.sync, and its decayed queries and keys, which are multiplied with
+the state (gla_ampere.py).
 
 With b the cumulative sum of the chunk's gates in each channel,
 
@@ -16,8 +16,8 @@ one reference to the next by more than it can hold at all, the chunk is halved: 
 first token of the queries' block, and within a block tokens meet at the first one of the later half of 16, 8, 4 and 2 tokens.
 No factor is above 1 there, for any gates.
 
-Each of the two warpgroups has half of the channels, its warps 16 tokens each, so that P is the sum of two tiles. They are
-rounded apart, and both are multiplied with the values."""
+Each of the two warpgroups has half of the channels, its warps 16 tokens each, so that P is the sum of two tiles. Each of them
+is rounded, and both are multiplied with the values."""
 
 from numba import cuda
 from numpy import float32, int32
@@ -118,8 +118,8 @@ class ChannelScores:
     @inlined
     def edge_sums(self, sums, block):
         """b of the first and of the last token of a block."""
-        part, kind = self.block_part(sums, block), self.channels.rows.row_vec
-        return load_row(part, kind, 0, fenced=False), load_row(part, kind, ROWS - 1, fenced=False)
+        part, row_type = self.block_part(sums, block), self.channels.rows.row_vec
+        return load_row(part, row_type, 0, fenced=False), load_row(part, row_type, ROWS - 1, fenced=False)
 
     @inlined
     def reference(self, sums, block):
@@ -184,8 +184,8 @@ class ChannelScores:
     def compute(self, query, near_keys, reference_decays):
         """The scores of a warp's queries with all keys, in the warp's channels; 0 above the diagonal. query: by
         `decay_tokens`."""
-        rank, nothing = warpgroup.rank(), zeros(SQUARE)
-        s0, s1, s2, s3 = nothing, nothing, nothing, nothing
+        rank, zero = warpgroup.rank(), zeros(SQUARE)
+        s0, s1, s2, s3 = zero, zero, zero, zero
         if rank == 3:
             s3 = mma_ABt(s3, query, self.block_part(near_keys, 3))
             query = self.advance(query, reference_decays, 3)

@@ -1,11 +1,11 @@
-"""The delta rule and its gradients chunk by chunk where each channel of the keys has a decay (KDA): what kernels share. These
-are four: delta_channel_inverse_ampere.py, delta_walk_ampere.py and delta_state_gradients_ampere.py, the walks of the delta rule
-with any decays, and delta_channel_gradients_ampere.py. The first two compute outputs as well. On Hopper gradients have three:
-delta_channel_inverse_hopper.py, delta_channel_chains_hopper.py, which walks both ways at once, and
-delta_channel_gradients_hopper.py.
+"""The delta rule and its gradients chunk by chunk where each channel of the keys has a decay (KDA): the equations, and what the
+kernels share. On GPUs since Ampere there are four: delta_channel_inverse_ampere.py, delta_walk_ampere.py and
+delta_state_gradients_ampere.py, which serve all kinds of decays, and delta_channel_gradients_ampere.py. The first two also
+compute outputs. On Hopper three kernels compute gradients: delta_channel_inverse_hopper.py, delta_channel_chains_hopper.py,
+which runs forward and in reverse at once, and delta_channel_gradients_hopper.py.
 
-With b the cumulative sum of a chunk's gates in each channel, delta_chunks.py has the equations if decays are taken into queries
-and keys,
+With b the cumulative sum of a chunk's gates in each channel, the equations are those of delta_chunks.py for decayed queries and
+keys,
 
     q~ = scale exp(b) q        k^ = exp(b) k, as it reads S        k~ = exp(b_last - b) k, as it writes to it
 
@@ -15,22 +15,22 @@ and keys,
     dS before = exp(b_last) dS + Q~^T dO - K^^T dV
 
 so that the walks need no gates, and no factor is greater than 1. N and P are computed by recursive halving
-(anchored_scores.py), on Hopper by blocks (block_scores.py) where numbers hold their decays. There one inverse serves both ways
-(delta_chunks.py), L = N (I + beta N)^-1. With dP = scale tril(dO U^T) and G = -stril(dV U^T),
+(anchored_scores.py), on Hopper by blocks (block_scores.py) where numbers hold the decays of a block. There E and Z share one
+inverse, L = N (I + beta N)^-1 (delta_chunks.py). With dP = scale tril(dO U^T) and G = -stril(dV U^T),
 
     dq_i = scale exp(b_i) (S dO_i) + sum_(j <= i) dP_ij exp(b_i - b_j) k_j
     dk_j = exp(b_last - b_j) (dS u_j) + sum_(i >= j) exp(b_i - b_j) (dP_ij q_i + G_ij k_i)            (dk_write)
          - exp(b_j) (S dv_j) + sum_(i < j) G_ji exp(b_j - b_i) k_i                                    (dk_read)
 
-whose pairs of tokens go by the levels of channel_chunks.py: one product of W = dP + dP^T with X, which is E q in later halves
-and E k in earlier ones, and one of G + G^T with E k everywhere. So both parts of dk have one sum. The gradient of a gate is, in
-each channel,
+The sums over pairs of tokens are computed by the levels of channel_chunks.py: one product of W = dP + dP^T with X, which is E q
+in later halves and E k in earlier ones, and one of G + G^T with E k everywhere, which adds to both parts of dk. The gradient of
+a gate is, in each channel,
 
     dg_t = sum_(i >= t) (q_i dq_i + k_i dk_read_i - k_i dk_write_i)
            + sum_i (k_i dk_write_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-where of pairs, X W X counts with + in later halves and with - in earlier ones, for dP and G alike: rounded alike, what comes
-after t adds nothing."""
+The terms of a pair of tokens are X W X, with + for the token in the later half and - for the other, for dP and G alike. They
+are rounded alike, so that a pair of tokens that both come after t adds nothing."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class DeltaWalkConfig(DeltaChunkConfig):
 
     @property
     def decay(self):
-        """The decays, and where the walk finds its keys."""
+        """The decays, and how the walk copies its keys."""
         return DecayedKeys(True, self.key_dim) if self.by_channel else ChunkDecay(self.gated)
 
     def __str__(self):
@@ -68,9 +68,9 @@ def walk_fields(everything: bool) -> Iterator[tuple]:
 
 @static
 class DecayedKeys(ChunkDecay):
-    """Where channels have decays (delta_channel_inverse_ampere.py): queries and keys lie in memory as they are multiplied, by
-    chunk and head, and a walk copies those keys that it multiplies first, and those that it multiplies last, one after the
-    other. Tokens have no factors. gB is the decay of each channel over the chunk."""
+    """The decays of channels: delta_channel_inverse_ampere.py has stored decayed queries and keys, by chunk and head. A step
+    multiplies different keys first and last, which the walk copies one after the other. No further factors of tokens are
+    needed. gB is the decay of each channel over the chunk."""
 
     key_dim: int
     queries_include_decay = True

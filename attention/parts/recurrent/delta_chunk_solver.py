@@ -1,6 +1,6 @@
-"""What gradients of the delta rule on Hopper need of a chunk before its state is known (delta_chunks.py has the equations): the
-vectors of its tokens and L, which two kernels compute, a chunk ahead of the states (delta_chunk_states_hopper.py) or all at
-once (delta_inverse_hopper.py)."""
+"""The part of the delta rule's gradients on Hopper that depends on no state (delta_chunks.py has the equations): the vectors of
+a chunk's tokens, and L. Two kernels compute it: delta_chunk_states_hopper.py a chunk ahead of the states,
+delta_inverse_hopper.py for all chunks at once."""
 
 from ops import cumsum, exp2, less, load, store, subtile, tile_min, transpose, truncate, warpgroup, where
 from ops.for_attention.triangular_inverse import inverse_transposed
@@ -10,18 +10,18 @@ from .delta_chunks import BETA, DECAY, DECAY_TO_END, SUM, ChunkVectors, TwoParts
 from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
 from .tokens import CHUNK
 
-TINY = 2.0**-40  # a smaller beta is taken for this where L is divided by it: L then differs in no digit
+TINY = 2.0**-40  # stands for smaller betas where L is divided by beta: that changes no digit of L
 
 
 @inlined
 def away_from_zero(beta, least=TINY):
-    """beta, or `least` where it is less: something is divided by it."""
+    """A beta that may be a divisor: `least` where |beta| is less."""
     return where(less(beta * beta, least * least), least, beta)
 
 
 @static
 class ChunkSolver:
-    """Computes vectors, -L beta and R of a chunk. least_beta: what a lesser beta counts as, if anything."""
+    """Computes the vectors, -L beta and R of a chunk. least_beta: stands for smaller betas; 0: betas stay as they are."""
 
     chunk_vectors: ChunkVectors
     two_parts: TwoParts
@@ -57,7 +57,7 @@ class ChunkSolver:
 
     @inlined
     def split_solution(self, solution, vectors):
-        """The two parts of -L^T, from what `solve` returns: whoever multiplies by it takes beta himself, in both directions."""
+        """The two parts of -L^T, from what `solve` returns. Kernels that multiply by it apply beta themselves."""
         return self.two_parts.split(solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA)))
 
     @inlined

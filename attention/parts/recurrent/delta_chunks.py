@@ -1,8 +1,8 @@
-"""The delta rule and its gradients chunk by chunk, with decays that are one number a token and head (or none): what kernels
-share. Since Ampere these are four (delta_inverse_ampere.py, delta_walk_ampere.py, delta_state_gradients_ampere.py,
-delta_gradients_ampere.py), of which the first two compute outputs as well. On Hopper gradients have two
-(delta_chunk_states_hopper.py, delta_gradients_hopper.py), or three where heads are few (delta_inverse_hopper.py,
-delta_chains_hopper.py, delta_segment_gradients_hopper.py).
+"""The delta rule and its gradients chunk by chunk, with decays that are one number a token and head (or none): the equations,
+and what the kernels share. On GPUs since Ampere there are four (delta_inverse_ampere.py, delta_walk_ampere.py,
+delta_state_gradients_ampere.py, delta_gradients_ampere.py), of which the first two also compute outputs. On Hopper two kernels
+compute gradients (delta_chunk_states_hopper.py, delta_gradients_hopper.py), or three where heads are few
+(delta_inverse_hopper.py, delta_chains_hopper.py, delta_segment_gradients_hopper.py).
 
 With S the state before a chunk, b the cumulative sum of its gates, M = tril(exp(b_i - b_j)), where no exponent is positive, and
 N = stril(M * K K^T),
@@ -10,37 +10,39 @@ N = stril(M * K K^T),
     Y = V - exp(b) K S        E = (I + N beta)^-1 Y        U = beta E
     O = scale (exp(b) Q S + (M * Q K^T) U)                 S after = exp(b_last) S + (exp(b_last - b) K)^T U
 
-E is v - S'^T k of each token, as it comes in attention.delta_rule: beta stands behind N there, so that E has a value where beta
-is 0. With dS the gradient of the state after the chunk, and P = scale M * Q K^T,
+E is v - S'^T k of each token, as in attention.delta_rule. beta multiplies N from the right, so that E is defined where beta is
+0, too. With dS the gradient of the state after the chunk, and P = scale M * Q K^T,
 
     dU = P^T dO + exp(b_last - b) K dS        Z = (I + beta N)^-T dU        dV = beta Z        dbeta = rowsum(Z * E)
     dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
 
-Z is the gradient of U where later tokens have read it, and all of the chunk that needs N's inverse. The rest is products:
+Z is the gradient of U, with all that later tokens of the chunk make of U. Only E and Z need an inverse; the rest is products:
 
     dP = scale M * dO U^T        G = -beta stril(M * Z U^T) = -stril(M * dV U^T)
     dQ = scale exp(b) dO S^T + dP K
     dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
 
-The first bracket is dk_write, what comes from writing to the state, the second dk_read, what comes from reading it. With
+The first bracket is dk_write, the gradient through what the key writes to the state, the second dk_read, that through what it
+reads. With
 r = q . dq + k . dk_read - k . dk_write the gradient of a gate is
 
     dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-over the chunk's tokens i, which gate_gradient.py sums, as for linear attention (gradients.py): what i >= t has of dP and G both
-ways is taken away again to the last bits of float32, because both ways have the same rounded dP and G.
+over the chunk's tokens i, which gate_gradient.py sums, as for linear attention (gradients.py). A pair of tokens that are both
+at or after t adds to r of the one what it subtracts from r of the other, from the same rounded dP and G: so it cancels to the
+last bits of float32.
 
-Since Ampere: S before and dS after each chunk lie in memory in the input's dtype, 32 columns of values of the one before those
-of the other. The inverses and what they multiply are two parts, high + low, with 16 bits. Those of E and Z would gain no digit
-of G, which is rounded, too.
+The kernels since Ampere store S before and dS after each chunk in the input's dtype, interleaved: 32 columns of values of S,
+then the same columns of dS. The inverses, and the matrices that they multiply, are sums of two parts, high + low, with 16 bits
+of mantissa. E and Z have one part: more digits of them would add none to G, which is rounded, too.
 
-On Hopper one inverse serves both ways. L = N (I + beta N)^-1 is strictly lower, and
+The kernels for Hopper compute one inverse for E and Z. L = N (I + beta N)^-1 is strictly lower triangular, and
 
     (I + N beta)^-1 = I - L beta        (I + beta N)^-1 = I - beta L        R = -beta L
     E = Y - L (beta Y)                  Z = dU + R^T dU
 
-so that what is multiplied has nothing to do with the identity, which is exact. L follows from (I + N beta)^-1, whose columns
-are divided by beta. L, R and what they multiply are two parts; a Z U^T of single parts loses no digit, as G is rounded, too."""
+so that the identity, which is exact, is not multiplied. L follows from (I + N beta)^-1, whose columns are divided by beta. L, R
+and the matrices that they multiply are sums of two parts; Z and U have one part in Z U^T, as above."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -86,8 +88,8 @@ class DeltaChunkConfig:
 
 @dataclass(frozen=True)
 class InverseConfig(DeltaChunkConfig):
-    """The configuration of a kernel of what depends on no state. both: is the inverse for Z computed, too, which only gradients
-    need? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there."""
+    """The configuration of a kernel that needs no state. for_gradients: is the inverse for Z computed, too? formula, beta: the
+    formulas of gates and beta; formula None: gates are in memory."""
 
     for_gradients: bool = True
     formula: GateFormula | None = field(default=None, kw_only=True)
@@ -99,8 +101,8 @@ class InverseConfig(DeltaChunkConfig):
 
 
 def inverse_configs(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
-    """The configurations of a kernel of what depends on no state: of bf16 and 16 bytes, with all other dtypes and bytes if
-    `everything`. Those with a formula come in one size."""
+    """The configurations of a kernel that needs no state, `config`: those of bf16 and copies of 16 bytes; with `everything`
+    other dtypes and sizes of copies, too. Those with a formula come in one size."""
     yield from (config(*fields, for_gradients) for fields in chunk_fields(everything) for for_gradients in (True, False))
     for formula in FORMULAS if everything else FORMULAS[:1]:
         yield config(max(KEY_DIMS), bf16, True, for_gradients=False, formula=formula, beta=BetaFormula(1.0))
@@ -118,56 +120,57 @@ def chunk_fields(everything: bool) -> Iterator[tuple]:
 
 @inlined
 def state_row(column):
-    """The row in memory of a column of values of S. That of dS lies PANEL rows below."""
+    """The row of a chunk's interleaved states in memory with a column of values of S. That of dS is PANEL rows further."""
     return int32(column + column // PANEL * PANEL)
 
 
 @static
 class ChunkDecay:
-    """The cumulative sum of a chunk's gates in powers of 2, as delta_inverse_ampere.py stored it, and how a walk copies keys,
-    which have no decay: it multiplies those of a chunk first and last, and its pipeline has two tiles, those of two chunks.
-    gated: are there gates? Otherwise sums are 0, and nothing is read."""
+    """The decays of a walk, one number a token, and how it copies keys: b, the cumulative sum of a chunk's gates in powers of
+    2, is read from memory, where delta_inverse_ampere.py stored it. A step multiplies the same keys, which have no decay, first
+    and last, so that the pipeline's two tiles hold the keys of two chunks. gated: are there gates? If not, b is 0, and not
+    read."""
 
     gated: bool
     queries_include_decay = False  # are queries in memory decayed and scaled, so that dO needs no factors?
 
     @inlined
     def end_row(self, end):
-        """Where rows of queries and keys end that a sequence may read, if it ends before the token `end`."""
+        """The end of the rows of queries and keys that a sequence may read, if it ends before the token `end`."""
         return end
 
     @inlined
     def coord(self, batch, token, key_head, chunk, head):
-        """Where a chunk's queries or keys begin in their array."""
+        """The coordinates of a chunk's first query or key in their array."""
         return batch, token, key_head, 0
 
     @inlined
     def tiles(self, chunks):
-        """The tiles of keys of so many chunks."""
+        """The number of tiles of keys that the pipeline gets for this many chunks."""
         return chunks
 
     @inlined
     def first_tile(self, j):
-        """The tile of keys that the j-th chunk multiplies first."""
+        """The index of the tile of keys that the j-th chunk multiplies first."""
         return j
 
     @inlined
     def second_tile(self, j):
-        """(The tile that is copied once the j-th chunk's last keys have room; of which chunk it is.)"""
+        """(the index of the tile whose copy starts at the end of step j - 1, the chunk that its keys belong to)"""
         return int32(j + 1), int32(j + 1)
 
     @inlined
     def fill_first(self, k, j, gKeys, at, end, vector_bytes):
-        """Start to copy the keys that the j-th chunk multiplies first, if not all of its keys come together."""
+        """Start to copy the keys that the j-th chunk multiplies first, if they are not those that it multiplies last."""
 
     @inlined
     def wait_second(self, k, j, first, newer):
-        """The keys that the j-th chunk multiplies last. first: those that it multiplied first."""
+        """Wait for the keys that the j-th chunk multiplies last, and return them. first: those that it multiplied first."""
         return first
 
     @inlined
     def load_state_decay(self, gB, b_last, index, head):
-        """What a chunk multiplies the transposed state by."""
+        """The decay of the transposed state over a chunk."""
         return self.exp(b_last)
 
     @inlined
@@ -219,20 +222,20 @@ class TwoParts:
 
     @inlined
     def split(self, x):
-        """(high, low): x rounded to dtype, and what is left of it, rounded too."""
+        """(high, low): x rounded to dtype, and the remainder, rounded too."""
         high = self.dtype(x)
         return high, self.dtype(x - fp32(high))
 
 
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
-LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # where something is divided by beta: below the last digit of dV
-MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: what it divides might overflow
+LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # stands for smaller betas in divisions: below the last digit of dV
+MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: a quotient by it might overflow
 
 
 @static
 class ChunkVectors:
-    """The vectors of a chunk's tokens, one after the other in a shared vector, b in powers of 2. gated: are there decays?
-    Otherwise beta is all."""
+    """The vectors of a chunk's tokens, BETA, SUM, DECAY and DECAY_TO_END, concatenated in one shared vector (`tile`); b in
+    powers of 2. gated: are there decays? If not, there is BETA alone."""
 
     gated: bool
 
@@ -269,7 +272,7 @@ class ChunkVectors:
 
     @inlined
     def decay_state(self, x, tile):
-        """x exp(b_last): a state, or its gradient, over all tokens of a chunk."""
+        """x exp(b_last): a state, or its gradient, decayed over all tokens of a chunk."""
         if self.gated:
             return x * last_element(subtile(tile, CHUNK, DECAY))
         else:

@@ -25,7 +25,7 @@ class UngatedDelta:
     dtype: dtype
 
     def params(self):
-        """What else a kernel gets, as a record of parameters."""
+        """The further parameters of a kernel, as a record."""
         return record()
 
     @inlined
@@ -188,7 +188,7 @@ class GatedDelta(UngatedDelta):
 
 @static
 class FormulaDelta(GatedDelta):
-    """The gated delta rule with gates that are computed from what is in memory."""
+    """The gated delta rule with gates that a formula computes."""
 
     formula: GateFormula = GateFormula()
 

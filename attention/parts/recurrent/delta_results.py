@@ -1,5 +1,5 @@
-"""What a walk over a sequence's chunks stores under the delta rule (delta_walk_ampere.py), as objects with the same methods:
-what gradients read, or outputs. S, E, U and O are transposed (delta_chunks.py has the equations)."""
+"""The results that a walk over a sequence's chunks stores under the delta rule (delta_walk_ampere.py), as objects with the same
+methods: states and errors for gradients, or outputs. S, E, U and O are transposed (delta_chunks.py has the equations)."""
 
 from ops import mma_AB, mma_ABt, store, subtile, transpose, truncate, zeros
 from tiles import dtype, fp32, inlined, rt, static
@@ -25,7 +25,7 @@ class ChunkErrors:
     label = "states before chunks"
 
     def params(self):
-        """What else a kernel gets, as a record of parameters. gErrors: E of each chunk and head. gStates: S^T, at state_row."""
+        """The further parameters of a kernel, as a record. gErrors: E of each chunk and head. gStates: S^T, at state_row."""
         return record(gErrors=array(4, self.dtype), gStates=array(4, self.dtype))
 
     @inlined

@@ -249,7 +249,7 @@ class TokenGate(DecayGate):
 
 @static
 class FormulaGate(TokenGate):
-    """Gates that are computed from what is in memory."""
+    """Gates that a formula computes."""
 
     kind = "formula"
     formula: GateFormula = GateFormula()

@@ -10,13 +10,13 @@ these are, by the arguments q, k, v of a scan,
     dK = scan(V, dO, Q), reversed           from dS after the last token, transposed; its last state is dS_0: KeyGradients
     dV = scan(K, Q, dO), reversed           from dS after the last token: ScanOutputs
 
-A reversed scan (ReversedGate, tokens.ReversedTokens) walks over the same chunks from the last one to the first. Each token sees
-itself and those after it. With b the cumulative sum of a chunk's gates as ever,
+A reversed scan (ReversedGate, tokens.ReversedTokens) goes over the same chunks from the last one to the first. Each token sees
+itself and those after it. With b the cumulative sum of a chunk's gates, as in a forward scan,
 
     O   = exp(b_last - b) Q S + triu(exp(b^T - b) * Q K^T) V        S^T = exp(b_last) S^T + (exp(b) V)^T K
 
-which are the forward scan's equations with b_last - b in place of b. The scale multiplies the keys there, so that states are
-gradients as they are.
+which are the forward scan's equations with b_last - b in place of b. The scale multiplies the keys, so that the scan's states
+are the gradients of states, without a further factor.
 
 The gradient of the cumulative sum of all gates up to a token is r = q . dq - k . dk. Summed to the end of the sequence it would
 be that of the token's gate, but with the rounding errors of all tokens after it. Of a chunk with the state S before it, where
@@ -24,9 +24,10 @@ dS is the gradient of the state after it,
 
     dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
-over the chunk's tokens i. The second sum takes away again what r has of it behind t, to the last bits of float32, so that a
-gate that forgets everything has no errors of what it forgets. QueryGradients stores the row sums q . dq and the states S;
-KeyGradients k . dk, and for each chunk the second sum and <S, dS>. All of these are sums of float32 accumulators."""
+over the chunk's tokens i. The terms of the second sum with i >= t are also in r, with the opposite sign, and cancel to the last
+bits of float32: so the gradient of a gate of -inf has no rounding errors of what the state forgets. QueryGradients stores the
+row sums q . dq and the states S; KeyGradients stores k . dk, and for each chunk the second sum (the carried dots) and <S, dS>.
+All of these are sums of float32 accumulators."""
 
 import itertools
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def differentiate_gates(r, gates, gCarriedDots, gStateDots, chunk, head):
 
 @static
 class ReversedGate(Gate):
-    """The gates of a scan that begins with the last chunk. gate: of the same tokens in their order. What are b and a there are
-    b_last - b and b_last - a here."""
+    """The gates of a scan that begins with the last chunk. gate: the gates of the same tokens in a forward scan. This object's
+    b and a are b_last - b and b_last - a of that one."""
 
     gate: Gate
     reversed = True
@@ -80,12 +81,12 @@ class ReversedGate(Gate):
 
     @property
     def rises_after_end(self):
-        """Would b_last - b be positive after the last token? b of a gate of a head goes on falling there."""
+        """Would b_last - b be positive after the last token? It would for HeadGate, whose b falls on beyond the sequence."""
         return isinstance(self.gate, HeadGate)
 
     @property
     def rank(self):
-        """Axes of the array of gates."""
+        """How many axes the array of gates has."""
         return self.gate.rank
 
     def __str__(self):
@@ -156,7 +157,7 @@ class GroupedQueries(ScanResult):
 
 
 class GroupedStates(GroupedQueries):
-    """Only the states of such a scan: what each segment makes of a state of 0."""
+    """The local states of such a scan alone, without outputs."""
 
     has_outputs, from_zero, label = False, True, "states, grouped"
 
@@ -172,8 +173,8 @@ class UnroundedOutputs(ScanOutputs):
 
 @static
 class InputGradients(GroupedQueries):
-    """Outputs that are gradients of q or k. with_gates: is what the gates' gradients are made of stored, too? z is then the
-    array whose gradient the outputs are. unrounded: are outputs float32, to be added over a group?"""
+    """Outputs that are gradients of q or k. with_gates: are the sums for the gates' gradients stored, too? z is then the array
+    whose gradient the outputs are. unrounded: are outputs float32, to be summed over the value heads of a group?"""
 
     with_gates: bool = False
     unrounded: bool = False
@@ -215,8 +216,8 @@ class InputGradients(GroupedQueries):
 
 
 class QueryGradients(InputGradients):
-    """dQ, and with the gates' gradients q . dq and the state before each chunk. Scores are rounded as those of KeyGradients
-    are, so that the part of q . dq that k . dk takes away again is the same."""
+    """dQ, and with gradients of gates q . dq and the state before each chunk. Scores are rounded as those of KeyGradients are,
+    so that the terms of q . dq and k . dk that cancel are the same numbers."""
 
     gradient_of, scales_scores = "q", True
 
@@ -230,7 +231,7 @@ class QueryGradients(InputGradients):
 
 
 class KeyGradients(InputGradients):
-    """dK, and with the gates' gradients k . dk, and of each chunk the sum of what k . dk has from dS, and <S, dS>."""
+    """dK, and with gradients of gates k . dk, and for each chunk the carried dots and <S, dS>."""
 
     gradient_of = "k"
 
@@ -255,7 +256,8 @@ class KeyGradients(InputGradients):
 
     @inlined
     def dot_half(self, params, s_t, half, n, index, head, row, col):
-        """The product of half of the columns of s_t and of the stored state: of all at once, registers would spill."""
+        """The scalar product of half of the columns of s_t and of the stored state. With all columns at once registers
+        spill."""
         state = warpgroup.load(params.states, half, (index, head, row, col + half.cols * n), aligned=True)
         return tile_sum(columns(s_t, half.cols, n) * fp32(state))
 

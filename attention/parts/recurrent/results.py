@@ -36,7 +36,7 @@ class ScanResult:
         return self.silu
 
     def params(self, dtype):
-        """What else a kernel gets, as a record of parameters. dtype: of its inputs. states: by the index of a chunk
+        """The further parameters of a kernel, as a record. dtype: of its inputs. states: by the index of a chunk
         (SequenceLayout.chunk_index) and head."""
         return record(states=array(4, dtype)) if self.stores_states else record()
 
