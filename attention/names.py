@@ -108,5 +108,5 @@ def argument_hint(name: str, parameters: list[str]) -> str:
         argument = re.match(r"(\w+)(=|$)", hint)
         if argument is None or argument[1] in parameters:
             return f"here that is {hint}"
-    alike = difflib.get_close_matches(name, parameters, 1, 0.75)
-    return f"did you mean {alike[0]}?" if alike else ""
+    similar = difflib.get_close_matches(name, parameters, 1, 0.75)
+    return f"did you mean {similar[0]}?" if similar else ""

@@ -29,7 +29,7 @@ def register_torch_ops() -> None:
     from .public.token_steps import _linear_step, _linear_step_raw
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
-    backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._into, *of_norms
+    backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._accumulate, *of_norms
     of_linear = _linear, _linear_backward, _linear_backward_into, _linear_step, _mamba2, _mamba2_backward
     recurrent = (
         _based,

@@ -23,7 +23,7 @@ def card():
 
 
 def versions():
-    """Of Python and of packages."""
+    """The versions of Python and of PACKAGES, in one line."""
     names = []
     for package in PACKAGES:
         try:

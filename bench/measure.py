@@ -50,8 +50,8 @@ def interleaved(providers, sets, rounds=7):
 
 
 def replayed(providers, sets, rounds=7, calls=200):
-    """The same for calls too short for the host to keep up with: {provider: milliseconds in every round} of one call, among
-    about so many in a CUDA graph."""
+    """{provider: milliseconds in every round} of one call, for calls too short for the host to keep up with: about `calls` of
+    them are one CUDA graph, which is replayed."""
     graphs, calls = {}, max(len(sets), calls // len(sets) * len(sets))
     for name, call in providers.items():
         for inputs in sets[:2]:
@@ -99,7 +99,7 @@ def report(benchmark, milliseconds):
 
 
 def report_attention(benchmark, what, provider, milliseconds, flops, head_dim, causal, length):
-    """The same of a pass of attention, and its TFLOPS. flops: without a mask."""
+    """Give the rounds of a pass of attention to pytest-benchmark's fixture, and its TFLOPS. flops: without a mask."""
     benchmark.group = f"{what} D {head_dim} {'causal' if causal else 'full'} S {length}"
     benchmark.extra_info |= {"provider": provider, "head_dim": head_dim, "causal": causal, "length": length}
     report(benchmark, milliseconds)

@@ -212,7 +212,7 @@ def judged(p, given, result):
 
 
 def _judged_gradients(p, given, result):
-    """Of the last head and of all query heads that share its keys."""
+    """The worst excess over the error rule of the gradients of the last key head and of the query heads that share it."""
     group, b = p.heads // p.kv_heads, p.batch - 1
     first = (0, 0) if not p.lens else (int(given["ends"][-2]), int(given["ends_k"][-2]))
     cut = lambda x, at: x[b, at:].float()

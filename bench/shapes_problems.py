@@ -9,7 +9,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class BenchProblem(NamedTuple):
-    """Of one of the three kinds. lens: (query, key) lengths of packed sequences. lengths, page, told: of decode."""
+    """A problem of one of the three kinds, forward, backward and decode. lens: (query, key) lengths of packed sequences.
+    lengths, page, told: options of decode."""
 
     kind: str
     name: str

@@ -39,7 +39,8 @@ def _drawn(*shape, scale=1.0):
 
 @functools.cache
 def _weights():
-    """Of the embedding, which is the head, too, and of each layer: QKV, output, gate and up, down, and two norms."""
+    """The weights of the embedding, which is the head, too, and of each layer: QKV, output, gate and up, down, and two
+    norms."""
     shapes = ((HEADS + 2 * KV_HEADS) * HEAD_DIM, DIM), (DIM, HEADS * HEAD_DIM), (2 * HIDDEN, DIM), (DIM, HIDDEN)
     norms = torch.ones(2, DIM, device="cuda", dtype=torch.bfloat16)
     return _drawn(VOCABULARY, DIM), [(*(_drawn(*x, scale=x[1] ** -0.5) for x in shapes), *norms) for _ in range(LAYERS)]

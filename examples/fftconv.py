@@ -154,7 +154,7 @@ def fftconv(u, roots, twiddles, filters, y, dtype=bf16):
 
 
 def by_steps(u, k, dtype):
-    """The same in NumPy, each step rounded as the kernel rounds it."""
+    """The convolution in NumPy, each step rounded as the kernel rounds it."""
     size = u.shape[-1]
     c = round(size**0.5)
 

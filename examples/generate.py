@@ -30,7 +30,7 @@ TURN, WARM = 8, 3  # steps between two looks at the clock; steps before a graph 
 
 @dataclass(frozen=True)
 class GenerationSize:
-    """Of a model, what it reads and what it writes."""
+    """The sizes of a model, and of the prompt and the text that it generates."""
 
     dim: int = 4096
     hidden: int = 14336
@@ -117,7 +117,7 @@ def captured(step):
 
 
 class NoBar(contextlib.nullcontext):
-    """It stands in for a progress bar where none is shown."""
+    """Stands in for a progress bar where none is shown."""
 
     def __enter__(self):
         return self

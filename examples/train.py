@@ -43,7 +43,7 @@ BYTES, WARMUP, TOGETHER = 256, 20, 10  # what there is to predict; steps until t
 
 @dataclass(frozen=True)
 class TrainingSize:
-    """Of a model, its batches, and how long it is trained."""
+    """The sizes of a model and of its batches, and how long it is trained."""
 
     dim: int = 512
     depth: int = 8
@@ -183,7 +183,7 @@ def recurrence(q, k, v, decay, beta, scale):
 
 
 class OnRanks(Attention):
-    """The same module where this rank has a share of the tokens."""
+    """Attention where this rank has a shard of the tokens."""
 
     def attend(self, q, k, v, **options):
         return parallel.forward(q, k, v, **options)
@@ -262,7 +262,7 @@ HYBRID_PERIOD = 4  # of so many layers of a hybrid the last is softmax attention
 
 
 def arguments(kind, size):
-    """Of the module that mixes tokens."""
+    """The arguments of the module of this kind that mixes tokens."""
     head = size.dim // size.heads
     return {
         "softmax": dict(heads=size.heads, kv_heads=size.kv_heads, causal=True, rotary=ROTARY, qk_norm=True),

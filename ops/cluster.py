@@ -134,8 +134,8 @@ def load(source, spec):
 
 @op(takes_operands=True)
 def store_async(target, value, bar):
-    """As `store`, without waiting for it (st.async): its bytes count on a barrier of the same peer, which expects them
-    (raw.expect) and reads the tile with ordinary loads once it has received them."""
+    """Store a tile to a peer, as `store` does, without waiting for it (st.async): its bytes count on a barrier of that peer,
+    which expects them (raw.expect) and reads the tile with ordinary loads once it has received them."""
     if bar.block is not target.block:
         raise current_warp().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
     current_warp().write_async(target.item, value.array.reshape(-1, *target.shape[1:]), bar.item)

@@ -144,8 +144,8 @@ def _(lengths, begins, most, size: int, first, count, before, tile, added):
         tiles = b.select(b.icmp_signed(">", tiles, b.u32(1)), tiles, b.u32(1))
         end = b.select(exists, tiles, b.u32(0))
         for distance in (1, 2, 4, 8, 16):
-            more = ptx.shuffle(b, end, b.sub(lane, b.u32(distance)))
-            end = b.add(end, b.select(b.icmp_unsigned(">=", lane, b.u32(distance)), more, b.u32(0)))
+            previous_end = ptx.shuffle(b, end, b.sub(lane, b.u32(distance)))
+            end = b.add(end, b.select(b.icmp_unsigned(">=", lane, b.u32(distance)), previous_end, b.u32(0)))
         end = b.add(end, before)
         is_past = b.and_(exists, b.icmp_signed("<=", end, b.u32(tile)))
         passed = b.asm(i32, "popc.b32 $0, $1;", "=r,r", ptx.ballot(b, b.zext(is_past, i32)), effect=False)

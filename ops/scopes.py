@@ -30,7 +30,7 @@ def _refuse(module, name):
     scopes = {other: vars(sys.modules[other]).get(name) for other in SCOPES}
     others = [SCOPES[other] for other, op_function in scopes.items() if isfunction(op_function) and op_function in OPS]
     if others:
-        meanings = "; ".join(f"of {who}: {how.format(name)}" for who, how in others)
+        meanings = "; ".join(f"of {scope}: {template.format(name)}" for scope, template in others)
         raise NoMeaning(
             f"{name} has no meaning for {SCOPES[module][0]}. It is an op {meanings}{kernel_line() or hazard_line()}"
         )

@@ -71,20 +71,20 @@ def _():
 @op
 def claim_registers(n):
     """Give every thread of this warpgroup n registers (setmaxnreg.inc); waits until others have released enough."""
-    current_warp().set_registers(n, more=True)
+    current_warp().set_registers(n, increases=True)
 
 
 @op
 def release_registers(n):
     """Keep n registers per thread, free the rest for other warpgroups (setmaxnreg.dec)."""
-    current_warp().set_registers(n, more=False)
+    current_warp().set_registers(n, increases=False)
 
 
-def _register_count(name, more):
+def _register_count(name, increases):
     def rule(n: int):
         if n % 8 or not 24 <= n <= 256:
             raise TypeError(f"{name}: a multiple of 8 from 24 to 256, got {n}")
-        return void, lambda b, _: ptx.set_registers(b, n, more)
+        return void, lambda b, _: ptx.set_registers(b, n, increases)
 
     return rule
 

@@ -189,9 +189,10 @@ def test_no_public_module_has_the_name_of_a_public_function():
 
 # Participles, pronouns, adverbs, and words that nobody but this library used: a name that says nothing without its sentence.
 NO_NAMES = set(
-    "abroad alone apart asked asks bent bends brings brought computed cut draws early every fetches flying follows found "
-    "from_first given handed held here land lands made measures met moved opened own piece piped rehearsed rescaled rising "
-    "room seen seers sloped stands taken told traced_plans weighed whole within".split()
+    "abroad alike alone apart asked asks bent bends brings brought computed cut draws early every everyone fetches flying "
+    "following follows found from_first given handed held here how into its land lands learned made measures met more moved of "
+    "opened own piece piped rehearsed rescaled rising room seen seers sloped some stands taken there told traced_plans weighed "
+    "what when who whole within".split()
 )
 
 
@@ -205,6 +206,18 @@ def short_texts(node):
             case ast.Expr(ast.Constant(str() as words)) if before is node or isinstance(before, ast.Assign | ast.AnnAssign):
                 if len(words.split()) <= 4 and not set(words) & set("=+*/^"):
                     yield text.lineno, words
+
+
+# How a docstring begins that has no subject, or whose subject stands in another docstring.
+NO_SUBJECT = re.compile("(Of|The same|As|By|With|Its|It|See|Likewise|And|Those|Them|In|On|From now)\\b")
+
+
+def texts_without_subject(tree):
+    """(line, docstring) of each module, class and function in a tree whose docstring begins as NO_SUBJECT says."""
+    for node in statements(tree):
+        text = ast.get_docstring(node, clean=False) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else None
+        if text and NO_SUBJECT.match(text):
+            yield getattr(node, "lineno", 1), text
 
 
 def statements(node):
@@ -225,7 +238,8 @@ def names_in(code):
 
 @functools.cache
 def read_words():
-    """({class name: the files that define it}, the files that have names in NO_NAMES, the places of short docstrings)"""
+    """({class name: the files that define it}, the files that have names in NO_NAMES, the places of docstrings that are short
+    or, outside tests, where their names are the subject, have no subject)"""
     classes, names, docstrings = defaultdict(list), [], []
     for folder in (*PACKAGES, "tests", "bench", "examples"):
         for file in (ROOT / folder).rglob("*.py"):
@@ -235,6 +249,8 @@ def read_words():
                 if isinstance(node, ast.ClassDef) and node.name != "Config":
                     classes[node.name].append(path)
                 docstrings += [f"{path}:{line} {words!r}" for line, words in short_texts(node)]
+            if folder != "tests":
+                docstrings += [f"{path}:{line} {words[:60]!r}" for line, words in texts_without_subject(tree)]
             if folder in PACKAGES:
                 names += [f"{path} {x}" for x in {*names_in(compile(tree, path, "exec"))} if x.strip("_") in NO_NAMES]
     return classes, names, docstrings
@@ -253,7 +269,8 @@ def test_names_say_what_they_name():
 
 
 def test_docstrings_are_sentences():
-    """A docstring of four words or fewer says no more than the name, or it is an equation."""
+    """A docstring of four words or fewer says no more than the name, or it is an equation. One that begins with "Of" or "The
+    same" has its subject elsewhere."""
     _, _, docstrings = read_words()
     assert docstrings == []
 
@@ -304,6 +321,28 @@ def test_the_picture_names_the_modules_of_packages_and_of_calls():
 def test_the_page_names_every_folder():
     text = PAGE.read_text()
     assert [folder for folder in folders() if f"{folder.rpartition('.')[2]}/" not in text] == []
+
+
+def cited_results():
+    """The files of bench/results that README, docs and the notes link to, and those that such a file links to in turn."""
+    folder, cited = ROOT / "bench" / "results", set[Path]()
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "bench").glob("*.md"),
+        *(ROOT / "bench/notes").glob("*.md"),
+    ]
+    while pages:
+        linked = {folder / name for name in re.findall(r"([\w.-]+\.(?:md|json))[)#]", pages.pop().read_text())}
+        new = {file for file in linked - cited if file.exists()}
+        cited |= new
+        pages += [file for file in new if file.suffix == ".md"]
+    return cited
+
+
+def test_results_are_cited():
+    """A measurement that no page links to is one that nobody looks at."""
+    assert {*(ROOT / "bench" / "results").iterdir()} - cited_results() == set()
 
 
 # ---- the checks themselves -----------------------------------------------------------------------------------------

@@ -104,8 +104,8 @@ class pipeline:
 
     @op
     def reuse(self, tile):
-        """Its memory as one shared tile of another type. A barrier of the block must follow the
-        last read and fill of its tiles."""
+        """The pipeline's memory as one shared tile of another type. A barrier of the block must follow the last read and fill
+        of its tiles."""
         _check_open(self, 0)
         return SharedTile(tile, self.start, f"the memory of pipeline {self.name!r}")
 

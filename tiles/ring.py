@@ -133,11 +133,11 @@ class ring:
 
     @op
     def fill_pages(self, j, pool, pages, size, at, last, parts=1, begin=None):
-        """The same for a tile with rows in pages of a pool, a tensor (page, row, ...) whose rows are counted one by one. pages:
-        the page table, of int32 or int64: row n of sequence s is row n % size of page pages[s, n // size]. at: (sequence, row,
-        ...), as if there were no pages; the row is a multiple of a part's rows. The tile comes in so many parts, at most 32,
-        each of which lies in one page. Page numbers of rows from `last` on are not read, nor those before row `begin`, and
-        parts that have no other rows are 0."""
+        """Fill the j-th tile, as `fill` does, with rows in pages of a pool, a tensor (page, row, ...) whose rows are counted
+        one by one. pages: the page table, of int32 or int64: row n of sequence s is row n % size of page pages[s, n // size].
+        at: (sequence, row, ...), as if there were no pages; the row is a multiple of a part's rows. The tile comes in so many
+        parts, at most 32, each of which lies in one page. Page numbers of rows from `last` on are not read, nor those before
+        row `begin`, and parts that have no other rows are 0."""
         if current_warp().rank == 0:
             _slot(self, j).fill_pages(current_warp(), j, pool, pages, size, at, last, parts, begin)
 
@@ -252,8 +252,8 @@ def _check_parts(ring, part, parts, across):
     extent, unit = (ring.tile.cols, ring.tile.panel_cols) if across else (ring.tile.rows, 8)
     split = ring.blocks > 1 and parts != ring.blocks  # of a tile that blocks share each brings one
     if parts < 1 or (parts > 1 and (split or isinstance(ring.tile, sv) or extent % (unit * parts))):
-        of = f"{unit} columns, which a panel has" if across else "8 rows"
-        raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {of}, got {ring}")
+        multiple = f"{unit} columns, which a panel has" if across else "8 rows"
+        raise TypeError(f"fill: {parts} parts: a tile of one block is filled in parts of a multiple of {multiple}, got {ring}")
 
 
 def _begin(b, ring, base, slot, parity, full):

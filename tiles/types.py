@@ -39,8 +39,8 @@ class rt:
             raise ValueError(f"rt: layout must be one of {LAYOUTS}, got {self.layout!r}")
         if self.layout == "line":
             if self.rows != 1 or self.cols < LINE or self.cols % LINE or self.dtype not in REGISTER_DTYPES:
-                what = f"one row, a positive multiple of {LINE} columns, and one of {REGISTER_DTYPES}"
-                raise ValueError(f"rt: a line has {what}, got {self.rows} x {self.cols} of {self.dtype!r}")
+                allowed = f"one row, a positive multiple of {LINE} columns, and one of {REGISTER_DTYPES}"
+                raise ValueError(f"rt: a line has {allowed}, got {self.rows} x {self.cols} of {self.dtype!r}")
             return
         if self.rows < 16 or self.cols < 16 or self.rows % 16 or self.cols % 16 or float in (type(self.rows), type(self.cols)):
             raise ValueError(f"rt: rows and cols must be positive multiples of 16, got {self.rows} x {self.cols}")
@@ -116,7 +116,7 @@ class rv:
 
     @functools.cached_property
     def shape(self):
-        """As an array that broadcasts against its tile: (length, 1) or (1, length)."""
+        """The shape with which it broadcasts against its tile: (length, 1) or (1, length)."""
         return (self.length, 1) if self.axis == "col_vec" else (1, self.length)
 
     @functools.cached_property

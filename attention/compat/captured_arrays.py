@@ -109,15 +109,15 @@ def _guard_value(x: Any) -> Any:
 
 def _follow_path(x: Any, path: Path) -> Any:
     """The object at the end of a path, reached by steps that Dynamo can trace."""
-    for how, where in path:
-        if how == "attribute":
-            x = getattr(x, where)
-        elif how == "item":
-            x = x[where]
-        elif how == "closure":
-            x = x.__closure__[where].cell_contents
+    for step, key in path:
+        if step == "attribute":
+            x = getattr(x, key)
+        elif step == "item":
+            x = x[key]
+        elif step == "closure":
+            x = x.__closure__[key].cell_contents
         else:
-            x = x.__globals__[where]
+            x = x.__globals__[key]
     return x
 
 

@@ -250,10 +250,10 @@ def _call(
     final: bool,
     cu_seqlens: Any,
     head_first: bool,
-    **more: Any,
+    **fixed_options: Any,
 ) -> tuple[Any, Any]:
     options = drop_none(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
-    result = function(*arrays, **options, **more, return_state=bool(final))
+    result = function(*arrays, **options, **fixed_options, return_state=bool(final))
     return result if final else (result, None)
 
 

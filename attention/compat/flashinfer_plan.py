@@ -156,14 +156,14 @@ def _read_integers(name: str, x: Any) -> np.ndarray:
     return array
 
 
-def read_indptr(name: str, indptr: Any, of: Any = None, its_name: str = "") -> np.ndarray:
-    """indptr in host memory: where each sequence begins and ends in `of`. ValueError: it does not rise from 0, or ends beyond
-    len(of)."""
+def read_indptr(name: str, indptr: Any, indexed: Any = None, its_name: str = "") -> np.ndarray:
+    """indptr in host memory: where each sequence begins and ends in `indexed`. ValueError: it does not rise from 0, or ends
+    beyond len(indexed)."""
     ends = _read_integers(name, indptr)
     if not len(ends) or ends[0] or (np.diff(ends) < 0).any():
         raise ValueError(f"{name}: must begin with 0 and not fall: {name}={np.array2string(ends, threshold=8)}")
-    if its_name and ends[-1] > len(of):
-        raise ValueError(f"{name}: must not end after {its_name}: {name}[-1]={ends[-1]}, len({its_name})={len(of)}")
+    if its_name and ends[-1] > len(indexed):
+        raise ValueError(f"{name}: must not end after {its_name}: {name}[-1]={ends[-1]}, len({its_name})={len(indexed)}")
     return ends
 
 

@@ -82,8 +82,8 @@ def attend(
             attention_mask = attention_mask[..., :keys].view(torch.bool)
             if cu_seq_lens_q is None and _positions_may_pack(position_ids, MaskInfo(), tokens, keys):
                 attention_mask = split_documents(attention_mask, position_ids)
-        position_bias, more = _options_of_tensor_mask(attention_mask, position_bias, keys)
-        is_step, info = not more, MaskInfo()
+        position_bias, mask_options = _options_of_tensor_mask(attention_mask, position_bias, keys)
+        is_step, info = not mask_options, MaskInfo()
     else:
         causal, last = True, info.window
         if attention_mask is None:  # then the layer's own attributes decide
@@ -93,7 +93,7 @@ def attend(
         if cu_seq_lens_q is None and _positions_may_pack(position_ids, info, tokens, keys):
             documents = find_documents(position_ids)
             info = info._replace(documents=documents if documents is None else documents.expand(len(query), -1))
-        is_step, more = causal and info.documents is cu_seq_lens_q is None, None
+        is_step, mask_options = causal and info.documents is cu_seq_lens_q is None, None
     few = tokens == 1 or tokens * (query.shape[1] // key.shape[1]) <= MAX_DECODE_TOKENS
     if few and is_step and not dropout and not _differentiated(query, key, value, sink, position_bias):
         lengths = query.new_full((len(query),), keys, dtype=torch.int32) if info.end is None else info.end
@@ -102,16 +102,16 @@ def attend(
             bias=position_bias, sink=sink, scale=scaling, layout="bhsd",
         )  # fmt: skip
         return out.transpose(1, 2), None
-    if more is None:
+    if mask_options is None:
         if info.known_end is not None:  # the static cache has unused entries after it
             key, value, info = key[:, :, : info.known_end], value[:, :, : info.known_end], info._replace(end=None)
             position_bias = None if position_bias is None else position_bias[..., : key.shape[2]]
-        more = _options_of_mask_info(info, cu_seq_lens_q, cu_seq_lens_k)
+        mask_options = _options_of_mask_info(info, cu_seq_lens_q, cu_seq_lens_k)
     options = drop_none(window=window, softcap=softcap, sink=sink, scale=scaling, bias=position_bias) | draw_dropout_options(
         dropout, query
     )
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-    return attention.forward(query, key, value, causal=causal, **options, **more), None
+    return attention.forward(query, key, value, causal=causal, **options, **mask_options), None
 
 
 def _differentiated(*tensors: Any) -> bool:

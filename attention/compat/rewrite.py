@@ -225,14 +225,14 @@ def _find_source(name: str, f: FunctionType) -> Any:
     code, kind = f.__code__, ast.Lambda if f.__name__ == "<lambda>" else ast.FunctionDef
     arguments = [*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]]
 
-    def is_its(node: Any, ahead: int) -> bool:
+    def is_source(node: Any, ahead: int) -> bool:
         if not isinstance(node, kind) or getattr(node, "name", "<lambda>") != f.__name__:
             return False
         lines = node.lineno, *[x.lineno for x in getattr(node, "decorator_list", ())]
-        its = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-        return code.co_firstlineno - ahead in lines and its == arguments
+        parameters = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+        return code.co_firstlineno - ahead in lines and parameters == arguments
 
-    nodes: list[Any] = [node for tree, ahead in _parse_sources(f) for node in ast.walk(tree) if is_its(node, ahead)]
+    nodes: list[Any] = [node for tree, ahead in _parse_sources(f) for node in ast.walk(tree) if is_source(node, ahead)]
     if len(nodes) > 1 and kind is ast.Lambda and hasattr(code, "co_positions"):  # since Python 3.11
         starts = {(line, column) for line, _, column, _ in code.co_positions()}
         nodes = [node for node in nodes if (node.body.lineno, node.body.col_offset) in starts]

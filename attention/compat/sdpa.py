@@ -58,8 +58,8 @@ def scaled_dot_product_attention(
     elif attn_mask is not None:
         options["bias"] = as_bias(attn_mask, key.shape[2])
     if is_causal:
-        key, value, more = align_top_left(query.shape[2], key, value)
-        options |= more
+        key, value, mask_options = align_top_left(query.shape[2], key, value)
+        options |= mask_options
     try:
         return attend_heads_first(query, key, value, **options)
     except ERRORS as error:

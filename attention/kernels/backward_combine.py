@@ -39,11 +39,11 @@ class Config:
     threads = LANES * WARPS
 
     def __str__(self):
-        dims, by = (
+        dims, copies = (
             f"D {self.head_dim}/{self.value_dim} {self.dtype}",
             f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16),
         )
-        return f"{self.partials} partials, {dims}{by}" + " PDL" * self.overlaps_previous
+        return f"{self.partials} partials, {dims}{copies}" + " PDL" * self.overlaps_previous
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

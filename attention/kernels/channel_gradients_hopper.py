@@ -265,7 +265,7 @@ def make(config: Config):
 
     @inlined
     def load_half(tiles, half, rank):
-        """The same, in half of the channels: with all of them registers would spill."""
+        """`load_decayed_keys` for half of the channels: with all of them registers would spill."""
         keys, first_keys = tiles
         if rank < 2:
             return load(subtile(first_keys, 16, rank, HALF, half), HALF_OPERAND, fenced=False)

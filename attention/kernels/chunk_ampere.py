@@ -171,13 +171,13 @@ def make(config: Config):
 
     @inlined
     def dot_carried(params, o, z, j, index, head, column):
-        """For gradients: results.ScanResult.dot_carried says what is stored."""
+        """Store carried dots, if the result is a gradient with them: see results.ScanResult.dot_carried."""
         if result.dots_states:
             params.carried_dots[index, head, WARPS * column + warp_index()] = tile_sum(o * z_columns(z, j))
 
     @inlined
     def store_row_dots(params, o, z, j, at):
-        """For gradients: results.ScanResult.store_row_dots says what is stored."""
+        """Store row dots, if the result is a gradient with them: see results.ScanResult.store_row_dots."""
         if result.groups_queries and result.reads_z:
             seq, token, part = at
             store(truncate(params.row_dots, 1, seq.end), row_sum(o * z_columns(z, j)), (seq.batch, token, part), cols=1)

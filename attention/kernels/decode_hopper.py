@@ -70,7 +70,7 @@ class Config:
 
 
 def config_for(
-    head_dim: int, value_dim: int, of: dtype, variant: Variant, window: KeyWindow, kv_source: OneBuffer | None,
+    head_dim: int, value_dim: int, input_dtype: dtype, variant: Variant, window: KeyWindow, kv_source: OneBuffer | None,
     result: FinalOutput | FinalOrPartialOutput, sink: Variant, split: type[FixedSplits], axes: tuple[int, ...] = (),
 ) -> Config:  # fmt: skip
     """The configuration for a problem: dims are rounded up to the next one of STAGES. kv_source: where TMA finds keys, or None
@@ -83,10 +83,10 @@ def config_for(
     stages = STAGES[max(padded, padded_value)]
     if kv_source is None:
         rows = KV // WARPGROUP
-        feed: Any = GatherFeed(st(rows, padded, of), st(rows, padded_value, of), stages - 2, VECTOR_BYTES)
+        feed: Any = GatherFeed(st(rows, padded, input_dtype), st(rows, padded_value, input_dtype), stages - 2, VECTOR_BYTES)
     else:
         feed, stages = TmaFeed(KV, kv_source), stages // CONSUMERS * CONSUMERS
-    return Config(padded, padded_value, of, variant, window, feed, result, sink, split, stages, axes)
+    return Config(padded, padded_value, input_dtype, variant, window, feed, result, sink, split, stages, axes)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

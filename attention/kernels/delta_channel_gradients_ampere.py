@@ -244,8 +244,8 @@ def make(config: Config):
                 do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the panel before
                 error_tile, states = errors.wait(panel), s.wait(panel)
                 if STAGES > 1:
-                    later = int32(panel + STAGES - 1)
-                    fill(do, errors, s, douts, gErrors, gStates, later, panels, seq.batch, token, head, chunk)
+                    fill_panel = int32(panel + STAGES - 1)
+                    fill(do, errors, s, douts, gErrors, gStates, fill_panel, panels, seq.batch, token, head, chunk)
                 e_tile = subtile(error_tile, CHUNK, 0)
                 e_rows, z_rows = subtile(e_tile, ROWS, rank), subtile(subtile(error_tile, CHUNK, 1), ROWS, rank)
                 pair_tile = subtile(e_tile, FAR, pair_half)

@@ -94,9 +94,11 @@ class Config(GradientTiles):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all packed."""
     if target.has_wgmma:
-        for key_dim, of in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+        for key_dim, input_dtype in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
             for gates in (False, False), (True, False), (True, True):
-                yield from (Config(key_dim, of, *gates, varlen) for varlen in ((False, True) if everything else (gates[1],)))
+                yield from (
+                    Config(key_dim, input_dtype, *gates, varlen) for varlen in ((False, True) if everything else (gates[1],))
+                )
 
 
 @functools.cache

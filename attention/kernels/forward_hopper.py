@@ -183,7 +183,7 @@ def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, proce
     choices.append(
         replace(config, consumers=1, weights_in_shared=False, ping_pong=False, ctas_per_sm=2)
     )  # one or two CTAs fit an SM
-    return min(choices, key=lambda of: of.estimate_time(queries, keys, batch_heads, processors))
+    return min(choices, key=lambda choice: choice.estimate_time(queries, keys, batch_heads, processors))
 
 
 @functools.lru_cache(1024)

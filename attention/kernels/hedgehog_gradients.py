@@ -206,7 +206,7 @@ class HedgehogKeyGradients(HedgehogConfig):
             gWindowDX: array(4), gDFeatures: array(4), gDV: array(4, INPUT), gCuSeqlens: ENDS, length: INT, parts: INT,
             heads: INT, group: INT,
         ):  # fmt: skip
-            """As for queries, with f(k) in gFeatures, and dS and dz in gStates and gZ."""
+            """The arguments are those of the gradients of queries, with f(k) in gFeatures, and dS and dz in gStates and gZ."""
             w, x, s = smem.open()
             index, part = divmod(cuda.blockIdx.x, parts)
             sequence, head = divmod(index, heads)

@@ -109,7 +109,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             yield from (Config(key_dim, decay, delta, varlen=not single, single=single) for single in (True, False))
         if not delta and (everything or decay == "token"):
             yield Config(key_dim, decay, normalize=True)
-            yield from (Config(key_dim, decay, varlen=True, reversed=back, groups_queries=True) for back in (False, True))
+            yield from (
+                Config(key_dim, decay, varlen=True, reversed=is_reversed, groups_queries=True) for is_reversed in (False, True)
+            )
         if not delta and (everything or decay == "channel"):
             yield Config(key_dim, decay, varlen=True, reversed=True)
     for key_dim, formula in itertools.product(LARGEST_KEY_DIMS, FORMULAS if everything else FORMULAS[:1]):

@@ -71,12 +71,18 @@ SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: {rows of a
 
 
 def config_for(
-    of: dtype, window: KeyWindow, cache: DenseLoader, result: FinalOutput, pdl: bool, rows: int, shared_limit: int = LARGE
+    input_dtype: dtype,
+    window: KeyWindow,
+    cache: DenseLoader,
+    result: FinalOutput,
+    pdl: bool,
+    rows: int,
+    shared_limit: int = LARGE,
 ) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `shared_limit` bytes of shared memory."""
     shapes = SHAPES_BY_LIMIT[max(limit for limit in SHAPES_BY_LIMIT if limit <= shared_limit)]
     tile_rows = max(shapes) if rows > TILE_ROWS else TILE_ROWS
-    return Config(of, window, cache, result, pdl, tile_rows, *shapes[tile_rows])
+    return Config(input_dtype, window, cache, result, pdl, tile_rows, *shapes[tile_rows])
 
 
 def config_arguments(target: Target, everything: bool, sizes: Sequence[int]) -> Iterator[tuple[Any, ...]]:

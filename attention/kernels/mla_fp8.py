@@ -93,7 +93,13 @@ PAGED_SHAPE = 8, 2, 1  # LARGE: of 16 rows over pages, where the other shape is 
 
 
 def config_for(
-    of: dtype, window: KeyWindow, cache: DenseLoader, result: FinalOutput, pdl: bool, rows: int, shared_limit: int = LARGE
+    input_dtype: dtype,
+    window: KeyWindow,
+    cache: DenseLoader,
+    result: FinalOutput,
+    pdl: bool,
+    rows: int,
+    shared_limit: int = LARGE,
 ) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `shared_limit` bytes of shared memory."""
     shapes = SHAPES_BY_LIMIT[max(limit for limit in SHAPES_BY_LIMIT if limit <= shared_limit)]
@@ -101,7 +107,7 @@ def config_for(
     shape = (
         PAGED_SHAPE if type(cache) is PagedLoader and shared_limit >= LARGE and tile_rows == TILE_ROWS else shapes[tile_rows]
     )
-    return Config(of, window, cache, result, pdl, tile_rows, *shape)
+    return Config(input_dtype, window, cache, result, pdl, tile_rows, *shape)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

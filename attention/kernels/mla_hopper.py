@@ -74,12 +74,14 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield gather_config(input_dtype, True, window, loader(VECTOR_BYTES), result(input_dtype, VECTOR_BYTES))
 
 
-def gather_config(of: dtype, fp8: bool, window: KeyWindow, cache: DenseLoader, result: FinalOutput) -> Config:
+def gather_config(input_dtype: dtype, fp8: bool, window: KeyWindow, cache: DenseLoader, result: FinalOutput) -> Config:
     """The configuration in which the producer's warps gather rows, of fp8 if `fp8`."""
     if fp8:
-        latents, rotated = st(CONVERTED_ROWS, LATENT, fp8e4m3, ROTARY), st(CONVERTED_ROWS, ROTARY, of)
-        return Config(Fp8LatentProducts(of), window, Fp8LatentGather(cache, latents, sv(CONVERTED_ROWS, fp32), rotated), result)
-    return Config(LatentProducts(of), window, LatentGather(cache, st(KV // 2, LATENT, of)), result)
+        latents, rotated = st(CONVERTED_ROWS, LATENT, fp8e4m3, ROTARY), st(CONVERTED_ROWS, ROTARY, input_dtype)
+        return Config(
+            Fp8LatentProducts(input_dtype), window, Fp8LatentGather(cache, latents, sv(CONVERTED_ROWS, fp32), rotated), result
+        )
+    return Config(LatentProducts(input_dtype), window, LatentGather(cache, st(KV // 2, LATENT, input_dtype)), result)
 
 
 class LatentTiles(NamedTuple):

@@ -31,15 +31,16 @@ COLUMNS = 64, 128  # of a row, padded
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. columns: of a row, padded. back: are tails copied to the packed array, and not from there?"""
+    """A kernel's configuration. columns: of a row, padded. copies_back: are tails copied to the packed array, and not from
+    there?"""
 
     columns: int
     dtype: dtype
-    back: bool
+    copies_back: bool
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"tails, {self.columns} columns {self.dtype}{', back' * self.back}"
+        return f"tails, {self.columns} columns {self.dtype}{', back' * self.copies_back}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -51,7 +52,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, X, BACK, seq_layout = config.dtype, rt(ROWS, config.columns, config.dtype), config.back, SequenceLayout(True)
+    INPUT, X, COPIES_BACK, seq_layout = (
+        config.dtype,
+        rt(ROWS, config.columns, config.dtype),
+        config.copies_back,
+        SequenceLayout(True),
+    )
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def copy_tails(
@@ -71,12 +77,12 @@ def make(config: Config):
             last = int32(max(seq.num_chunks() - 1, 0))
             at = seq.batch, int32(seq.chunk_start(last) + row), x_head, 0
             if 0 < seq.remaining(last) < CHUNK:
-                if BACK:
+                if COPIES_BACK:
                     x = load(gTail, X, (sequence, row, x_head, 0), 1, 3, True)
                     store(truncate(gPacked, 1, seq.end), x, at, 1, 3, True)
                 else:
                     store(gTail, load(truncate(gPacked, 1, seq.end), X, at, 1, 3, True), (sequence, row, x_head, 0), 1, 3, True)
-            if BACK:
+            if COPIES_BACK:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                 for j in range(padding.num_chunks()):
                     token = int32(padding.chunk_start(j) + row)

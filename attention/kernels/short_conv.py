@@ -22,7 +22,7 @@ class Config(ConvConfig):
 
     @property
     def ctas_per_sm(self) -> int:
-        """As many as leave a thread 72 registers, 80, or 102."""
+        """How many thread blocks an SM is to hold: as many as leave each thread 72 registers, 80, or 102."""
         return 7 - self.varlen - self.bias if self.aligned else 5
 
 

@@ -47,7 +47,7 @@ class Config(ConvConfig):
 
     @property
     def ctas_per_sm(self) -> int:
-        """As many as leave a thread 128 registers, 168, or 255."""
+        """How many thread blocks an SM is to hold: as many as leave each thread 128 registers, 168, or 255."""
         return 2 if not self.aligned else 3 if not self.silu or (self.bias and self.varlen) else 4
 
     def make(self):

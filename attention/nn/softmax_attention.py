@@ -272,9 +272,9 @@ class ProjectedAttention(torch.autograd.Function):
         gradients = projected_backward(
             None, (make_tma_contiguous(dout), *parts, *inputs, out, lse, rows, *(None,) * 4), (*options, *requests)
         )
-        dx, *more = gradients if has_norms or has_sink else (gradients,)
-        of_norms = more[:2] if has_norms else (None, None)
-        return dx, None, None, *of_norms, more[-1] if has_sink else None, None, None
+        dx, *other_gradients = gradients if has_norms or has_sink else (gradients,)
+        norm_gradients = other_gradients[:2] if has_norms else (None, None)
+        return dx, None, None, *norm_gradients, other_gradients[-1] if has_sink else None, None, None
 
 
 def check_positions(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -114,12 +114,12 @@ class GatherAttention:
                 if subcall is not None:
                     arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, gathered], values[:, gathered]
                     results = out[:, rows, query_heads], lse[:, query_heads, rows]
-                    into = sums.dq[:, rows, query_heads], dk[:, gathered], dv[:, gathered]
-                    sums.add(subcall, head_call, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+                    targets = sums.dq[:, rows, query_heads], dk[:, gathered], dv[:, gathered]
+                    sums.add(subcall, head_call, *arrays, *results, slice_dlse(dlse, rows, query_heads), targets)
             owners = tuple([ShardRegion(spans, heads) for spans in self.keys])
             back = plan_redistribution(self.peers.rank, self._wanted_regions(call, heads), owners)
             totals = [x[:, :, slice(*heads)] for x in (sums.dk, sums.dv)]
-            returning.append(start_reduce_scatter(self.peers, (dk, back), (dv, back), into=totals))
+            returning.append(start_reduce_scatter(self.peers, (dk, back), (dv, back), totals=totals))
         for gradients in returning:
             gradients.wait()
 

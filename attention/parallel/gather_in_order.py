@@ -33,8 +33,8 @@ class DeterministicGatherAttention(GatherAttention):
         for rows, subcall, gathered in self._parts(call):
             if subcall is not None:
                 arrays = dout[:, rows], q[:, rows], keys[:, gathered], values[:, gathered], out[:, rows], lse[:, :, rows]
-                into = (sums.dq[:, rows],)  # without dk and dv, which this rank has of its own queries alone
-                sums.add(subcall, call, *arrays, slice_dlse(dlse, rows), into, accumulate=False)
+                targets = (sums.dq[:, rows],)  # without dk and dv, which this rank has of its own queries alone
+                sums.add(subcall, call, *arrays, slice_dlse(dlse, rows), targets, accumulate=False)
         dout, q, out, *row_values = pending.wait()
         lse, dlse, *_ = *[x.transpose(1, 2).contiguous() for x in row_values], None
         rank = self.peers.rank

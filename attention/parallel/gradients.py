@@ -57,30 +57,32 @@ class GradientAccumulator:
         out: Any,
         lse: Any,
         dlse: Any,
-        into: Sequence[Any],
+        targets: Sequence[Any],
         accumulate: bool = True,
     ) -> None:
-        """Add the gradients of a subcall of `call`, which has some of the heads. into: the slices of dq, dk and dv to which
+        """Add the gradients of a subcall of `call`, which has some of the heads. targets: the slices of dq, dk and dv to which
         they are added. accumulate: the kernel adds to them itself; this may select another kernel than one GPU would take, with
         other last bits."""
         options: dict[str, Any] = dict(subcall.options)
-        learned = [name for name in OPTIONAL if name in options and any([x.startswith(name) for x in self.others])]
+        differentiable = [name for name in OPTIONAL if name in options and any([x.startswith(name) for x in self.others])]
         has_sink, backward = "sink" in options, partial(attention.backward, dout, q, k, v, out, lse, dlse=dlse)
-        if accumulate and not learned:
-            results = dict(zip(("dq", "dk", "dv"), into)) | ({"dsink": torch.zeros_like(options["sink"])} if has_sink else {})
-            rest = backward(accumulate=True, **results, **options)[3:]
+        if accumulate and not differentiable:
+            results = dict(zip(("dq", "dk", "dv"), targets)) | (
+                {"dsink": torch.zeros_like(options["sink"])} if has_sink else {}
+            )
+            other_gradients = backward(accumulate=True, **results, **options)[3:]
         else:
-            requests: dict[str, Any] = {f"d{name}": True for name in learned if name != "aux"}
-            if "aux" in learned:
+            requests: dict[str, Any] = {f"d{name}": True for name in differentiable if name != "aux"}
+            if "aux" in differentiable:
                 requests["daux"] = [x.is_floating_point() or None for x in options["aux"]]
             gradients = backward(**requests, **options)
-            for total, x in zip(into, gradients):
+            for total, x in zip(targets, gradients):
                 total += x
-            rest = gradients[3:]
-        names = [name for name in ("bias", "alibi") if name in learned] + ["sink"] * has_sink
-        if "aux" in learned:
+            other_gradients = gradients[3:]
+        names = [name for name in ("bias", "alibi") if name in differentiable] + ["sink"] * has_sink
+        if "aux" in differentiable:
             names += [f"aux{n - subcall.has_offsets}" for n, x in enumerate(options["aux"]) if x.is_floating_point()]
-        for name, x in zip(names, rest, strict=True):
+        for name, x in zip(names, other_gradients, strict=True):
             if name in self.others:
                 self._slice_of(name, subcall, call).add_(x)
 

@@ -40,13 +40,15 @@ def merge_by_lengths(parts: Sequence[RingPart], call: ForwardCall, batch: int) -
     """Adjacent parts with the same number of queries each, which see keys from the same first key on, as one call with
     lengths_k, which has no backward pass. [] if that is not possible."""
     rows, keys = [rows for rows, _, _ in parts], [keys for _, keys, _ in parts]
-    adjacent = all([one.stop == following.start for one, following in pairwise(rows)]) and not any([x.start for x in keys])
-    if len(parts) < 2 or not adjacent or len({one.stop - one.start for one in rows}) > 1:
+    adjacent = all([previous_rows.stop == next_rows.start for previous_rows, next_rows in pairwise(rows)]) and not any(
+        [x.start for x in keys]
+    )
+    if len(parts) < 2 or not adjacent or len({previous_rows.stop - previous_rows.start for previous_rows in rows}) > 1:
         return []
     if any([_is_unmergeable(subcall) or subcall.options != parts[0][2].options for _, _, subcall in parts]):
         return []
-    lengths = key_lengths(tuple([one.stop for one in keys]), batch, call.device)
-    all_rows, all_keys = slice(rows[0].start, rows[-1].stop), slice(0, max([one.stop for one in keys]))
+    lengths = key_lengths(tuple([previous_rows.stop for previous_rows in keys]), batch, call.device)
+    all_rows, all_keys = slice(rows[0].start, rows[-1].stop), slice(0, max([previous_rows.stop for previous_rows in keys]))
     return [(all_rows, all_keys, parts[-1][2]._replace(options=parts[0][2].options | {"lengths_k": lengths}))]
 
 

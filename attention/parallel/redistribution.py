@@ -332,9 +332,9 @@ def reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution]) -> list[An
     return start_reduce_scatter(peers, *routes).wait()
 
 
-def start_reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution], into: Sequence[Any] | None = None) -> PendingSums:
-    """Start `reduce_scatter`. into: arrays to which the sums are added."""
-    sums = list(into or [x.new_zeros((x.shape[0], *plan.shape, *x.shape[3:])) for x, plan in routes])
+def start_reduce_scatter(peers: Peers, *routes: tuple[Any, Redistribution], totals: Sequence[Any] | None = None) -> PendingSums:
+    """Start `reduce_scatter`. totals: arrays to which the sums are added."""
+    sums = list(totals or [x.new_zeros((x.shape[0], *plan.shape, *x.shape[3:])) for x, plan in routes])
     sends, receives, parts = [], [], []
     for total, (x, plan) in zip(sums, routes):
         sources, targets, n = plan.source_views.take(x), plan.target_views.take(total), plan.num_local

@@ -104,8 +104,8 @@ class RingAttention:
                 for rows, key_rows, subcall in self._parts(sinkless, owner):
                     arrays = dout[:, rows, query_heads], q[:, rows, query_heads], keys[:, key_rows], values[:, key_rows]
                     results = out[:, rows, query_heads], lse[:, query_heads, rows]
-                    into = sums.dq[:, rows, query_heads], dkeys[:, key_rows], dvalues[:, key_rows]
-                    sums.add(subcall, sinkless, *arrays, *results, slice_dlse(dlse, rows, query_heads), into)
+                    targets = sums.dq[:, rows, query_heads], dkeys[:, key_rows], dvalues[:, key_rows]
+                    sums.add(subcall, sinkless, *arrays, *results, slice_dlse(dlse, rows, query_heads), targets)
                 _add_first(returning)
                 returning.append(self._return_gradients(owner, dkeys, dvalues, dk, dv))
 
@@ -121,17 +121,17 @@ class RingAttention:
     def _go_around(self, k: Any, v: Any, visit: Callable[[int, Any, Any], None]) -> None:
         """Call visit(owner, keys, values) for every rank's shard, this rank's first, while the next one is received."""
         rank, world = self.peers.rank, self.peers.world
-        current = following = local = k.contiguous(), v.contiguous()
+        current = next_shard = local = k.contiguous(), v.contiguous()
         for step in range(world):
             pending = PendingMessages(())
             if step + 1 < world:
                 sender, receiver = (rank - step - 1) % world, (rank + step + 1) % world
                 rows = count_tokens(self.keys[sender])
-                following = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
-                pending = self.peers.exchange([(receiver, x) for x in local], [(sender, x) for x in following])
+                next_shard = tuple([x.new_empty((x.shape[0], rows, *x.shape[2:])) for x in (k, v)])
+                pending = self.peers.exchange([(receiver, x) for x in local], [(sender, x) for x in next_shard])
             visit((rank - step) % world, *current)
             pending.wait()
-            current = following
+            current = next_shard
 
     def _head_groups(self, call: ForwardCall, sweeps: int) -> Iterator[tuple[slice, slice, ForwardCall]]:
         """(key heads, query heads that read them, the call of these heads) of each sweep."""

@@ -186,15 +186,15 @@ def backward(
         check_accumulators({name: x for name, x in zip(GRADIENTS, extra) if x is not None})
     eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
     normed_q, normed_k = (norm_gradients.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
-    into = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
+    row_gradients = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
-        into = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
+        row_gradients = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
     list_options, (*lists, _, marks) = block_options(blocks)
     requested = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
     extra_out = [None if x is True else x for x in extra]
     score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
-    arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *into, dv
+    arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *row_gradients, dv
     variant_options = (
         *score_options(causal, window, softcap, mask, score),
         *list_options,
@@ -206,8 +206,8 @@ def backward(
         family,
     )
     if accumulate:
-        _into(stream, (*arrays, *extra_out), variant_options, layout)
-        gradients = *into, dv, *[x for x in extra_out if x is not None]
+        _accumulate(stream, (*arrays, *extra_out), variant_options, layout)
+        gradients = *row_gradients, dv, *[x for x in extra_out if x is not None]
     else:
         gradients = _variant(stream, (*arrays, *extra_out), variant_options, layout)
     if q_norm is k_norm is None:
@@ -273,4 +273,4 @@ def _variant(
     return plan._replace(steps=[*index_checks, *plan.steps])
 
 
-_into = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)
+_accumulate = program(INTO, no_gradient=NO_SECOND_DERIVATIVES)(_variant.planner)

@@ -98,8 +98,12 @@ def _linear_form(x: Any) -> tuple[Any, Any, Any] | None:
         return None
     if x.op == "mul":
         one, other = (other, one) if one[:2] == (0, 0) else (one, other)
-        by: Any = other[2]
-        return (one[0] * by, one[1] * by, one[2] * by) if other[:2] == (0, 0) and isinstance(by, Integral) else None
+        factor: Any = other[2]
+        return (
+            (one[0] * factor, one[1] * factor, one[2] * factor)
+            if other[:2] == (0, 0) and isinstance(factor, Integral)
+            else None
+        )
     sign = 1 if x.op == "add" else -1
     return one[0] + sign * other[0], one[1] + sign * other[1], one[2] + sign * other[2]
 
@@ -111,8 +115,10 @@ def score_variant(score: Callable, axes: Sequence[int], signed_distance: bool) -
         traced = trace_function(score, axes, is_score=True)
         names, (s, *_) = traced.names, traced.arguments
         if slope := _alibi_slope(traced.term, s):
-            by, is_signed = slope
-            return ScoreModAlibi(signed_distance or is_signed, True, build_function([*names[1:2], *names[2:3], *names[5:]], by))
+            slope_function, is_signed = slope
+            return ScoreModAlibi(
+                signed_distance or is_signed, True, build_function([*names[1:2], *names[2:3], *names[5:]], slope_function)
+            )
         unit, x = _split_factor(traced.term)
         factor, inside = _score_factor(x, s)
         if unit == factor == 1:

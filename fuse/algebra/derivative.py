@@ -38,26 +38,26 @@ class NoRule(TypeError):
 
 
 class ScaledTerm(NamedTuple):
-    """One summand of a gradient: the number `by` times the term."""
+    """One summand of a gradient: the number `factor` times the term."""
 
-    by: float
+    factor: float
     term: Term
 
     def times(self, other: Term) -> ScaledTerm:
-        """The product with another term. A number is multiplied into `by`."""
+        """The product with another term. A number is multiplied into `factor`."""
         if other.operation == "number":
-            return ScaledTerm(self.by * other.attr, self.term)
+            return ScaledTerm(self.factor * other.attr, self.term)
         return self._replace(term=self.term * other)
 
     def over(self, other: Term) -> ScaledTerm:
-        """The quotient by another term. A number is divided into `by`."""
+        """The quotient by another term. A number is divided into `factor`."""
         if other.operation == "number":
-            return ScaledTerm(self.by / other.attr, self.term)
+            return ScaledTerm(self.factor / other.attr, self.term)
         return self._replace(term=self.term / other)
 
     def scale(self, number: float) -> ScaledTerm:
         """The summand times a number."""
-        return self._replace(by=self.by * number)
+        return self._replace(factor=self.factor * number)
 
     def where(self, mask: Term, otherwise: bool = False) -> ScaledTerm:
         """The summand where a mask holds, or with `otherwise` where it does not hold, and 0 elsewhere."""
@@ -87,7 +87,7 @@ def _matmul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm]:
     rest = product(wide)
     if rest is None:  # the product of one row and one column is a number itself
         numbers, rest = [], gradient
-    pair = ScaledTerm(g.by, rest @ terms.transpose(b)), ScaledTerm(g.by, terms.transpose(a) @ rest)
+    pair = ScaledTerm(g.factor, rest @ terms.transpose(b)), ScaledTerm(g.factor, terms.transpose(a) @ rest)
     for operation, number in numbers:  # after the products
         first, second = ((one.times(number) if operation == "mul" else one.over(number)) for one in pair)
         pair = first, second
@@ -95,7 +95,7 @@ def _matmul(g: ScaledTerm, y: Term, a: Term, b: Term) -> Sequence[ScaledTerm]:
 
 
 def _transpose(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
-    return (ScaledTerm(g.by, _transpose_gradient(_match_axes(g.term, y))),)
+    return (ScaledTerm(g.factor, _transpose_gradient(_match_axes(g.term, y))),)
 
 
 def _max(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
@@ -106,18 +106,18 @@ def _max(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
 def _half(g: ScaledTerm, y: Term, x: Term) -> Sequence[ScaledTerm]:
     term = _match_axes(g.term, y)
     zero = term * 0.0
-    return (ScaledTerm(g.by, term_operations.concat(*((term, zero) if y.attr == 0 else (zero, term)))),)
+    return (ScaledTerm(g.factor, term_operations.concat(*((term, zero) if y.attr == 0 else (zero, term)))),)
 
 
 def _concat(g: ScaledTerm, y: Term, *parts: Term) -> Sequence[ScaledTerm]:
     if len(parts) != 2 or parts[0].extents != parts[1].extents or parts[0].axes[-1] is None:
         raise NoRule("concatenate: has a gradient only for two equal halves")
-    return tuple([ScaledTerm(g.by, term_operations.half(_match_axes(g.term, y), n)) for n in (0, 1)])
+    return tuple([ScaledTerm(g.factor, term_operations.half(_match_axes(g.term, y), n)) for n in (0, 1)])
 
 
 def _linear(operation: Callable[[Term, Term], Term]) -> GradientRule:
     """The gradient rule of an operation that only moves elements of its first argument: `operation` moves them back."""
-    return lambda g, y, x, *rest: (ScaledTerm(g.by, operation(_match_axes(g.term, y), y)), *[None] * len(rest))
+    return lambda g, y, x, *rest: (ScaledTerm(g.factor, operation(_match_axes(g.term, y), y)), *[None] * len(rest))
 
 
 GRADIENT_RULES: dict[str, GradientRule] = {  # {operation: (g, y, *args) -> gradients of its args}, where y = operation(*args)
@@ -139,7 +139,7 @@ GRADIENT_RULES: dict[str, GradientRule] = {  # {operation: (g, y, *args) -> grad
     "silu": _silu,
     "gelu": _gelu,
     "relu": lambda g, y, x: (g.where(x > 0.0),),
-    "abs": lambda g, y, x: (ScaledTerm(g.by, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
+    "abs": lambda g, y, x: (ScaledTerm(g.factor, where(x > 0.0, g.term, where(x < 0.0, -g.term, 0.0))),),
     **{name: (lambda g, y, x: (g,)) for name in CASTS if CASTS[name].itemsize > 1},
     "sum": lambda g, y, x: (g,),
     "max": _max,
@@ -148,7 +148,7 @@ GRADIENT_RULES: dict[str, GradientRule] = {  # {operation: (g, y, *args) -> grad
     "concat": _concat,
     "half": _half,
     "dropout": lambda g, y, x, p, seed: (
-        ScaledTerm(g.by, term_operations.dropout(_match_axes(g.term, y), p, seed)),
+        ScaledTerm(g.factor, term_operations.dropout(_match_axes(g.term, y), p, seed)),
         None,
         None,
     ),
@@ -160,16 +160,18 @@ for _comparison in ("less", "less_equal", "greater", "greater_equal"):
     GRADIENT_RULES[_comparison] = lambda g, y, a, b: (None, None)
 
 
-def gradients(roots: Sequence[Term], by: Mapping[Term, Sequence[Term]], requested: Sequence[Term]) -> list[Term | None]:
-    """The gradients with respect to the `wanted` terms; None where no root depends on one. by: for each root its own gradients;
-    there are several if a function returns one term twice. NoRule: an operation on the way has no gradient."""
+def gradients(
+    roots: Sequence[Term], root_gradients: Mapping[Term, Sequence[Term]], requested: Sequence[Term]
+) -> list[Term | None]:
+    """The gradients with respect to the `requested` terms; None where no root depends on one. root_gradients: those of each
+    root; there are several if a function returns one term twice. NoRule: an operation on the way has no gradient."""
     nodes = list(walk(*roots))
     on_path = set(requested)
     for x in nodes:
         if any(y in on_path for y in x.args):
             on_path.add(x)
     parts: dict[Term, list[ScaledTerm]] = {
-        x: [ScaledTerm(1.0, _match_axes(g, x)) for g in by_root] for x, by_root in by.items()
+        x: [ScaledTerm(1.0, _match_axes(g, x)) for g in by_root] for x, by_root in root_gradients.items()
     }
     for x in reversed(nodes):
         if x not in on_path or x not in parts or not x.args:
@@ -194,30 +196,32 @@ def _sum_parts(parts: Sequence[ScaledTerm]) -> ScaledTerm | None:
     """The sum of the summands, with equal terms combined; None if they cancel."""
     numbers: dict[Term, float] = {}
     for part in _merge_totals(parts):
-        numbers[part.term] = numbers.get(part.term, 0.0) + part.by
-    left = sorted([ScaledTerm(by, x) for x, by in numbers.items() if by], key=lambda part: part.by < 0)  # negative ones last
-    if len(left) < 2:
-        return left[0] if left else None
-    halves = _concat_halves(left)
+        numbers[part.term] = numbers.get(part.term, 0.0) + part.factor
+    summands = sorted(
+        [ScaledTerm(factor, x) for x, factor in numbers.items() if factor], key=lambda part: part.factor < 0
+    )  # negative ones last
+    if len(summands) < 2:
+        return summands[0] if summands else None
+    halves = _concat_halves(summands)
     if halves is not None:
         return ScaledTerm(1.0, halves)
-    total = _as_term(left[0])
-    for by, x in left[1:]:
-        total = total - _as_term(ScaledTerm(-by, x)) if by < 0 else total + _as_term(ScaledTerm(by, x))
+    total = _as_term(summands[0])
+    for factor, x in summands[1:]:
+        total = total - _as_term(ScaledTerm(-factor, x)) if factor < 0 else total + _as_term(ScaledTerm(factor, x))
     return ScaledTerm(1.0, total)
 
 
 def _merge_totals(parts: Sequence[ScaledTerm]) -> list[ScaledTerm]:
     """The summands with totals over the same axes merged: a sum of totals becomes the total of a sum."""
     totals: dict[tuple, list[ScaledTerm]] = {}
-    for by, x in parts:
+    for factor, x in parts:
         if x.operation == "total":
-            totals.setdefault((x.attr, x.args[0].ndim), []).append(ScaledTerm(by, x.args[0]))
-    if all(len(some) < 2 for some in totals.values()):
+            totals.setdefault((x.attr, x.args[0].ndim), []).append(ScaledTerm(factor, x.args[0]))
+    if all(len(group) < 2 for group in totals.values()):
         return [*parts]
-    sums = [(what, _sum_parts(some)) for (what, _), some in totals.items()]
+    sums = [(axes, _sum_parts(group)) for (axes, _), group in totals.items()]
     rest = [part for part in parts if part.term.operation != "total"]
-    return rest + [ScaledTerm(one.by, term_operations.total_along(one.term, what)) for what, one in sums if one]
+    return rest + [ScaledTerm(one.factor, term_operations.total_along(one.term, axes)) for axes, one in sums if one]
 
 
 def _concat_halves(parts: Sequence[ScaledTerm]) -> Term | None:
@@ -225,11 +229,11 @@ def _concat_halves(parts: Sequence[ScaledTerm]) -> Term | None:
     None."""
     if len(parts) != 2 or not all(part.term.operation == "concat" for part in parts):
         return None
-    (a, zero), (none, b) = sorted((part.term.args for part in parts), key=lambda terms: _is_times_zero(terms[0]))
-    if not _is_times_zero(zero) or not _is_times_zero(none) or _is_times_zero(a) or _is_times_zero(b):
+    (a, zero), (other_zero, b) = sorted((part.term.args for part in parts), key=lambda terms: _is_times_zero(terms[0]))
+    if not _is_times_zero(zero) or not _is_times_zero(other_zero) or _is_times_zero(a) or _is_times_zero(b):
         return None
-    first = next(part.by for part in parts if part.term.args == (a, zero))
-    second = next(part.by for part in parts if part.term.args == (none, b))
+    first = next(part.factor for part in parts if part.term.args == (a, zero))
+    second = next(part.factor for part in parts if part.term.args == (other_zero, b))
     return term_operations.concat(_as_term(ScaledTerm(first, a)), _as_term(ScaledTerm(second, b)))
 
 
@@ -240,7 +244,7 @@ def _is_times_zero(x: Term) -> bool:
 
 def _as_term(part: ScaledTerm) -> Term:
     """The summand as one term."""
-    return part.term if part.by == 1 else -part.term if part.by == -1 else part.term * part.by
+    return part.term if part.factor == 1 else -part.term if part.factor == -1 else part.term * part.factor
 
 
 def _reduce_to_operand(part: ScaledTerm, x: Term, y: Term) -> ScaledTerm | None:
@@ -269,9 +273,9 @@ def _reduce_to_operand(part: ScaledTerm, x: Term, y: Term) -> ScaledTerm | None:
             summed = _sum_rows(part.term)
             if summed is None:
                 return None
-            part = summed.scale(part.by)
+            part = summed.scale(part.factor)
     extra = [n for n in range(1, part.term.ndim + 1) if part.term.axes[-n] is not None and (n > y.ndim or y.axes[-n] is None)]
-    return ScaledTerm(part.by, term_operations.total(part.term, y)) if extra else part
+    return ScaledTerm(part.factor, term_operations.total(part.term, y)) if extra else part
 
 
 def _sum_rows(x: Term) -> ScaledTerm | None:
@@ -280,8 +284,8 @@ def _sum_rows(x: Term) -> ScaledTerm | None:
     scales, inner = _split_row_scales(x)
     if scales and inner is not None:
         total = _sum_rows(inner)
-        for how, scale in scales if total else ():
-            total = total and (total.times(scale) if how == "mul" else total.over(scale))
+        for operation, scale in scales if total else ():
+            total = total and (total.times(scale) if operation == "mul" else total.over(scale))
         return total
     row_sum = terms.reduce("sum", x)
     if x.operation in ("add", "sub"):
@@ -299,14 +303,14 @@ def _split_row_scales(x: Term) -> tuple[list[tuple[str, Term]], Term | None]:
     return [one for one in parts if not has_columns(one[1])], product([one for one in parts if has_columns(one[1])])
 
 
-def _match_axes(g: Term, like: Term) -> Term:
+def _match_axes(g: Term, term: Term) -> Term:
     """The gradient g, after its axes were unified with those of the term that it belongs to. NoRule: g lacks one of these axes,
     because it is constant along it."""
-    ours, its = ((None,) * (max(g.ndim, like.ndim) - x.ndim) + x.axes for x in (g, like))
-    for axis, requested in zip(ours, its):
-        if (axis is None) != (requested is None):
-            raise NoRule(f"the gradient {g!r:.100} of {like!r:.100} is constant along an axis")
-        unify(axis, requested)
+    gradient_axes, term_axes = ((None,) * (max(g.ndim, term.ndim) - x.ndim) + x.axes for x in (g, term))
+    for axis, term_axis in zip(gradient_axes, term_axes):
+        if (axis is None) != (term_axis is None):
+            raise NoRule(f"the gradient {g!r:.100} of {term!r:.100} is constant along an axis")
+        unify(axis, term_axis)
     return g
 
 
@@ -322,7 +326,7 @@ def _is_zero(x: Term) -> bool:
     terms of any lengths."""
     order = {y: n for n, y in enumerate(walk(x))}
     contents = [y.attr if y.operation in ("number", "half", "total") else y.operation == "input" and y.attr[0] for y in order]
-    key = tuple([(y.operation, *map(order.get, y.args), its, *map(bool, y.axes)) for y, its in zip(order, contents)])
+    key = tuple([(y.operation, *map(order.get, y.args), content, *map(bool, y.axes)) for y, content in zip(order, contents)])
     if key not in KNOWN_ZEROS:
         try:
             KNOWN_ZEROS[key] = identity([x], [x * 2.0]).equal

@@ -56,11 +56,11 @@ class DerivativeCheck:
 
 
 def compare_with_differences(
-    results: Sequence[Term], by: Sequence[Term], gradients: Mapping[Term, Term], seed: int = 0
+    results: Sequence[Term], result_gradients: Sequence[Term], gradients: Mapping[Term, Term], seed: int = 0
 ) -> DerivativeCheck:
-    """Compare gradients with finite differences (see the module). by: the gradient with respect to each result. gradients: the
-    claimed gradient of each argument. All of these are terms over the same inputs."""
-    nodes = list(walk(*results, *by, *gradients, *gradients.values()))
+    """Compare gradients with finite differences (see the module). result_gradients: the gradient with respect to each result.
+    gradients: the claimed gradient of each argument. All of these are terms over the same inputs."""
+    nodes = list(walk(*results, *result_gradients, *gradients, *gradients.values()))
     extents = {axis: EXTENTS[n % len(EXTENTS)] for n, axis in enumerate(base_axes(name for x in nodes for name in x.axes))}
     rng, indices, arithmetic = np.random.default_rng(seed), graph.indices(nodes), UnroundedArithmetic(np.float64, extents)
     arguments = dict[str, Any]()
@@ -80,7 +80,7 @@ def compare_with_differences(
         arguments = {key: abs(x) for key, x in arguments.items()}
     if not _finite(values(results)):
         return DerivativeCheck((), (), nowhere=True)
-    weights, wrong = values(by), []
+    weights, wrong = values(result_gradients), []
     noise = sum(abs(dy * y).sum() for dy, y in zip(weights, values(results)))
     for (x, _), dx in zip(gradients.items(), values([*gradients.values()])):
         name = x.attr[0]

@@ -27,7 +27,7 @@ class FusedAutograd(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *by):
+    def backward(ctx, *result_gradients):
         """The gradients with respect to the arguments: from kernels where templates compute them, from torch's own ops
         otherwise."""
         function, saved = ctx.function, iter(ctx.saved_tensors)
@@ -35,7 +35,7 @@ class FusedAutograd(torch.autograd.Function):
         requested = [name for name, needed in zip(function.names, ctx.needs_input_grad[1:]) if needed]
         first = next(x for x in arrays if isinstance(x, torch.Tensor))
         wide = first.dtype is torch.float32  # then results are float32, unless autocast changed torch's own ops
-        by_results = [g if g is None else g.to(torch.float32 if wide else g.dtype).contiguous() for g in by]
+        by_results = [g if g is None else g.to(torch.float32 if wide else g.dtype).contiguous() for g in result_gradients]
         if torch.compiler.is_compiling():
             gradients = dict(zip(requested, _by_op(function, arrays, by_results, tuple(requested))))
         else:
@@ -45,33 +45,35 @@ class FusedAutograd(torch.autograd.Function):
         return None, *[gradients.get(name) for name in function.names]
 
 
-def by_kernels(function: Any, arrays: Sequence[Any], by: Sequence[Any], requested: Sequence[str]) -> dict[str, Any]:
-    """{name: gradient} of those `wanted` arguments whose gradients kernels compute. by: the gradient with respect to each
-    result, None where there is none."""
-    names, run = function.gradients.by_kernels(arrays, by, tuple(requested))
+def by_kernels(
+    function: Any, arrays: Sequence[Any], result_gradients: Sequence[Any], requested: Sequence[str]
+) -> dict[str, Any]:
+    """{name: gradient} of those `requested` arguments whose gradients kernels compute. result_gradients: the gradient with
+    respect to each result, None where there is none."""
+    names, run = function.gradients.by_kernels(arrays, result_gradients, tuple(requested))
     return dict(zip(names, run()))
 
 
-def by_parts(function: Any, arrays: Sequence[Any], by: Sequence[Any], requested: Sequence[str]) -> dict[str, Any]:
-    """{name: gradient} of the `wanted` arguments, by torch's autograd on the operations of the definition. by: as in
-    by_kernels."""
+def by_parts(function: Any, arrays: Sequence[Any], result_gradients: Sequence[Any], requested: Sequence[str]) -> dict[str, Any]:
+    """{name: gradient} of the `requested` arguments, by torch's autograd on the operations of the definition. result_gradients:
+    as in by_kernels."""
     arrays = [x.detach() if isinstance(x, torch.Tensor) else x for x in arrays]
     inputs = [arrays[function.names.index(name)].requires_grad_() for name in requested]
     with torch.enable_grad():
         results = function._by_parts(*arrays)
     results = results if isinstance(results, tuple) else (results,)
-    pairs = [(y, g) for y, g in zip(results, by) if g is not None and y.requires_grad]
+    pairs = [(y, g) for y, g in zip(results, result_gradients) if g is not None and y.requires_grad]
     if not pairs:
         return {}
     results_of, by_results = zip(*pairs)
     return dict(zip(requested, torch.autograd.grad(results_of, inputs, by_results, allow_unused=True)))
 
 
-def _by_op(function: Any, arrays: list[Any], by: list[Any], requested: tuple[str, ...]) -> list[Any]:
-    """The gradients of the `wanted` arguments, by a torch op that torch.compile does not trace into."""
-    places = tuple([n for n, g in enumerate(by) if g is not None])
-    name = function.gradients.op(requested, places, len(by))
-    operands = [*arrays, *[by[n] for n in places]]
+def _by_op(function: Any, arrays: list[Any], result_gradients: list[Any], requested: tuple[str, ...]) -> list[Any]:
+    """The gradients of the `requested` arguments, by a torch op that torch.compile does not trace into."""
+    places = tuple([n for n, g in enumerate(result_gradients) if g is not None])
+    name = function.gradients.op(requested, places, len(result_gradients))
+    operands = [*arrays, *[result_gradients[n] for n in places]]
     tensors, numbers = (
         [x for x in operands if isinstance(x, torch.Tensor)],
         [n for n, x in enumerate(operands) if not hasattr(x, "shape")],

@@ -129,8 +129,8 @@ class Fused(Definition):
         flat, leading = self._flatten_leading(arrays)
         shapes, kinds = self._kinds(self.prepare, flat)
         program = self.programs[kinds]
-        into = self._outs(out, program.results)
-        outs = tuple([x if x is None or not leading else flatten_out(x, leading) for x in into])
+        results_out = self._outs(out, program.results)
+        outs = tuple([x if x is None or not leading else flatten_out(x, leading) for x in results_out])
         operands = tuple([x.T if s.transposed else x for x, s in zip(flat, shapes) if s.extents])
         numbers = tuple([x for x, s in zip(flat, shapes) if not s.extents])
         if is_jax_tracer(operands[0]):
@@ -144,9 +144,9 @@ class Fused(Definition):
             if all([math.prod(x.shape) for x in operands]):
                 warnings.warn(f"{error}; it runs by parts", RuntimeWarning, stacklevel=3)
             by_parts = self._by_parts(*arrays)
-            if all([x is None for x in into]):
+            if all([x is None for x in results_out]):
                 return by_parts
-            results = tuple(copy_to_outs(into, by_parts if isinstance(by_parts, tuple) else (by_parts,)))
+            results = tuple(copy_to_outs(results_out, by_parts if isinstance(by_parts, tuple) else (by_parts,)))
             return results[0] if program.single else results
         except ValueError:
             traced = self.trace(flat)  # if shapes do not fit, its error shows the operation of the definition
@@ -251,8 +251,8 @@ class Fused(Definition):
             traced, ranked = self._plan_call(arrays)
             text = ranked[0].describe({x: name for name, x in traced.local_names})
             ranges = [
-                f"{', '.join(f'{first} to {last}' for first, last in some)} rows: {what}."
-                for what, some in self.table(arrays, rows).items()
+                f"{', '.join(f'{first} to {last}' for first, last in row_ranges)} rows: {kernels}."
+                for kernels, row_ranges in self.table(arrays, rows).items()
             ]
             return "\n".join([text, *ranges])
         except NoKernel as error:

@@ -65,30 +65,33 @@ class GradientFunctions:
 
         return Gradient(self.function)
 
-    def choose(self, requested: tuple[str, ...], by: tuple[int, ...], count: int) -> Any:
-        """The gradient with respect to the `wanted` arguments. by: the places, among `count` results, of those whose gradients
-        are passed."""
-        key = requested, by, count
+    def choose(self, requested: tuple[str, ...], result_places: tuple[int, ...], count: int) -> Any:
+        """The gradient with respect to the `requested` arguments. result_places: the places, among `count` results, of those
+        whose gradients are passed."""
+        key = requested, result_places, count
         if key not in self.functions:
             from .gradient_function import Gradient
 
-            self.functions[key] = Gradient(self.function, requested, by, count)
+            self.functions[key] = Gradient(self.function, requested, result_places, count)
         return self.functions[key]
 
     def by_kernels(
-        self, arrays: Sequence[Any], by: Sequence[Any], requested: tuple[str, ...]
+        self, arrays: Sequence[Any], result_gradients: Sequence[Any], requested: tuple[str, ...]
     ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
         """(the wanted arguments whose gradients kernels compute, a function that computes these gradients). arrays: the
-        arguments, their leading axes joined. by: the gradients with respect to the results, None where there is none."""
-        places, by_results = tuple(n for n, g in enumerate(by) if g is not None), [g for g in by if g is not None]
+        arguments, their leading axes joined. result_gradients: those with respect to the results, None where there is none."""
+        places, by_results = (
+            tuple(n for n, g in enumerate(result_gradients) if g is not None),
+            [g for g in result_gradients if g is not None],
+        )
         shapes = self.function.of_class(lambda shapes: shapes, self.function._shapes(arrays))
-        roots, like = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in by_results]
-        shapes += tuple([Shape(roots[n].extents, s.dtype, s.transposed) for n, s in zip(places, like)])
-        key = shapes, requested, places, len(by), ordinal_of(arrays)
+        roots, gradient_shapes = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in by_results]
+        shapes += tuple([Shape(roots[n].extents, s.dtype, s.transposed) for n, s in zip(places, gradient_shapes)])
+        key = shapes, requested, places, len(result_gradients), ordinal_of(arrays)
         if key not in self.served_names:
             self.served_names[key] = self._served_names(*key)
         names = self.served_names[key]
-        return names, lambda: self.choose(names, places, len(by)).run(*arrays, *by_results) if names else ()
+        return names, lambda: self.choose(names, places, len(result_gradients)).run(*arrays, *by_results) if names else ()
 
     def all_by_kernels(self, arrays: Sequence[Any], needed: Sequence[bool]) -> bool:
         """Do kernels compute all gradients that are needed? torch.compile calls this before lengths are known."""
@@ -104,16 +107,16 @@ class GradientFunctions:
         gradient = self.choose(requested, tuple(range(len(results))), len(results))
         return bool(_gradient_plans(gradient, shapes, card(ordinal)))  # costs need lengths
 
-    def _op(self, requested: tuple[str, ...], by: tuple[int, ...], count: int) -> str:
+    def _op(self, requested: tuple[str, ...], result_places: tuple[int, ...], count: int) -> str:
         """The name of the torch op that computes this gradient, which is registered if it is not yet. torch.compile does not
         trace into it."""
-        key = "op", requested, by, count
+        key = "op", requested, result_places, count
         if key not in self.served_names:
             from . import autograd
 
             self.served_names[key] = unused(ascii_name(f"{self.function.name}_gradient"), PROGRAMS)
             PROGRAMS.add(self.served_names[key])
-            autograd.op(self.choose(requested, by, count), self.served_names[key])
+            autograd.op(self.choose(requested, result_places, count), self.served_names[key])
         return self.served_names[key]
 
     def make_vjp(
@@ -130,30 +133,35 @@ class GradientFunctions:
         options: Mapping[str, Any],
         inputs: Mapping[str, Any],
         results: Mapping[str, Any],
-        by: Mapping[str, Any],
+        result_gradients: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """The gradients by name. inputs: the arrays. results: the results. by: the gradients with respect to results, of those
+        """The gradients by name. inputs: the arrays. results: the results. result_gradients: those of the results
         that have one. NotImplementedError: kernels do not compute one of the gradients."""
-        if not by:
+        if not result_gradients:
             return {}
         arrays = [options[name] if name in options else inputs[name] for name in self.function.names]
-        served, run = self.by_kernels(arrays, [by.get(out) for out in outs], names)
+        served, run = self.by_kernels(arrays, [result_gradients.get(out) for out in outs], names)
         for name in names:
             if name not in served:
                 raise NotImplementedError(f"{name}: no kernel computes its gradient; put jax.lax.stop_gradient around it")
         return dict(zip(served, run()))
 
     def _served_names(
-        self, shapes: tuple[Shape, ...], requested: tuple[str, ...], by: tuple[int, ...], count: int, ordinal: int | None
+        self,
+        shapes: tuple[Shape, ...],
+        requested: tuple[str, ...],
+        result_places: tuple[int, ...],
+        count: int,
+        ordinal: int | None,
     ) -> tuple[str, ...]:
-        """The `wanted` arguments whose gradients kernels compute, and faster than parts by the roofline: all of them
+        """The `requested` arguments whose gradients kernels compute, and faster than parts by the roofline: all of them
         together, or else those that pass one by one. shapes: those of the arguments, followed by those of the gradients with
-        respect to the results at the places `by` among `count`."""
+        respect to the results at `result_places` among `count`."""
         at = card(ordinal)
-        if _is_served(self.choose(requested, by, count), shapes, at):
+        if _is_served(self.choose(requested, result_places, count), shapes, at):
             return requested
         singles = [(name,) for name in requested] if len(requested) > 1 else []
-        return tuple([one for (one,) in singles if _is_served(self.choose((one,), by, count), shapes, at)])
+        return tuple([one for (one,) in singles if _is_served(self.choose((one,), result_places, count), shapes, at)])
 
 
 def _mark_constant(function: Callable) -> Callable:

@@ -135,21 +135,27 @@ def compute_by_framework(roots: Sequence[Term], known: Mapping[Term, Any], rest:
 class Gradient(Fused):
     """The gradient of a fused function. Call it with the function's arguments, followed by the gradients with respect to its
     results. It returns the gradients with respect to the arguments that are arrays of floating point numbers, or to those named
-    in `wanted`.
+    in `requested`.
 
-    by: the places of the results whose gradients are passed, all if None. count: how many results the function has, 0 if
-    unknown. sums: may kernels sum over rows? `source`, `explain`, `candidates`, `proof` and `compile` are about the gradient's
-    own kernels."""
+    result_places: the places of the results whose gradients are passed, all if None. count: how many results the function has,
+    0 if unknown. sums: may kernels sum over rows? `source`, `explain`, `candidates`, `proof` and `compile` are about the
+    gradient's own kernels."""
 
     def __init__(
         self,
         function: Fused,
         requested: tuple[str, ...] = (),
-        by: tuple[int, ...] | None = None,
+        result_places: tuple[int, ...] | None = None,
         count: int = 0,
         sums: bool = True,
     ):
-        self.function, self.requested, self.by, self.count, self.sums = function, requested, by, count, sums
+        self.function, self.requested, self.result_places, self.count, self.sums = (
+            function,
+            requested,
+            result_places,
+            count,
+            sums,
+        )
 
         def definition(*arguments: Term) -> dict[str, Term]:
             outputs = self.name_kernel_outputs(self.all_gradients(*arguments))
@@ -163,8 +169,11 @@ class Gradient(Fused):
         def with_results(*arguments: Term) -> dict[str, Term]:
             of_function = len(self.function.names)
             results = self._results(arguments[:of_function])
-            by = dict(zip(range(len(results)) if self.by is None else self.by, arguments[of_function:]))
-            pairs = {f"{key}_{n}": x for n in by for key, x in (("result", results[n]), ("by", by[n]))}
+            places = range(len(results)) if self.result_places is None else self.result_places
+            result_gradients = dict(zip(places, arguments[of_function:]))
+            pairs = {
+                f"{key}_{n}": x for n in result_gradients for key, x in (("result", results[n]), ("by", result_gradients[n]))
+            }
             return self.all_gradients(*arguments) | pairs
 
         for one in (definition, all_gradients, with_results):
@@ -186,7 +195,7 @@ class Gradient(Fused):
         """Pickle it as the gradient of its function."""
         if self.function.__dict__.get("gradient") is self:
             return getattr, (self.function, "gradient")
-        return Gradient, (self.function, self.requested, self.by, self.count, self.sums)
+        return Gradient, (self.function, self.requested, self.result_places, self.count, self.sums)
 
     def _set_result_count(self, count: int) -> None:
         """Note how many results the function has: the names of the parameters follow from it."""
@@ -195,9 +204,9 @@ class Gradient(Fused):
                 f"{self.name}: takes the arguments of {self.function.name}, then the gradient by each of its results"
             )
         self.count = count
-        by = range(count) if self.by is None else self.by
+        result_places = range(count) if self.result_places is None else self.result_places
         outs = [f"d{one}" for one in result_names(self.function.names, count)]
-        self.names = [*self.function.names, *(outs[n] for n in by)]
+        self.names = [*self.function.names, *(outs[n] for n in result_places)]
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in self.names]
         self.signature = inspect.Signature(parameters)
 
@@ -208,16 +217,16 @@ class Gradient(Fused):
             words = f"the arguments of {self.function.name} and the gradients by its results"
             raise TypeError(f"{self.name}: takes {words}, by place")
         known = [len(self.names) - len(self.function.names)] if self.count else range(1, len(arrays))
-        for more in known:
+        for count in known:
             try:
-                bound = (*self.function._arguments(arrays[:-more]), *arrays[-more:])
-                flat, _ = self.function._flatten_leading(bound[:-more])
-                if not self.count and len(self.function.trace(flat).roots) != more:
+                bound = (*self.function._arguments(arrays[:-count]), *arrays[-count:])
+                flat, _ = self.function._flatten_leading(bound[:-count])
+                if not self.count and len(self.function.trace(flat).roots) != count:
                     continue
             except (TypeError, ValueError):
                 continue
             if not self.count:
-                self._set_result_count(more)
+                self._set_result_count(count)
             return bound
         names = f": {', '.join(self.names)}" if self.count else ""
         expected = f"the arguments of {self.function.name}, then the gradient by each of its results{names}"
@@ -246,16 +255,16 @@ class Gradient(Fused):
         """{"dx": the gradient with respect to x as a term, ...} for terms of the arguments and of the gradients with respect to
         results. ValueError: such a gradient has not the shape of its result. NoRule: no result depends on an argument that is
         wanted."""
-        inputs, by = arguments[: len(self.function.names)], arguments[len(self.function.names) :]
+        inputs, result_gradients = arguments[: len(self.function.names)], arguments[len(self.function.names) :]
         results = self._results(inputs)
-        places = range(len(results)) if self.by is None else self.by
-        of_results: dict[Term, list[Term]] = {}
-        for place, g, name in zip(places, by, self.names[len(inputs) :]):
+        places = range(len(results)) if self.result_places is None else self.result_places
+        gradients_by_result: dict[Term, list[Term]] = {}
+        for place, g, name in zip(places, result_gradients, self.names[len(inputs) :]):
             if g.ndim != results[place].ndim or any(map(terms.extents_differ, g.extents, results[place].extents)):
                 raise ValueError(f"{name}: must have the shape of the result, {results[place].extents}, has {g.extents}")
-            of_results.setdefault(results[place], []).append(g)
+            gradients_by_result.setdefault(results[place], []).append(g)
         requested = [base_array(inputs[self.function.names.index(name)]) for name in self.requested_names(inputs)]
-        terms_of_gradients = derivative.gradients(list(of_results), of_results, requested)
+        terms_of_gradients = derivative.gradients(list(gradients_by_result), gradients_by_result, requested)
         gradients = dict[str, Term]()
         for name, x in zip(self.requested_names(inputs), terms_of_gradients):
             if x is None:
@@ -291,14 +300,14 @@ class Gradient(Fused):
         arguments = [x for _, x in traced.inputs][: len(self.function.names)]
         names = self.requested_names(arguments)
         gradients = {base_array(arguments[self.function.names.index(n)]): x for n, x in zip(names, traced.roots)}
-        results, by = traced.roots[len(names) :: 2], traced.roots[len(names) + 1 :: 2]
-        return compare_with_differences(results, by, gradients)
+        results, result_gradients = traced.roots[len(names) :: 2], traced.roots[len(names) + 1 :: 2]
+        return compare_with_differences(results, result_gradients, gradients)
 
     @functools.cached_property
     def without_sums(self) -> Gradient:
         """This gradient with all sums over rows left to the framework, for rows whose length no row map can sum over. It is
         a function of its own because a program serves all lengths."""
-        return Gradient(self.function, self.requested, self.by, self.count, sums=False)
+        return Gradient(self.function, self.requested, self.result_places, self.count, sums=False)
 
     def _trace_definition(self, definition: Callable, shapes: tuple[Shape, ...]) -> TracedDefinition:
         if not self.count:
@@ -309,8 +318,8 @@ class Gradient(Fused):
         """The arrays with leading axes as the function's kernels see them, and how these differ."""
         of_function = len(self.function.names)
         flat, leading = self.function._flatten_leading(arrays[:of_function])
-        by = [x.reshape(*leading.passed, x.shape[-1]) if leading else x for x in arrays[of_function:]]
-        return [*flat, *by], leading
+        result_gradients = [x.reshape(*leading.passed, x.shape[-1]) if leading else x for x in arrays[of_function:]]
+        return [*flat, *result_gradients], leading
 
     def __call__(self, *args: Any, out: Any = None, stream: Any = None, **options: Any) -> tuple[Any, ...]:
         """The gradients, as a tuple. For NumPy arrays the definition is evaluated in float32; for arrays on a GPU the fused

@@ -113,10 +113,10 @@ def _schema_rows(
     like_first = "float32" if first == "float32" else "tile"
     named = {**dict.fromkeys(terms.INDEX, "index"), FP8: "fp8", "int8": "int8"}
     holds = [like_first, *(named.get(dtype, "real") for dtype in others)]
-    rows = [f"{name} ({', '.join(axes)}) {its}" for name, axes, its in zip(arrays, argument_axes, holds)]
+    rows = [f"{name} ({', '.join(axes)}) {dtype_word}" for name, axes, dtype_word in zip(arrays, argument_axes, holds)]
     for name, axes, x in zip(traced.outs, result_axes, traced.roots):
-        its = HOLDS[x.stored_dtype("")] if x.operation in CASTS else like_first
-        rows.append(f"{name} ({', '.join(axes)}) {its} output")
+        dtype_word = HOLDS[x.stored_dtype("")] if x.operation in CASTS else like_first
+        rows.append(f"{name} ({', '.join(axes)}) {dtype_word} output")
     return rows
 
 
@@ -134,15 +134,17 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
-        steps, more = recorded(module_text.load(generated.text, function.name, generated.code).launch, *operands, places=places)
+        steps, recorded_scratch = recorded(
+            module_text.load(generated.text, function.name, generated.code).launch, *operands, places=places
+        )
     except (TypeError, ValueError) as error:  # TMA cannot address an array, or its dtype is not that of the kernel's tiles
-        of_kernel = {array(its): name for its, name in zip(generated.names, function.names)}
+        of_kernel = {array(parameter): name for parameter, name in zip(generated.names, function.names)}
         message = re.sub(r"\bg[A-Z]\w*", lambda traced: of_kernel.get(traced[0], traced[0]), str(error))
         raise NoKernel(f"{function.name}: {message}") from None
     overlaps = iter(generated.overlaps_previous)
     steps = [step if step.late is None else _bind_overlap(step, next(overlaps), operands) for step in steps]
     checks = index_checks(traced, problem) if problem.device is None or check_options().values else []
-    return Plan([*checks, *steps], [*scratch, *more])
+    return Plan([*checks, *steps], [*scratch, *recorded_scratch])
 
 
 def index_checks(traced: TracedDefinition, problem: Any) -> list[Check]:
@@ -163,7 +165,7 @@ def _bind_overlap(step: RecordedStep, places: tuple[Sequence[int], Sequence[int]
     waits and what it writes, one of GeneratedModule.overlaps_previous."""
     if places is None:
         return step
-    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in some] for some in places])
+    return EarlyLaunch(step, *[[memory_of(operands[place]) for place in operand_places] for operand_places in places])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

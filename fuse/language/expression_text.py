@@ -49,12 +49,12 @@ class ExpressionWriter:
         binds = PRECEDENCE.get(x.operation, ATOM)
         parts = []
         for place, y in enumerate(x.args):
-            text, its = self._write(y)
+            text, precedence = self._write(y)
             needs_parentheses = (place > 0 and (x.operation in RIGHT or y.operation == "div")) or "matmul" in (
                 x.operation,
                 y.operation,
             )
-            weaker = its < binds or (its == binds and needs_parentheses)
+            weaker = precedence < binds or (precedence == binds and needs_parentheses)
             inside = binds == ATOM and not (x.operation == "transpose" and x.ndim == 2)
             parts.append(f"({text})" if weaker and not inside else text)
         return self._form(x).format(*parts), binds
@@ -141,7 +141,7 @@ def writer_of_definition(roots: Iterable[Term], local_names: Mapping[Term, str])
 def _leaves(roots: Iterable[Term]) -> dict[Term, str]:
     """The names of inputs and lengths in a text that is no kernel."""
     inputs = {x: x.attr for x in walk(*roots) if x.operation in ("input", "length")}
-    return {x: what[0] if x.operation == "input" else str(what[1]) for x, what in inputs.items()}
+    return {x: entry[0] if x.operation == "input" else str(entry[1]) for x, entry in inputs.items()}
 
 
 def equations(roots: Mapping[str, Term], local_names: Mapping[Term, str]) -> str:

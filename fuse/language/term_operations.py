@@ -72,8 +72,8 @@ def dropout(x: Any, p: Any, seed: Any) -> Term:
     if p.ndim or (p.operation == "number" and not 0 <= p.attr < 1):
         raise ValueError(f"dropout: p must be a number, at least 0 and below 1, got {p}")
     if any(seed.axes) or seed.operation != "input" or seed.attr[1] != SEED:
-        its = f"{seed}, of {seed.attr[1]} and shape {seed.extents}" if seed.operation == "input" else seed
-        raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, such as np.array([7]); got {its}")
+        described = f"{seed}, of {seed.attr[1]} and shape {seed.extents}" if seed.operation == "input" else seed
+        raise TypeError(f"dropout: seed must be an argument, an array of one {SEED}, such as np.array([7]); got {described}")
     return make_term("dropout", (x, p, seed), None, x.extents, x.axes)
 
 

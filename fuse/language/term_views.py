@@ -37,7 +37,7 @@ def split(x: Any, count: int) -> Term:
     if x.ndim < 2 or x.axes[-1] is None or (x.extents[-1] % count and not TABLES[-1].loose):
         raise ValueError(f"split_heads: takes rows whose columns are a multiple of {count}, got {x.extents}: {x}")
     columns, splits = x.axes[-1].root, TABLES[-1].splits
-    known = (its for full, *its in splits if full.root is columns and its[0].root.factors == (count,))
+    known = (pieces for full, *pieces in splits if full.root is columns and pieces[0].root.factors == (count,))
     of_heads, per_head = next(known, None) or (Axis(count), Axis())
     if not columns.factors:
         columns.factors = count, per_head
@@ -55,7 +55,7 @@ def merge_heads(x: Any) -> Term:
         raise ValueError(f"merge_heads: takes (..., heads, rows, columns), got {x.extents}: {x}")
     *leading, h, s, d = x.extents
     axes_of_heads = x.axes[-3].root, x.axes[-1].root
-    known = (full for full, *its in TABLES[-1].splits if tuple(one.root for one in its) == axes_of_heads)
+    known = (full for full, *pieces in TABLES[-1].splits if tuple(one.root for one in pieces) == axes_of_heads)
     columns = next(known, None) or product_axis(*axes_of_heads)
     return make_term("merge_heads", (x,), h, (*leading, s, h * d), (*x.axes[:-3], x.axes[-2], columns))
 

@@ -312,12 +312,12 @@ def broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tup
     extents, names = [], []
     for place in range(-max(len(extents) for extents, _ in shapes), 0):
         extent, axis = 1, None
-        for its, called in shapes:
-            if len(its) < -place or called[place] is None:
+        for shape, called in shapes:
+            if len(shape) < -place or called[place] is None:
                 continue
-            if axis is not None and extents_differ(extent, its[place]):
-                raise ValueError(f"{name}: shapes {', '.join(str(its) for its, _ in shapes if its)} do not broadcast")
-            extent, axis = its[place], unify(called[place], axis)
+            if axis is not None and extents_differ(extent, shape[place]):
+                raise ValueError(f"{name}: shapes {', '.join(str(shape) for shape, _ in shapes if shape)} do not broadcast")
+            extent, axis = shape[place], unify(called[place], axis)
         extents.append(extent)
         names.append(axis)
     return tuple(extents), tuple(names)

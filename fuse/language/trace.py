@@ -99,8 +99,10 @@ def leading_axes_are_rows(roots: Sequence[Term]) -> bool:
         for x in batched
     )  # fmt: skip
     chosen = {x for x in indices(roots) if tuple(name and name.root for name in x.axes) == leading}
-    some = any(name is not None and name.root in leading for x in nodes if x.ndim <= 2 and x not in chosen for name in x.axes)
-    return have_same_rows and not others and not some
+    has_leading_axis = any(
+        name is not None and name.root in leading for x in nodes if x.ndim <= 2 and x not in chosen for name in x.axes
+    )
+    return have_same_rows and not others and not has_leading_axis
 
 
 def _trace_with_rows(

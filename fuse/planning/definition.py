@@ -212,10 +212,12 @@ class Definition:
         self.find_roles(kinds)
         roles = self.roles[kinds]
         choices = [roles]
-        if any(length_classes.KEY_AXIS in some for some in roles):
-            for by in (length_classes.SPLIT_KEY_AXIS, length_classes.EXACT):
-                choices.append(tuple([tuple([by if x == length_classes.KEY_AXIS else x for x in some]) for some in roles]))
-        return [*choices, tuple([(length_classes.EXACT,) * len(some) for some in roles])]
+        if any(length_classes.KEY_AXIS in axis_roles for axis_roles in roles):
+            for role in (length_classes.SPLIT_KEY_AXIS, length_classes.EXACT):
+                choices.append(
+                    tuple([tuple([role if x == length_classes.KEY_AXIS else x for x in axis_roles]) for axis_roles in roles])
+                )
+        return [*choices, tuple([(length_classes.EXACT,) * len(axis_roles) for axis_roles in roles])]
 
     def of_class(self, trace: Callable[[tuple[Shape, ...]], T], shapes: tuple[Shape, ...]) -> T:
         """trace(representatives of the class of these shapes). An error shows these shapes instead."""

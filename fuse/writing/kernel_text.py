@@ -34,8 +34,8 @@ class KernelText:
 
     def with_names(self, put: Callable[[str], str]) -> KernelText:
         """This text with other names. put: renames a part of the code."""
-        counts, arguments = ([(put(one), put(other)) for one, other in some] for some in (self.counts, self.arguments))
-        code, helpers, kernel, before = ([*map(put, some)] for some in (self.globals, self.helpers, self.kernel, self.before))
+        counts, arguments = ([(put(one), put(other)) for one, other in texts] for texts in (self.counts, self.arguments))
+        code, helpers, kernel, before = ([*map(put, texts)] for texts in (self.globals, self.helpers, self.kernel, self.before))
         return KernelText(code, helpers, kernel, before, counts, put(self.launch), put(self.bounds), arguments)
 
 

@@ -24,10 +24,10 @@ def format_assignments(values: Iterable[tuple[str, str]], indent: int = 4) -> li
     for name, value in values:
         before = lines[-1] if lines else []
         needs_line = not before or any(re.search(rf"(?<![\w.]){one}\b", value) for one, _ in before)
-        if needs_line or sum(len(one) + len(its) + 4 for one, its in [*before, (name, value)]) - 1 > WIDTH - indent:
+        if needs_line or sum(len(one) + len(value) + 4 for one, value in [*before, (name, value)]) - 1 > WIDTH - indent:
             lines.append([])
         lines[-1].append((name, value))
-    return [f"{', '.join(one for one, _ in line)} = {', '.join(its for _, its in line)}" for line in lines]
+    return [f"{', '.join(one for one, _ in line)} = {', '.join(value for _, value in line)}" for line in lines]
 
 
 def break_lines(lines: Sequence[str]) -> Iterator[str]:

@@ -35,7 +35,8 @@ def rename_globals(name: str, kernels: Sequence[tuple[str, KernelText]]) -> list
     last = next((text for _, text in kernels[::-1] if text.kernel), None)
     renamed = [{} if text is last else _make_marks(kernel.removeprefix(f"{name}_"), text) for kernel, text in kernels]
     return [
-        (kernel, text.with_names(functools.partial(_apply_marks, marks=its))) for (kernel, text), its in zip(kernels, renamed)
+        (kernel, text.with_names(functools.partial(_apply_marks, marks=marks)))
+        for (kernel, text), marks in zip(kernels, renamed)
     ]
 
 
@@ -79,7 +80,9 @@ def assemble(
         inside = [re.sub(rf"\b{view_name}\b", lambda _: value, one) for one in launches]
         users = re.findall(rf"\b{view_name}\b", "\n".join([*named.values(), *launches]))
         if len(users) <= 1 and all(len(one) <= WIDTH or one in launches for one in inside):
-            named = {x: re.sub(rf"\b{view_name}\b", lambda _: value, its) for x, its in named.items() if x != view_name}
+            named = {
+                x: re.sub(rf"\b{view_name}\b", lambda _: value, expression) for x, expression in named.items() if x != view_name
+            }
             launches = inside
     docstring = f'    """{name}, on arrays of any framework; the last arrays are written."""'
     ahead = [f"    {line}" for line in format_assignments(named.items())]

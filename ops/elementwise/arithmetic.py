@@ -190,7 +190,7 @@ def fmul(b, x, y):
 
 
 def _div(b, x, y):
-    """By the reciprocal, which is shared by all elements that divide by the same register: 2 ulp, and 0 for |y| > 2 ** 126."""
+    """x / y as x (1 / y); elements that divide by the same register share its reciprocal. 2 ulp, and 0 for |y| > 2 ** 126."""
     return fmul(b, x, b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", y, effect=False))
 
 

@@ -68,9 +68,9 @@ def _exchanged(b, odd, words):
     is_odd = b.icmp_unsigned("!=", odd, b.u32(0))
     local_half, remote_half = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
     mine = [halves_of(b, *words[n : n + 2], local_half) for n in (0, 2)]
-    its = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], remote_half), QUAD) for n in (0, 2)]
-    even = [b.select(is_odd, y, x) for x, y in zip(mine, its)]
-    return even, [b.select(is_odd, x, y) for x, y in zip(mine, its)]
+    remote_words = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], remote_half), QUAD) for n in (0, 2)]
+    even = [b.select(is_odd, y, x) for x, y in zip(mine, remote_words)]
+    return even, [b.select(is_odd, x, y) for x, y in zip(mine, remote_words)]
 
 
 def _check(name, shape, integers, layouts, columns=1):
@@ -146,13 +146,15 @@ def _(shape: type, threshold, low, high, batch, head, row, col, step, unordered:
                 the four, and sends the other what is the other's."""
                 along = b.add(b.lshr(col, b.u32(2)), b.mul(b.add(part, b.u32(i)), step))
                 along = b.add(along, b.add(b.u32(HALF * group), b.mul(in_quad, b.u32(2))))  # two calls for each lane
-                mine, its = [], []
+                kept, received = [], []
                 for call in (0, 1):
                     four = philox4x32(b, (eighth, b.add(along, b.u32(call)), head, batch), keys)
                     left, right = (b.select(lower_half, four[n + 1], four[n]) for n in (0, 2))
-                    mine.append(b.select(odd, right, left))
-                    its.append(ptx.shuffle_xor(b, b.select(odd, left, right), 1))
-                return [b.select(odd, y, x) for x, y in zip(mine, its)] + [b.select(odd, x, y) for x, y in zip(mine, its)]
+                    kept.append(b.select(odd, right, left))
+                    received.append(ptx.shuffle_xor(b, b.select(odd, left, right), 1))
+                return [b.select(odd, y, x) for x, y in zip(kept, received)] + [
+                    b.select(odd, x, y) for x, y in zip(kept, received)
+                ]
 
         for k in range(shape.elements):
             i, j = shape.element(0, k)

@@ -173,8 +173,8 @@ def _wrong(name, acc, a, b, spaces):
             return f": {letter} must lie {location}({rows}, {cols}, {x.dtype})"
     for letter, x, layout in zip("ab", (a, b), transposed.layouts):
         if isinstance(x, rt) and x.layout != layout:
-            its = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"
-            return f": {letter} must be in {layout} layout, {its}: load it so, or swap_layout it"
+            expected = f"rt({x.rows}, {x.cols}, {x.dtype}{COLUMNS * (layout == 'col')})"
+            return f": {letter} must be in {layout} layout, {expected}: load it so, or swap_layout it"
     (m, k), (along, n) = a.shape[:: -1 if transposed.left else 1], b.shape[:: -1 if transposed.right else 1]
     if along != k:
         return f": k is {k} of a and {along} of b"

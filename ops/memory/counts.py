@@ -23,7 +23,7 @@ from tiles.ring import elected
 from .shared_tiles import describe_index
 
 
-def _there(counts, at):
+def _check_device(counts, at):
     """The number, as a view of one element; a Hazard if there is none."""
     if not all(0 <= i < size for i, size in zip(at, counts.shape, strict=True)):
         raise current_warp().hazard(f"index {at} is out of range for an array of shape {counts.shape}")
@@ -33,7 +33,7 @@ def _there(counts, at):
 @op
 def wait_count(counts, at, n):
     """Wait until counts[at] is n or more. What those that counted wrote before is then visible to this warp, and to TMA."""
-    count = _there(counts, at)
+    count = _check_device(counts, at)
     description = (
         f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
     )
@@ -68,7 +68,7 @@ def _count(counts, at):
         raise warp.hazard(
             f"counts up, and nobody has waited until {warp.sent[warp.stored].operation} was done: stores_done", "wait"
         )
-    count = _there(counts, at)
+    count = _check_device(counts, at)
     count += 1
     note(AccessStep, count, True)
 

@@ -82,8 +82,8 @@ def misaligned(array, spec, at, cols, aligned=True):
 
 
 def _recomputed_address(b, address):
-    """The same address, shuffled from this lane to itself. The compiler takes it for a new one, and so does not keep in
-    registers what it computed from the old one."""
+    """An address, shuffled from this lane to itself. The compiler takes it for a new one, and so does not keep in registers
+    what it computed from the old one."""
     low = ptx.shuffle(b, b.trunc(address, i32), b.lane())
     return b.or_(b.shl(b.lshr(address, i64(32)), i64(32)), b.zext(low, i64))
 
@@ -234,12 +234,12 @@ def lower_store(ty, spec, rows, cols, first_row, aligned, ordered=True):
 def lower_store_bytes(ty, spec, rows, cols, first_row):
     """The lowering of a store to an fp8 array, of a tile in which each lane holds 16 bytes of a 2-byte array, so eight adjacent
     columns at a time. They are stored together, or one by one where the array does not allow it."""
-    like, stored_dtype = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
+    half_spec, stored_dtype = rt(spec.rows, spec.cols, bf16), SCALARS[ty.dtype]
     exchange, stored = EXCHANGES[2][0], rt(spec.rows, spec.cols, stored_dtype)
 
     def lower(b, array, value, at, *_):
         elements = {spec.element(0, k): x for k, x in enumerate(b.elements(spec, value))}
-        runs = [[elements[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, like)]
+        runs = [[elements[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, half_spec)]
         words = [[b.quad(stored_dtype, *run[k : k + 4]) for k in (0, 4)] for run in runs]
         place = _check_at_run_time(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
         mine = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
@@ -326,7 +326,7 @@ def _four_rounds(b, exchange, spec, place, accesses, move):
 
     def move_one_word(number, words):
         bits = b.and_(number, b.u32(1)), b.lshr(number, b.u32(1))
-        rows, cols = (b.add(*(b.mul(bit, b.u32(by[axis])) for bit, by in zip(bits, (low, high)))) for axis in (0, 1))
+        rows, cols = (b.add(*(b.mul(bit, b.u32(steps[axis])) for bit, steps in zip(bits, (low, high)))) for axis in (0, 1))
         position = place.shifted_by(b, rows, b.add(first, cols))
         line = ptx.opaque(
             b, position.start

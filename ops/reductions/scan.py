@@ -105,12 +105,14 @@ def _(target, source, least, function, y, z, below):
 
         def column(first):
             """Running sums down column first + lane."""
-            mine = b.add(b.lane(), b.u32(first))
+            column_index = b.add(b.lane(), b.u32(first))
             if function is not None:
-                of_column = load_elements(b, fp32, 1, b.add(z_address, b.mul(mine, b.u32(fp32.itemsize))))[0]
+                of_column = load_elements(b, fp32, 1, b.add(z_address, b.mul(column_index, b.u32(fp32.itemsize))))[0]
 
-            def some(start):
-                elements = [load_elements(b, source.dtype, 1, _at(b, source, source_address, i, mine))[0] for i in batch(start)]
+            def load_batch(start):
+                elements = [
+                    load_elements(b, source.dtype, 1, _at(b, source, source_address, i, column_index))[0] for i in batch(start)
+                ]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
                 return [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
@@ -118,12 +120,12 @@ def _(target, source, least, function, y, z, below):
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
 
-            so_far, ahead = b.real(0), some(0)
+            so_far, ahead = b.real(0), load_batch(0)
             for start in range(0, source.rows, at_once):
-                arrived, ahead = ahead, some(start + at_once)  # before these are stored, for a load waits for no store
+                arrived, ahead = ahead, load_batch(start + at_once)  # before these are stored, for a load waits for no store
                 for i, x in zip(batch(start), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, mine))
+                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
 
         _each_column(b, source.cols, column)
 
@@ -149,21 +151,24 @@ def _(tile, last):
     def emit(b, address, last_address):
         def column(first):
             """Running sums up column first + lane."""
-            mine = b.add(b.lane(), b.u32(first))
-            so_far = load_elements(b, fp32, 1, b.add(last_address, b.mul(mine, b.u32(fp32.itemsize))))[0]
+            column_index = b.add(b.lane(), b.u32(first))
+            so_far = load_elements(b, fp32, 1, b.add(last_address, b.mul(column_index, b.u32(fp32.itemsize))))[0]
 
-            def some(end):
-                return [load_elements(b, fp32, 1, _at(b, tile, address, i, mine))[0] for i in batch(end)]
+            def load_batch(end):
+                return [load_elements(b, fp32, 1, _at(b, tile, address, i, column_index))[0] for i in batch(end)]
 
             def batch(end):
                 return range(end - 1, max(end - AT_ONCE, 0) - 1, -1)
 
-            ahead = some(tile.rows)
+            ahead = load_batch(tile.rows)
             for end in range(tile.rows, 0, -AT_ONCE):
-                arrived, ahead = ahead, some(max(end - AT_ONCE, 0))  # before these are stored, for a load waits for no store
+                arrived, ahead = (
+                    ahead,
+                    load_batch(max(end - AT_ONCE, 0)),
+                )  # before these are stored, for a load waits for no store
                 for i, x in zip(batch(end), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], _at(b, tile, address, i, mine))
+                    store_elements(b, fp32, [so_far], _at(b, tile, address, i, column_index))
 
         _each_column(b, tile.cols, column)
 

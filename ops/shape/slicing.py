@@ -56,8 +56,8 @@ def _resized(spec, axis, extent):
     return replace(spec, **{"length" if isinstance(spec, rv) else ("rows", "cols")[axis]: extent})
 
 
-def _shift(at, axis, by):
-    return tuple(x + by * (k == axis) for k, x in enumerate(at))
+def _shift(at, axis, offset):
+    return tuple(x + offset * (k == axis) for k, x in enumerate(at))
 
 
 def _part(op_function, axis):
@@ -100,10 +100,11 @@ def _stack(op_function, axis):
 
         def emit(b, *values):
             registers_at = {}
-            for tile, value, by in zip((first, second), values, (0, first.shape[axis]), strict=True):
+            for tile, value, offset in zip((first, second), values, (0, first.shape[axis]), strict=True):
                 registers = b.unpack(value)
                 registers_at |= {
-                    _shift(p, axis, by): r for p, r in zip(register_coordinates(tile, len(registers)), registers, strict=True)
+                    _shift(p, axis, offset): r
+                    for p, r in zip(register_coordinates(tile, len(registers)), registers, strict=True)
                 }
             return b.pack([registers_at[at] for at in register_coordinates(out, len(registers_at))])
 

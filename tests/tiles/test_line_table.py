@@ -46,8 +46,8 @@ def test_before_the_first_line_is_nowhere():
 
 def test_an_op_of_an_op_is_the_one_that_the_kernel_calls():
     op = APART + 1
-    assert SourcePlace.of([("<cut>", op), ("<round>", op), ("k.py", 3)]) == SourcePlace((("k.py", 3),), "round")
-    assert SourcePlace.of([("<cut>", op)]) == SourcePlace()
+    assert SourcePlace.from_chain([("<cut>", op), ("<round>", op), ("k.py", 3)]) == SourcePlace((("k.py", 3),), "round")
+    assert SourcePlace.from_chain([("<cut>", op)]) == SourcePlace()
 
 
 def test_the_emulator_names_the_helper_and_not_the_op():

@@ -330,13 +330,14 @@ class Program:
         memory: Any = scratch[len(parts) :]
         memory, scratch_offsets = (memory, []) if make_result or first.device is None else _join_scratch(memory)
         allocators += [
-            (place, kind.watched_allocator(placement, *what)) for place, what in enumerate(memory, len(order) + len(parts))
+            (place, kind.watched_allocator(placement, *result_form))
+            for place, result_form in enumerate(memory, len(order) + len(parts))
         ]
         disjoint = []
         for a, b in self.schema.disjoint_pairs(forms):
-            (first_at, mine), (last_at, its) = ascending(forms[a]), ascending(forms[b])
+            (first_at, form_a), (last_at, form_b) = ascending(forms[a]), ascending(forms[b])
             shift = first_at - last_at
-            disjoint.append((order[a], order[b], shift - its.extent, shift + mine.extent))
+            disjoint.append((order[a], order[b], shift - form_b.extent, shift + form_a.extent))
         make_result = make_result or itemgetter(*[order[name] for name in results])
         return PreparedCall(kind, first.device, allocators, parts, scratch_offsets, disjoint, steps, make_result)
 

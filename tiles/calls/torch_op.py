@@ -217,7 +217,7 @@ class _Op:
         torch.library.register_vmap(f"{NAMESPACE}::{name}", self.vmap, lib=self.library)
 
     def signature(self) -> str:
-        """In torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
+        """The op's schema in torch's language: "(Tensor q, ..., bool causal, float? scale, ..., str layout) -> Tensor[]"."""
         letters = iter(string.ascii_lowercase)
         written = [f"({next(letters)}!)" if row.written else "" for row in self.rows]
         tensors = [f"Tensor{mark}{'' if row.needed else '?'} {ascii_name(row.name)}" for mark, row in zip(written, self.rows)]
@@ -290,8 +290,10 @@ class _Op:
         torch.func.grad."""
         if self.program.gradient is None:
             return no_backward(name)
-        how = "where torch.compile traces torch.func.grad leave fullgraph=True out, and this part runs as it is"
-        return f"{name}: requires grad, and the op {NAMESPACE}::{self.schema.name} has no gradient without its function; {how}"
+        remedy = "where torch.compile traces torch.func.grad leave fullgraph=True out, and this part runs as it is"
+        return (
+            f"{name}: requires grad, and the op {NAMESPACE}::{self.schema.name} has no gradient without its function; {remedy}"
+        )
 
     def autocast(self, key: Any) -> Callable[..., Any]:
         """The op's kernel for an autocast dispatch key: it casts tiles of float32 to the autocast dtype."""

@@ -28,7 +28,7 @@ class Variable(NamedTuple):
     axis: int = 0
 
     def value_in(self, lengths: Sequence[Any]) -> int:
-        """Its value in a call. lengths: as Program._read returns them for the arrays."""
+        """The variable's value in a call. lengths: as Program._read returns them for the arrays."""
         length = lengths[self.place][self.part]
         return length if self.part == remembered_calls.MISALIGNMENT else length[self.axis]
 

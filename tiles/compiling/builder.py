@@ -249,14 +249,14 @@ class Builder(ir.IRBuilder):
         self.position_at_end(loop)
         number, *during = phis = [self.phi(x.type) for x in (self.u32(0), *values)]
         after = body(number, during)
-        following = self.add(number, self.u32(1))
-        for phi, before, after_value in zip(phis, (self.u32(0), *values), (following, *after), strict=True):
+        next_number = self.add(number, self.u32(1))
+        for phi, before, after_value in zip(phis, (self.u32(0), *values), (next_number, *after), strict=True):
             phi.add_incoming(before, origin)
             phi.add_incoming(after_value, self.block)
         disable = self.module.add_metadata(["llvm.loop.unroll.disable"])
         name = self.module.add_metadata([disable, i32(len(self.module.metadata))])
         name.operands = (name, disable)  # a loop's name begins with itself
-        self.cbranch(self.icmp_unsigned("<", following, self.u32(rounds)), loop, done).set_metadata("llvm.loop", name)
+        self.cbranch(self.icmp_unsigned("<", next_number, self.u32(rounds)), loop, done).set_metadata("llvm.loop", name)
         self.position_at_end(done)
         return after
 

@@ -65,8 +65,8 @@ def store(name: str | None, compiled: Compiled) -> None:
 def recall(name: str | None) -> dict | None:
     """The value that `remember` stored under this key."""
     match _read(name)[0]:
-        case {"figures": dict(what)}:
-            return what
+        case {"figures": dict(row)}:
+            return row
     return None
 
 

@@ -93,8 +93,8 @@ class CompileError(RuntimeError):
             [str(place), *(f"    {message}" for message in message_lines)] if place.lines else message_lines
             for place, message_lines in shown
         ]
-        if more := len(by_place) - len(shown):
-            parts.append([f"and {more} more places"])
+        if omitted := len(by_place) - len(shown):
+            parts.append([f"and {omitted} more places"])
         return "\n".join(f"  {line}" for part in parts for line in part)
 
 

@@ -37,7 +37,7 @@ class SourcePlace(NamedTuple):
     op: str = ""
 
     @classmethod
-    def of(cls, chain):
+    def from_chain(cls, chain):
         """The place for a chain of (file, line), the innermost first."""
         python = [at for at in chain if not is_op(*at)]
         ops = [file for file, _ in chain[: chain.index(python[0])]] if python else []
@@ -90,7 +90,7 @@ def of_ptx(text: str) -> list[SourcePlace]:
             at = files.get(loc[1], "?"), int(loc[2])
             caller = loc[3] and (files.get(loc[3], "?"), int(loc[4]))
             chains[at] = (at, *(chains.get(caller, (caller,)) if caller else ()))
-            place = SourcePlace.of(chains[at])
+            place = SourcePlace.from_chain(chains[at])
         rows.append(place)
     return rows
 
@@ -103,6 +103,6 @@ def of_sass(text: str) -> list[SourcePlace]:
         if at:
             chain.append((at[1], int(at[2])))
         elif chain:
-            place, chain = SourcePlace.of(chain), []
+            place, chain = SourcePlace.from_chain(chain), []
         rows.append(place)
     return rows

@@ -23,19 +23,19 @@ from .numba_members import Method, method_of
 from .numba_types import kernel_line
 
 
-def _alike(this, other):
+def _same_class(this, other):
     """Are these two of the same class?"""
     return isinstance(other, types.BaseNamedTuple) and other.instance_class is this.instance_class
 
 
 def _unify(this, context, other):
     """What a loop carries, or both ends of an `if` give: field by field. Numba does so for plain tuples only."""
-    fields = [context.unify_pairs(a, b) for a, b in zip(this, other)] if _alike(this, other) else [None]
+    fields = [context.unify_pairs(a, b) for a, b in zip(this, other)] if _same_class(this, other) else [None]
     return None if None in fields else types.BaseTuple.from_types(fields, this.instance_class)
 
 
 def _can_convert_to(this, context, other):
-    kinds = [context.can_convert(a, b) for a, b in zip(this, other)] if _alike(this, other) else [None]
+    kinds = [context.can_convert(a, b) for a, b in zip(this, other)] if _same_class(this, other) else [None]
     return None if None in kinds else max(kinds)
 
 

@@ -112,11 +112,17 @@ ROWS = (  # what Numba says, and what we say of its parts
     (r"\('wrong tuple length for .*', 'expected (\d+), got (\d+)'\)", _lengths),
     (r"No implementation of function Function\((.+)\) found for signature:\s+>>> \w+\((.*)\)", _not_for_these),
     (r"Cannot bind 'args=.*' to signature '(\(.*\))' due to \"TypeError: (.*)\"", _not_bound),
-    (r"Invalid use of (.+) with parameters \((.*)\)", lambda what, args: f"{what} is called with ({args}), and is no function"),
+    (
+        r"Invalid use of (.+) with parameters \((.*)\)",
+        lambda construct, args: f"{construct} is called with ({args}), and is no function",
+    ),
     (r"Use of unsupported NumPy function '([\w.]+)'", lambda name: f"kernels do not know {name}: {LANGUAGE}"),
     (r"(The '.*' construct is not supported.*?)\.+ Raised from", _unsupported),
     (r"(Use of unsupported opcode .*) found", _unsupported),
-    (r"The (use of yield in a closure) is unsupported", lambda what: _unsupported(f"{what}, as in tuple(.. for .. in ..)")),
+    (
+        r"The (use of yield in a closure) is unsupported",
+        lambda construct: _unsupported(f"{construct}, as in tuple(.. for .. in ..)"),
+    ),
     (r"(?:NameError: )?(name '\w+' is not defined)", str),
 )
 

@@ -402,6 +402,6 @@ def ldmatrix(b, address, transposed=False):
     return b.unpack(out)
 
 
-def set_registers(b, n, more):
+def set_registers(b, n, increases):
     """Give each thread of the warpgroup `n` registers (setmaxnreg)."""
-    b.do(f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {n};")
+    b.do(f"setmaxnreg.{'inc' if increases else 'dec'}.sync.aligned.u32 {n};")

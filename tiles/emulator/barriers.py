@@ -33,8 +33,8 @@ class ParityMbarrier(Mbarrier):
             self._check_not_missed(warp, phase, "")
             warp.wait_until(lambda: self.phase >= phase, lambda: self._describe_missing(phase))
             self._check_not_missed(warp, phase, "")
-            learned = self.published[phase] if acquires_cluster else _without_peer_writes(warp, self.published[phase])
-            warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], learned)
+            published = self.published[phase] if acquires_cluster else _without_peer_writes(warp, self.published[phase])
+            warp.clocks[warp.mask] = np.maximum(warp.clocks[warp.mask], published)
         self.waits[warp.agent] = phase, warp.tick(), warp.place()
 
     def _is_ordered_after(self, index, time):

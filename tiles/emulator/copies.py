@@ -226,11 +226,11 @@ def _(match, w, instr):
 
     def complete():
         octets = shadow.bytes[cells[inside]]
-        into = places[inside][:, None] + np.arange(tensor_map.size)
+        targets = places[inside][:, None] + np.arange(tensor_map.size)
         if fold:
-            old = np.ascontiguousarray(memory[into]).view(dtype)
+            old = np.ascontiguousarray(memory[targets]).view(dtype)
             octets = FOLDS[fold](old, octets.view(dtype)).astype(dtype).view(np.uint8)
-        memory[into] = octets
+        memory[targets] = octets
 
     store = w.block.cluster.start(complete, operation, tensor_map.nbytes, w.place())
     store.lane = lane

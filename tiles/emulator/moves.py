@@ -187,12 +187,21 @@ def _(match, w, instr):
 @means(r"shfl\.sync\.(bfly|idx|up|down)\.b32")
 def _(match, w, instr):
     dst, *source_operand = instr.operands
-    value, by, clamp, members = (operand(x, np.uint32)(w) for x in source_operand)
+    value, lane_operand, clamp, members = (operand(x, np.uint32)(w) for x in source_operand)
     check_whole_warp(w, "shfl.sync", members)
     lane = np.arange(LANES)
-    by, bound, segment = by.astype(np.int64) & 31, clamp.astype(np.int64) & 31, clamp.astype(np.int64) >> 8 & 31
+    lane_operand, bound, segment = (
+        lane_operand.astype(np.int64) & 31,
+        clamp.astype(np.int64) & 31,
+        clamp.astype(np.int64) >> 8 & 31,
+    )
     end = lane & segment | bound & ~segment
-    source = {"bfly": lane ^ by, "idx": lane & segment | by & ~segment, "up": lane - by, "down": lane + by}[match[1]]
+    source = {
+        "bfly": lane ^ lane_operand,
+        "idx": lane & segment | lane_operand & ~segment,
+        "up": lane - lane_operand,
+        "down": lane + lane_operand,
+    }[match[1]]
     valid = source >= end if match[1] == "up" else source <= end
     result = value[np.where(valid, source, lane)]
     if isinstance(dst, list):

@@ -342,8 +342,8 @@ class EmulatedWarp(greenlet):
     def close(self, _):
         """Raises a Hazard if the block ends before the warp has waited for all its copies, stores and wgmmas."""
         copies = [copy for group in self.groups for copy in group if not copy.awaited] + self.copies
-        for what in [*self.store_groups[self.stores_known :], self.stores, copies]:
-            for work in what if isinstance(what, list) else [what]:
+        for group in [*self.store_groups[self.stores_known :], self.stores, copies]:
+            for work in group if isinstance(group, list) else [group]:
                 raise Hazard("unfinished", f"the block ends, and nobody has waited for {work.operation}", work.place)
         if late := [mma for group in [*self.mma_groups[self.mmas_done :], self.mmas] for mma in group]:
             raise Hazard("unfinished", "the block ends, and this mma has not been waited for", late[0].place)

@@ -12,18 +12,19 @@ SHARED_UNIT = 128  # and bytes of shared memory that a block takes, the reserved
 
 
 class Occupancy(NamedTuple):
-    """Blocks and warps that a multiprocessor holds at once; `most` warps fit at best. by: what is used up first."""
+    """Blocks and warps that a multiprocessor holds at once; `most` warps fit at best. limiters: the resources that are used up
+    first."""
 
     blocks: int
     warps: int
     most: int
-    by: tuple[str, ...]
+    limiters: tuple[str, ...]
 
     def __str__(self):
         if not self.blocks:
-            return f"no block fits, for its {' and '.join(self.by)}"
+            return f"no block fits, for its {' and '.join(self.limiters)}"
         blocks, fraction = f"{self.blocks} block{'s' * (self.blocks != 1)}", self.warps / self.most
-        return f"{blocks} at once, {self.warps} of {self.most} warps ({fraction:.0%}), limited by {' and '.join(self.by)}"
+        return f"{blocks} at once, {self.warps} of {self.most} warps ({fraction:.0%}), limited by {' and '.join(self.limiters)}"
 
 
 def occupancy(arch: str, threads: int, registers: int, shared_bytes: int) -> Occupancy | None:

@@ -135,8 +135,8 @@ def _cards(figures: Figures):
         _card("instructions", sum(figures.instructions.values())),
     ]
     if occupancy:
-        more = f"{occupancy.blocks} x {figures.threads} threads; {' and '.join(occupancy.by)}"
-        cards.append(_card("occupancy", f"{occupancy.warps} of {occupancy.most} warps <small>{more}</small>"))
+        detail = f"{occupancy.blocks} x {figures.threads} threads; {' and '.join(occupancy.limiters)}"
+        cards.append(_card("occupancy", f"{occupancy.warps} of {occupancy.most} warps <small>{detail}</small>"))
     return "".join(cards)
 
 
@@ -168,11 +168,11 @@ def _code(lines, numbers):
     return "".join(rows)
 
 
-def _tag(number, more=""):
+def _tag(number, css_class=""):
     """The HTML attributes of a table row that belongs to the source line with this number, None for none."""
     if number is None:
-        return f' class="{more}"' if more else ""
-    return f' class="c{number % len(COLOURS)} {more}" data-l="{number}"'
+        return f' class="{css_class}"' if css_class else ""
+    return f' class="c{number % len(COLOURS)} {css_class}" data-l="{number}"'
 
 
 def _cell(value, kind=""):

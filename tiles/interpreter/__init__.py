@@ -101,11 +101,11 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
         )
 
 
-def recorded(kernel, grid, threads, args, shared, which):
+def recorded(kernel, grid, threads, args, shared, selection):
     """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
     what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
     run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
-    for n, indices in enumerate(which):
+    for n, indices in enumerate(selection):
         cluster = run(indices, n, arguments)
         yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.warp_list}
 

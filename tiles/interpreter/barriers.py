@@ -113,7 +113,7 @@ class Mbarrier:
                 raise Hazard(
                     "phase",
                     f"this completes phase {self.phase + 1} of {self.name}, and nothing orders it after "
-                    f"{waiter.by('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
+                    f"{waiter.describe('the wait')} for phase {phase}: a little later, that wait would have missed its phase",
                     place,
                     waiter,
                 )

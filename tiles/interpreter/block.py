@@ -55,12 +55,14 @@ class Block:
 
     def take_registers(self, warp, n):
         """Give `warp` n registers a thread, once the block's pool has them."""
-        more = n - warp.registers
+        increase = n - warp.registers
         warp.wait_until(
-            lambda: self.pool >= more,
-            lambda: f"{more} more registers a thread; the block's pool, what others have given back, holds {max(self.pool, 0)}",
+            lambda: self.pool >= increase,
+            lambda: (
+                f"{increase} more registers a thread; the block's pool, what others have given back, holds {max(self.pool, 0)}"
+            ),
         )
-        self.pool, warp.registers = self.pool - more, n
+        self.pool, warp.registers = self.pool - increase, n
 
     def check_reachable(self, warp, operation):
         """A warp of this block or of a peer accesses this block's shared memory, which must have been set up."""

@@ -26,7 +26,7 @@ class AsyncWork:
         self.complete, self.operation, self.nbytes, self.place, self.done = complete, operation, nbytes, place, False
 
     def __str__(self):
-        return self.place.by(self.operation)
+        return self.place.describe(self.operation)
 
 
 class Cluster:

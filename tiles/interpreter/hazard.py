@@ -44,7 +44,7 @@ class WarpPlace(NamedTuple):
         """file:line and text of the statement, then where the helper it stands in was called."""
         return (", called at ".join(_statement(*frame) for frame in self.frames) or "?") + f", {self.code}" * bool(self.code)
 
-    def by(self, operation):
+    def describe(self, operation):
         """The operation with its warp and line, for the middle of a sentence."""
         return f"{operation} (warp {self.warp}, {self.line})"
 

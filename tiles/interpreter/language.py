@@ -40,7 +40,7 @@ class Lanes:
         self.values = values
 
     @classmethod
-    def of(cls, values):
+    def from_values(cls, values):
         """`values`, one per lane, or the one value that all lanes have."""
         return cls(values) if (values != values[0]).any() else values[0].item()
 
@@ -73,7 +73,7 @@ def _lanewise(name):
     def apply(self, *other):
         if not all(isinstance(o, (Lanes, int, float, np.number)) for o in other):
             return NotImplemented
-        return Lanes.of(getattr(self.values, name)(*(getattr(o, "values", o) for o in other)))
+        return Lanes.from_values(getattr(self.values, name)(*(getattr(o, "values", o) for o in other)))
 
     return apply
 

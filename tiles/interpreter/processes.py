@@ -152,7 +152,7 @@ def _run_in_children(numbers, run, accesses, progress, max_processes):
 
 
 def _serve_clusters(tokens, feed, results, run):
-    """In a child: clusters as they come, until one fails or there are no more. It never returns."""
+    """Run clusters in a child process as they come, until one fails or there are no more. Never returns."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent will end this process
         gc.freeze()  # whatever was there belongs to the parent

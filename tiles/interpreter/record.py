@@ -31,7 +31,7 @@ class CopyStep(NamedTuple):
 
     place: WarpPlace
     work: Any
-    how: str
+    method: str
     view: Any
     written: bool
 
@@ -44,25 +44,25 @@ class MmaStep(NamedTuple):
 
 
 class SignalStep(NamedTuple):
-    """When the asynchronous `work` is done, it arrives for the event `what`."""
+    """When the asynchronous `work` is done, it arrives for the event."""
 
     place: WarpPlace
     work: Any
-    what: Any
+    event: Any
 
 
 class ArriveStep(NamedTuple):
-    """The warp arrives for the event `what`."""
+    """The warp arrives for the event."""
 
     place: WarpPlace
-    what: Any
+    event: Any
 
 
 class WaitStep(NamedTuple):
-    """The warp waited until all events in `what` had happened. why: their name in the timeline."""
+    """The warp waited until all of these events had happened. why: their name in the timeline."""
 
     place: WarpPlace
-    what: tuple
+    events: tuple
     why: str
 
 

@@ -129,7 +129,7 @@ class Slot:
         """The reason why a tile has not arrived, for messages."""
         if self.filling:
             _, part, parts, place = self.filling
-            return f"nobody fills part {part} of {parts} after {place.by('the last')}"
+            return f"nobody fills part {part} of {parts} after {place.describe('the last')}"
         if not self.ring.writers:
             return "nobody fills it"
         return f"{self.ring.writers - self.full.due} of {self.ring.writers} writers have published it"

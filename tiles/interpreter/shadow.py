@@ -38,7 +38,7 @@ class Event(NamedTuple):
     place: WarpPlace
 
     def __str__(self):
-        return self.place.by(self.operation)
+        return self.place.describe(self.operation)
 
 
 HAZARD_OF_WRITE = {"store": "race", "copy": "in flight", "release": "released"}  # kind of write -> kind of hazard
@@ -70,7 +70,7 @@ class TileCells:
         if len(rows) == spec.parent_rows:
             self.rows = None
 
-    def of(self, array):
+    def select(self, array):
         """The elements of these cells in an array with one element a cell; a view unless they are columns."""
         part = array[self.cells]
         return part if self.rows is None else part.reshape(*self.shape, *array.shape[1:])[:, self.rows]
@@ -80,7 +80,7 @@ class TileCells:
         if self.rows is None:
             array[self.cells] = value
         else:
-            self.of(array)[...] = value
+            self.select(array)[...] = value
 
 
 class Agents:
@@ -123,7 +123,7 @@ class Shadow:
 
     def _describe_conflict(self, clock, cells, bad):
         """(kind, cause) for the first bad cell, by who wrote it."""
-        writer, written, _, event_number = cells.of(self.last).reshape(-1, 4)[bad.argmax()]
+        writer, written, _, event_number = cells.select(self.last).reshape(-1, 4)[bad.argmax()]
         event = self.writes[event_number]
         if writer < self.ordinary and clock[writer] >= written:
             return "fence", f"with no fence.proxy.async (warpgroup.sync) after {event}"
@@ -131,7 +131,7 @@ class Shadow:
 
     def unreadable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to read these cells: (kind, cause), or None."""
-        last = cells.of(self.last)
+        last = cells.select(self.last)
         bad = self._known_times(clock, asynchronous)[last[..., WRITER]] < last[..., WRITTEN]
         bad |= last[..., STATE] != VALID
         if not np.count_nonzero(bad):  # which takes half as long as `any`
@@ -142,14 +142,14 @@ class Shadow:
 
     def unwritable(self, clock, cells, asynchronous):
         """What forbids one who knows `clock` to overwrite these cells: (kind, cause), or None."""
-        known, last = self._known_times(clock, asynchronous), cells.of(self.last)
+        known, last = self._known_times(clock, asynchronous), cells.select(self.last)
         bad = known[last[..., WRITER]] < last[..., WRITTEN]
         if np.count_nonzero(bad):
             return self._describe_conflict(clock, cells, bad)
         for agent, time in self.latest.items():
             if time <= known[agent]:
                 continue
-            times = cells.of(self.read[agent])
+            times = cells.select(self.read[agent])
             unseen = times > known[agent]
             if np.count_nonzero(unseen):
                 late = int(times[unseen].min())
@@ -173,19 +173,19 @@ class Shadow:
 
     def mark_valid(self, cells):
         """A copy into these cells is done: they may be read."""
-        cells.of(self.last)[..., STATE] = VALID
+        cells.select(self.last)[..., STATE] = VALID
 
     def unfinished_read(self, agent, clock, cells):
         """The first read of these cells by `agent` that `clock` does not know to be over, or None."""
         if agent not in self.read:
             return None
-        times = cells.of(self.read[agent])
+        times = cells.select(self.read[agent])
         late = times[times > clock[agent]]
         return self.reads[agent, int(late.min())] if late.size else None
 
     def poison(self, cells):
         """Mark these cells invalid: reading them is a hazard."""
-        cells.of(self.bytes)[...] = POISON
+        cells.select(self.bytes)[...] = POISON
 
     def get(self, tile, rows=None):
         """The elements of a shared tile or vector, or of a range of its rows or elements."""

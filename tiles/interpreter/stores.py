@@ -118,8 +118,8 @@ class Claims(Stores):
 
 
 def _elements(view, start, size, numbers):
-    """Of numbers, one for each `size` bytes from address `start` on, those of a view's elements, as a view; None if these lie
-    otherwise."""
+    """The numbers of a view's elements, as a view of `numbers`, which has one for each `size` bytes from address `start` on;
+    None if the elements lie otherwise."""
     at = view.__array_interface__["data"][0] - start
     if at % size or any(stride % size for stride in view.strides):
         return None

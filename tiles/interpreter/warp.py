@@ -68,7 +68,7 @@ class InterpretedWarp(greenlet):
         return self.time
 
     def learn(self, clock):
-        """From now on the warp knows all that `clock` knows."""
+        """Let the warp know all that `clock` knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
     # -- messages
@@ -99,10 +99,10 @@ class InterpretedWarp(greenlet):
 
     def _describe_unawaited(self, cause):
         """What is missing, if it is a copy of this warp's own by cp.async that is in flight."""
-        if any(copy.place.by(copy.operation) in cause for copy in self.copies):
+        if any(copy.place.describe(copy.operation) in cause for copy in self.copies):
             return ": commit_group is missing"
         late = [copy for group in self.groups[self.clock[self.copier] :] for copy in group]
-        return ": wait_group is missing" if any(copy.place.by(copy.operation) in cause for copy in late) else ""
+        return ": wait_group is missing" if any(copy.place.describe(copy.operation) in cause for copy in late) else ""
 
     def _check_not_released(self, tile, doing):
         if tile.slot is not None and self.released.get(tile.slot, -1) >= tile.number:
@@ -184,7 +184,7 @@ class InterpretedWarp(greenlet):
         self._check_access(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
         self._start_copy(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.window(at)[0])
 
-    def _start_copy(self, tile, barrier, values, what, after=(), view=lambda: None):
+    def _start_copy(self, tile, barrier, values, operation, after=(), view=lambda: None):
         """Start an asynchronous copy of `values()` to a shared tile, from `view()` of global memory."""
         shadow, cells = barrier.block.shadow, TileCells(tile)
         shadow.poison(cells)
@@ -194,7 +194,7 @@ class InterpretedWarp(greenlet):
             shadow.mark_valid(cells)
             barrier.end_copy(copy)
 
-        copy = self.block.cluster.start(complete, f"{what} {tile.name}", tile.spec.nbytes, self.place())
+        copy = self.block.cluster.start(complete, f"{operation} {tile.name}", tile.spec.nbytes, self.place())
         time = barrier.begin_copy(self, copy, after)
         self._record_copy(copy, "TMA", view, False)
         shadow.note_write(barrier.agent, time, cells, FILLING, Event("copy", f"the end of {copy.operation}", copy.place))
@@ -314,7 +314,8 @@ class InterpretedWarp(greenlet):
         return lambda: np.concatenate(lines), lambda: None
 
     def _start_cp_async(self, tile, rows_of_tile, values, view):
-        """From now on `values()` are on their way to rows `rows_of_tile` of a shared tile, from `view()` of global memory."""
+        """Start a copy of `values()` by cp.async to the rows `rows_of_tile` of a shared tile, from `view()` of global
+        memory."""
         shadow, cells, agent = self.block.shadow, TileCells(tile, rows_of_tile), self.copier
         self._check_access(shadow.unwritable(self.clock, cells, False), f"copies into {tile.name}")
         shadow.poison(cells)
@@ -330,19 +331,19 @@ class InterpretedWarp(greenlet):
         event = Event("copy", f"the end of {copy.operation}", copy.place)
         shadow.note_write(agent, len(self.groups) + 1, cells, FILLING, event)
 
-    def commit_group(self, what=None):
+    def commit_group(self, tile_key=None):
         """Close the group of copies started since the last; `what` tile of a pipeline it brings."""
         self.groups.append(self.copies)
-        self.copies, self.filled[what] = [], len(self.groups)
+        self.copies, self.filled[tile_key] = [], len(self.groups)
 
-    def wait_group(self, newer, what=None):
+    def wait_group(self, newer, tile_key=None):
         """Until all groups but the `newer` youngest are here, tile `what` of a pipeline among them."""
         done = max(0, len(self.groups) - newer)
-        if what is not None and self.filled.get(what, done + 1) > done:
-            name = f"tile {what[1]} of pipeline {what[0]!r}"
-            if what not in self.filled:
+        if tile_key is not None and self.filled.get(tile_key, done + 1) > done:
+            name = f"tile {tile_key[1]} of pipeline {tile_key[0]!r}"
+            if tile_key not in self.filled:
                 raise self.hazard(f"waits for {name}, which this warp has not filled", "wait")
-            younger = len(self.groups) - self.filled[what]
+            younger = len(self.groups) - self.filled[tile_key]
             cause = f"newer={newer} lets the youngest {newer} groups of copies stay in flight, and only {younger} are younger"
             raise self.hazard(f"{cause} than {name}: at most newer={younger}", "wait")
         known = int(self.clock[self.copier])
@@ -366,10 +367,10 @@ class InterpretedWarp(greenlet):
             raise self.hazard(f"{operation}, where another warp of its warpgroup did: {first}", "collective", place)
         self.collectives += 1
 
-    def set_registers(self, n, more):
+    def set_registers(self, n, increases):
         """setmaxnreg: take registers from the block's pool, or give some back."""
-        if n < self.registers if more else n > self.registers:
-            verb = "claims" if more else "keeps"
+        if n < self.registers if increases else n > self.registers:
+            verb = "claims" if increases else "keeps"
             raise self.hazard(f"{verb} {n} registers a thread, and it has {self.registers}", "registers")
         self.check_collective(f"setmaxnreg {n}")
         self.block.check_registers_ordered(self, self.settings)

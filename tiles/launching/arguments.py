@@ -191,8 +191,8 @@ def parameter(name: str, value: Any) -> Parameter:
         array = describe(value, name)
     except TypeError:
         if value is None or isinstance(value, COMPILE_TIME_TYPES) or callable(value):
-            how = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
-            raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {how}") from None
+            remedy = f"what it is compiled with, a kernel closes over: def make({name}): .. return kernel"
+            raise TypeError(f"{name}: must be an array or a number: {name}={value!r:.60}; {remedy}") from None
         raise
     form = array.form
     slots = array_slots(form, array.pointer)

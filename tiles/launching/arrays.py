@@ -144,7 +144,7 @@ class Operand(NamedTuple):
         return self.form.dtype
 
     def reshape(self, *shape: int) -> Operand:
-        """The same elements under another shape, in which -1 is the extent that is left over. ValueError: the shape has
+        """This operand under another shape, in which -1 is the extent that is left over. ValueError: the shape has
         another number of elements, or would need a copy."""
         form, size = self.form, math.prod(self.form.shape)
         shape = tuple(size // max(1, -math.prod(shape)) if n == -1 else n for n in shape)

@@ -42,9 +42,9 @@ class Device:
         self.cache_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)
         self.shared_bytes = self.attribute(_ATTRIBUTE.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
 
-    def attribute(self, which):
+    def attribute(self, number):
         """A CUdevice_attribute of this GPU."""
-        return check(driver.cuDeviceGetAttribute(which, self.handle))
+        return check(driver.cuDeviceGetAttribute(number, self.handle))
 
     @property
     def arch(self):

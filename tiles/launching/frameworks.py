@@ -150,8 +150,8 @@ class Torch(Framework):
             raise NotImplementedError(no_backward(name))
         refuse_tangent(x, name)
         if x.is_nested:
-            how = f"pass one that is packed, {name}.values()[None], and cu_seqlens={name}.offsets()"
-            raise TypeError(f"{name}: is a NestedTensor, which no kernel reads; {how}")
+            remedy = f"pass one that is packed, {name}.values()[None], and cu_seqlens={name}.offsets()"
+            raise TypeError(f"{name}: is a NestedTensor, which no kernel reads; {remedy}")
         try:
             pointer, (dtype, size, ordinal) = x.data_ptr(), _torch_words(x.dtype, x.device)
             strides = tuple([size * stride for stride in x.stride()])
@@ -181,15 +181,17 @@ class Torch(Framework):
         number, which compares faster. Host tensors have -1, and so have those without memory, such as meta tensors: as these
         are at address 0 they have a form of their own, too."""
 
-        def each(what: str, absent: str) -> str:
-            tests = (("" if must else f"{absent} if {name} is None else ") + what.format(name) for name, must in needed.items())
+        def join_parts(template: str, absent: str) -> str:
+            tests = (
+                ("" if must else f"{absent} if {name} is None else ") + template.format(name) for name, must in needed.items()
+            )
             return "".join(f"{one}, " for one in tests)
 
         odd = "{0}.requires_grad and grads() or type_{0} is FLOAT32 and {0}.is_neg()"
-        kinds = each(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
-        lengths = each("({0}.shape, {0}.stride(), at_{0} & ALIGNMENT_MASK if (at_{0} := {0}.data_ptr()) else -1)", "None")
+        kinds = join_parts(f"(type_{{0}} := {{0}}.dtype, {{0}}.get_device(), {odd})", "None")
+        lengths = join_parts("({0}.shape, {0}.stride(), at_{0} & ALIGNMENT_MASK if (at_{0} := {0}.data_ptr()) else -1)", "None")
         space = {"grads": self.torch.is_grad_enabled, "ALIGNMENT_MASK": ALIGNMENT_MASK, "FLOAT32": self.torch.float32}
-        return eval(f"lambda {', '.join(needed)}: (({kinds}), ({lengths}), ({each('at_{0}', '0')}), None)", space)
+        return eval(f"lambda {', '.join(needed)}: (({kinds}), ({lengths}), ({join_parts('at_{0}', '0')}), None)", space)
 
     def build_guard(self, arrays: list, shapes: list, strides: list) -> tuple[Callable, Callable, Any, Callable] | None:
         stream = getattr(self.torch._C, "_cuda_getCurrentRawStream", None)
@@ -219,8 +221,8 @@ class Torch(Framework):
         def slow(shape, strides, dtype):  # 0.4 us less than torch.empty
             return empty_strided(shape, strides, dtype=dtype, device=placement)
 
-        def allocate_anywhere(*what):
-            return (fast if current() == placement.index else slow)(*what)
+        def allocate_anywhere(*form):
+            return (fast if current() == placement.index else slow)(*form)
 
         fast, current, empty_strided = self.empty, self.current, self.torch.empty_strided
         elsewhere = fast is None or placement.type != "cuda"
@@ -246,8 +248,8 @@ class Torch(Framework):
 
 def no_backward(name: str) -> str:
     """The error message for a tensor that requires grad."""
-    how = f"call under torch.no_grad(), or pass {name}.detach()"
-    return f"{name}: requires grad, but this call computes no gradient of it; {how}"
+    remedy = f"call under torch.no_grad(), or pass {name}.detach()"
+    return f"{name}: requires grad, but this call computes no gradient of it; {remedy}"
 
 
 def computes_tangents() -> bool:

@@ -213,7 +213,7 @@ class Kernel:
         return code
 
     def _bind_interpreted(self, grid, operands):
-        """The same launch in the interpreter, with the errors that binding for a GPU raises."""
+        """The launch as bound for the interpreter, with the errors that binding for a GPU raises."""
         if unknown := operands.keys() - self.parameters.keys():
             raise TypeError(f"{self.title} has no parameter {', '.join(unknown)}")
         self._check_numbers(operands)

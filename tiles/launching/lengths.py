@@ -190,7 +190,7 @@ class Trace:
         return _function("lengths", [f"{parameter} = lengths"], self.lines, self.text(result), self.constants)
 
     def specialize(self, free: Sequence[str], fixed: dict[str, int], result: Any) -> Callable[..., Any] | None:
-        """The same function of the variables `free` alone; `fixed`: the values of the others, whose expressions are
+        """The recorded function, of the variables `free` alone; `fixed`: the values of the others, whose expressions are
         computed now. None: the function returns None for these values."""
         result_text = self.text(result)  # which may add to the constants
         space, known, lines = {**self.constants}, dict(fixed), []

@@ -104,10 +104,10 @@ class Profile:
         lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in table]
         parts = {launch.counts.counted / launch.counts.clusters for launch in self.launches if launch.counts}
         said = "all blocks" if parts <= {1.0} else "a few blocks, and multiplied"
-        how = f"FLOP and bytes: counted by the interpreter, of {said}; once: each array no more than once"
+        footnote = f"FLOP and bytes: counted by the interpreter, of {said}; once: each array no more than once"
         why = [f"{launch.title} was not counted: {launch.uncounted}" for launch in self.launches if launch.uncounted]
         total = f", {_time(self.seconds)} in all" if self.seconds and len(self.launches) > 1 else ""
-        return "\n".join([f"{self.where}{total}", *[f"  {line}" for line in lines], f"  ({how})", *why])
+        return "\n".join([f"{self.where}{total}", *[f"  {line}" for line in lines], f"  ({footnote})", *why])
 
     __repr__ = __str__
 
@@ -147,12 +147,12 @@ def _time(seconds):
     return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.3f} ms"
 
 
-def _unit(x, of=""):
+def _unit(x, unit=""):
     """A number in few characters: 12.3 G."""
     power = 0
     while abs(x) >= 1000 and power < 5:
         x, power = x / 1000, power + 1
-    return f"{x:.3g} {' kMGTP'[power].strip()}{of}".strip()
+    return f"{x:.3g} {' kMGTP'[power].strip()}{unit}".strip()
 
 
 class _LaunchWatcher:

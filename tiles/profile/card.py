@@ -1,4 +1,5 @@
-"""On a GPU: how long launches take, what the card could do at most, and a launch's work as the interpreter counts it."""
+"""Measurements on a GPU: how long launches take, and what the card could do at most; and a launch's work as the interpreter
+counts it."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -174,8 +175,8 @@ def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | No
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = group_values(launch.kernel, args)
     cluster = launch.cluster or (1, 1, 1)
-    which = choose_clusters(launch.grid, cluster, sample)
-    return count_clusters(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, which, keep)
+    selection = choose_clusters(launch.grid, cluster, sample)
+    return count_clusters(launch.kernel, launch.grid, launch.block[0], args, launch.shared, cluster, selection, keep)
 
 
 def _declared(bound):

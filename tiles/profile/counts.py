@@ -85,11 +85,11 @@ def choose_clusters(grid, cluster, most: int | None = None) -> list:
 
 
 def count_clusters(
-    kernel, grid, threads, args, shared, cluster, which: Iterable, keep=None
+    kernel, grid, threads, args, shared, cluster, selection: Iterable, keep=None
 ) -> tuple[LaunchCounts, dict | None]:
     """(LaunchCounts of these clusters, the record of the one that has block `keep`, by default of the first)."""
     counts, block_record = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
-    for record in recorded(kernel, grid, threads, args, shared, which):
+    for record in recorded(kernel, grid, threads, args, shared, selection):
         counts.add(record)
         if any(block == keep for block, _ in record) or (keep is None and block_record is None):
             block_record = record

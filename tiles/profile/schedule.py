@@ -63,9 +63,9 @@ class _Schedule:
         for warp in self.warps:
             for step in warp.steps:
                 if isinstance(step, (ArriveStep, SignalStep)):
-                    self.pending_arrivals[step.what] += 1
+                    self.pending_arrivals[step.event] += 1
                 if isinstance(step, SignalStep):
-                    self.feeds[step.work].append(step.what)
+                    self.feeds[step.work].append(step.event)
                 if isinstance(step, CopyStep):
                     self.pending_arrivals[step.work] = 1
                 if isinstance(step, MmaStep):
@@ -105,7 +105,7 @@ class _Schedule:
             self.arrive(step.work, end, bar)
         elif isinstance(step, ArriveStep):
             warp.now += model.barrier
-            self.arrive(step.what, warp.now, warp.last)
+            self.arrive(step.event, warp.now, warp.last)
         elif isinstance(step, MmaStep):
             self.issue(warp, step)
         return True
@@ -143,7 +143,7 @@ class _Schedule:
         warp.now += self.model.least
         if len(parts) < self.pending_arrivals[step.mma]:
             return
-        now = max(when for when, *_ in parts)
+        now = max(time for time, *_ in parts)
         for _, part, issued, op in parts:
             flop, size, _ = product(op)
             start, end = self.occupy(
@@ -152,31 +152,31 @@ class _Schedule:
             bar = self.bar((part.block, TENSOR), start, end, "product", op.name, issued.place)
             self.arrive(step.mma, end, bar)
 
-    def arrive(self, what, when, bar):
-        """One arrival for the event `what`. With the last one the event has happened, and warps that wait for it wake."""
-        last, cause = self.events.get(what, (-1.0, None))
-        self.events[what] = (when, bar) if when >= last else (last, cause)
-        self.pending_arrivals[what] -= 1
-        if self.pending_arrivals[what]:
+    def arrive(self, event, time, bar):
+        """One arrival for an event. With the last one the event has happened, and warps that wait for it wake."""
+        last, cause = self.events.get(event, (-1.0, None))
+        self.events[event] = (time, bar) if time >= last else (last, cause)
+        self.pending_arrivals[event] -= 1
+        if self.pending_arrivals[event]:
             return
-        when, bar = self.events[what]
-        for n in self.waiting_warps.pop(what, ()):
-            heapq.heappush(self.turns, (when, n))
-        for more in self.feeds.pop(what, ()):
-            self.arrive(more, when, bar)
+        time, bar = self.events[event]
+        for n in self.waiting_warps.pop(event, ()):
+            heapq.heappush(self.turns, (time, n))
+        for fed_event in self.feeds.pop(event, ()):
+            self.arrive(fed_event, time, bar)
 
     def wait(self, warp, step, n):
         """Advance the warp to the time at which all events have happened."""
-        for what in step.what:
-            if self.pending_arrivals[what] > 0:
+        for event in step.events:
+            if self.pending_arrivals[event] > 0:
                 warp.wait_start = warp.now if warp.wait_start is None else warp.wait_start
-                self.waiting_warps[what].append(n)
+                self.waiting_warps[event].append(n)
                 return False
         since = warp.now if warp.wait_start is None else warp.wait_start
-        when, cause = max((self.events[w] for w in step.what if w in self.events), key=lambda h: h[0], default=(0.0, None))
-        if when > since:
-            warp.last = self.bar(warp.lane, since, when, "wait", step.why, step.place, cause)
-        warp.now, warp.wait_start = max(since, when) + self.model.barrier, None
+        time, cause = max((self.events[w] for w in step.events if w in self.events), key=lambda h: h[0], default=(0.0, None))
+        if time > since:
+            warp.last = self.bar(warp.lane, since, time, "wait", step.why, step.place, cause)
+        warp.now, warp.wait_start = max(since, time) + self.model.barrier, None
         return True
 
 

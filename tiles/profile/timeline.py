@@ -63,7 +63,7 @@ class Timeline:
             for bar in lane:
                 if warps and bar.kind == "wait":
                     sums[bar.place.line, _kind_of(bar.name)] += bar.cycles
-        return [(cycles, line, what) for (line, what), cycles in sums.most_common()]
+        return [(cycles, line, event) for (line, event), cycles in sums.most_common()]
 
     def _rows(self):
         """(the warps, or none of what goes on by itself, its bars) for each row. The warps of a warpgroup that do the same
@@ -93,7 +93,7 @@ class Timeline:
             if warps:
                 waits = sum(bar.cycles for bar in bars if bar.kind == "wait") / self.cycles
                 lines.append(f"  {self.busy(warps[0][1]) - waits:>4.0%}  {_names(warps)}; {waits:.0%} waiting")
-        lines += [f"  {cycles:>8.0f} cycles of waiting for {what}, {line}" for cycles, line, what in self.waits[:5]]
+        lines += [f"  {cycles:>8.0f} cycles of waiting for {event}, {line}" for cycles, line, event in self.waits[:5]]
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -62,7 +62,7 @@ def _run(run, kernel, args, options):
     return run(kernel, launch.grid, launch.block[0], args, launch.shared, seed, launch.cluster or ONE)
 
 
-def _alike(kernel, types, arch):
+def _same_code(kernel, types, arch):
     """The kernel that was run before of those that the same code makes of the same values: a test makes one for each of its
     parameters, also where these are arguments of a launch."""
     name = digest.key(kernel, types, arch), id(kernel.py_func.__code__)
@@ -74,9 +74,9 @@ def _alike(kernel, types, arch):
 
 
 def _as_compiled(kernel, grid, threads, args, shared, seed, cluster, arch):
-    """As `interpret`, by the emulator; machine code is looked at once for each kernel and types."""
+    """Run a kernel in the emulator; its machine code is looked at once for each kernel and types."""
     types = types_of(kernel, parameters(kernel, args))
-    kernel = _alike(kernel, types, arch)
+    kernel = _same_code(kernel, types, arch)
     known = _looked_at.setdefault(kernel, set())
     if (types, arch) not in known:
         lowered = Lowered(kernel, types, arch)
@@ -136,7 +136,7 @@ def _launch(kernel, grid=None, warps=1, shared=None, cluster=1, seed=None, **unk
 
 # ---- on the card ---------------------------------------------------------------------------------------------------
 def _on_device(array, roots):
-    """The same view of a device copy of the array's root."""
+    """A view of a device copy of the array's root, with the array's offset, shape and strides."""
     root = base = array
     while base is not None:  # as_strided puts an object of its own between a view and its base
         root = base if isinstance(base, np.ndarray) else root
@@ -169,8 +169,8 @@ def to_torch(x: np.ndarray):
 
     x = np.array(x, order="C")  # not ascontiguousarray, which makes an axis where there is none
     bits, name = AS_BITS.get(x.dtype, (x.dtype, ""))
-    there = torch.from_numpy(x.view(bits)).cuda()
-    return there.view(getattr(torch, name)) if name else there
+    on_gpu = torch.from_numpy(x.view(bits)).cuda()
+    return on_gpu.view(getattr(torch, name)) if name else on_gpu
 
 
 def to_numpy(x) -> np.ndarray:

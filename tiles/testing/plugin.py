@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure():
-    """With a kernel that hangs, the driver would never let the process end."""
+    """End the process at once if a kernel hangs: the driver would never let it end."""
     if HUNG:
         sys.stdout.flush()
         os._exit(1)

@@ -73,10 +73,10 @@ class SlopeRead(BiasRead):
 @static
 class ElementRead(BiasRead):
     """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the
-    score by the element. which: the element's flat index."""
+    score by the element. flat_index: that of the element."""
 
     derivative: Callable
-    which: Callable
+    flat_index: Callable
 
     @inlined
     def grad(self, s, i, j, ctx):
@@ -84,7 +84,7 @@ class ElementRead(BiasRead):
 
     @inlined
     def element(self, i, j, ctx):
-        return self.which(ctx.batch, ctx.head, i, j, *ctx.aux)
+        return self.flat_index(ctx.batch, ctx.head, i, j, *ctx.aux)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class HedgehogConfig:
 
     @property
     def sums(self):
-        """As many rows of sums."""
+        """The accumulators of the same rows, in float32."""
         return rt(ROWS, self.head_dim, fp32)
 
     @property

@@ -57,8 +57,8 @@ class TransposedState:
 
     @inlined
     def send_output(self, gO, outputs, j, seq, head, block):
-        """By another warpgroup than the consumer, which has published the transposed outputs of the j-th chunk as a tile of the
-        ring `outputs`: store them, and release the tile."""
+        """Store the transposed outputs of the j-th chunk, which the consumer has published as a tile of the ring `outputs`, and
+        release the tile. Another warpgroup than the consumer calls this."""
         tile, token = outputs.wait(j), seq.chunk_start(j)
         if self.seq_layout.varlen:
             self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)

@@ -7,7 +7,7 @@ from tiles.testing import assert_close, broken, guarded, meaning, pairs, wide
 
 
 def formula(x, g, eps):
-    """In float64 the reference; in the dtype of the inputs, rounded after each step, the yardstick."""
+    """The RMS norm in the dtype of the inputs: in float64 the reference, in others, rounded after each step, the yardstick."""
     return g * x / np.sqrt(np.mean(x * x, axis=1, keepdims=True, dtype=x.dtype) + x.dtype.type(eps))
 
 

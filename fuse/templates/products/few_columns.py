@@ -58,7 +58,7 @@ class FewColumns(ManyRows):
             self, parameters, local_names, ("acc", "at", "row", "me", "warp", "band", "share", "selected", "column")
         )
         place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
-        epilogue, written = words.epilogue({product: "acc"}, lambda y, its: read_expression(y, its, "ACC", "at", "0"), *place)
+        epilogue, written = words.epilogue({product: "acc"}, lambda y, name: read_expression(y, name, "ACC", "at", "0"), *place)
         arrays = [(array(x), f"tensor({x}, X)"), (array(w), f"tensor({w}, W)")]
         arrays += [(array(parameters[one]), parameters[one]) for one in (*self.epilogue_inputs, self.root)]
         arrays += words.selection.arguments if words.selection else []

@@ -169,8 +169,8 @@ class FewRows(Product):
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         budget = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
         beside = x + (self.rank + 2 * len(self.vectors)) * depth * ITEM  # what comes with a slot of x
-        more = self.extension.left.extents[1] if self.extension else 0
-        steps = -(-(-(-self.inner // depth) - (-more // depth)) // blocks)
+        extension_columns = self.extension.left.extents[1] if self.extension else 0
+        steps = -(-(-(-self.inner // depth) - (-extension_columns // depth)) // blocks)
         tall = 2 if columns == UPRIGHT else 1.5 if rows == MOST_ROWS else 1  # tiles of x are large, and all blocks load them
         fitting = [
             (min(tall * stages, ahead + (rows < MOST_ROWS) * second), stages, -ahead)
@@ -192,7 +192,7 @@ class FewRows(Product):
     @classmethod
     def kernels_for(cls, root: Term, processors: int) -> Iterator[Self]:
         """The kernels that compute a term, on a card with so many multiprocessors."""
-        for kernel in (more for one in cls.matches(root) for more in one.with_extension()):
+        for kernel in (kernel_variant for one in cls.matches(root) for kernel_variant in one.with_extension()):
             kernel.processors = processors
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joint_sum)
             fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.reads_array_twice

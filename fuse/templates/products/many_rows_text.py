@@ -40,21 +40,21 @@ class StoredResult(NamedTuple):
 
 class PrefetchedTile(NamedTuple):
     """A tile that the epilogue reads. One part of it is used while the next one is loaded. spec: the type of a part in
-    registers. first, following: the expressions that load a tile's first part, and the part after the n-th."""
+    registers. first, next_part: the expressions that load a tile's first part, and the part after the n-th."""
 
     name: str
     spec: str
     first: str
-    following: str
+    next_part: str
 
     @classmethod
     def from_term(cls, y: Term, name: str, dtype: str) -> PrefetchedTile:
         spec = f"rt(16, PART, {DTYPES.get(view_base(y).stored_dtype(dtype), 'fp32')})"
-        first, following = (
+        first, next_part = (
             f"warpgroup.load({array(name)}, {spec}, {index(y, 'ROWS * row', f'PART * {col}')})"
             for col in ("col", "(col + following)")
         )
-        return cls(name, spec, first, following)
+        return cls(name, spec, first, next_part)
 
 
 def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Term, str]) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     several = len(kernel.products) > 1
     products = []
     for w in kernel.products.values():
-        its = parameters[w.array]
-        products.append(KernelArray(f"acc_{its}" if several else "acc", array(its), its, lead(w.array)))
+        parameter = parameters[w.array]
+        products.append(KernelArray(f"acc_{parameter}" if several else "acc", array(parameter), parameter, lead(w.array)))
     writer = ExpressionWriter({x: parameters[x] for x in kernel.leaves}, local_names)
     writer.names |= {x: p.name for x, p in zip(kernel.products, products)}
     selection = write_selection(writer, kernel, parameters)
@@ -95,7 +95,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     axis = "rows" if transposed else "cols"
     tile = "W_PART" if several else "W"
     extension = kernel.extension
-    more = bool(extension and not extension.narrow)
+    has_extension = bool(extension and not extension.narrow)
     names = [parameters[kernel.x], *([parameters[extension.left]] if extension else [])]
     operands = [(array(name), f"tensor({name}, X)") for name in names]
     parts = AdjacentProduct.from_kernel(kernel, parameters)
@@ -120,32 +120,35 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     counted += [(part.end, f"{part.before and part.before + ' + '}-(-{part.result}.shape[1] // W.{axis})") for part in parts]
     counted += [("cols", f"-(-{wide} // {tile}.{axis})")] if not parts else []
     counted += [("rows", f"tall * {result}.shape[0]")] if batch else []
-    counted += [("more", f"-(-{names[1]}.shape[1] // X.cols)")] if more else []
+    counted += [("more", f"-(-{names[1]}.shape[1] // X.cols)")] if has_extension else []
     counted += [
-        ("steps", f"max({2 * s.parts - (not prefetched)}, {inner}{' + more' if more else ' + 1' if extension else ''})")
+        (
+            "steps",
+            f"max({2 * s.parts - (not prefetched)}, {inner}{' + more' if has_extension else ' + 1' if extension else ''})",
+        )
     ]
     arrays = {o.array: o.name for o in others} | dict(selection.arguments if selection else [])
     ends = [part.end for part in parts[:-1]]
     extra_arguments = "".join(f", {one}" for one in (*arrays, *numbers, *ends, *(one.name for one in prefetched)))
-    counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * more]
+    counts = ["rows", *["tall"] * batch, *ends, "cols", "steps", *["more"] * has_extension]
     outs = folds.arguments if folds else [(array(parameters[y]), f"tensor({parameters[y]}, Y_PART)") for y in kernel.roots]
-    results = [StoredResult("" if folds else f"y_{n}" if n > 1 else "y", into, writer.expression(y))
-               for n, ((into, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
+    results = [StoredResult("" if folds else f"y_{n}" if n > 1 else "y", output, writer.expression(y))
+               for n, ((output, _), y) in enumerate(zip(outs, kernel.results), 1)]  # fmt: skip
     plain = not (folds or computes or parts)
     slots = [] if folds else [one.slot for one in results]
-    into = ", ".join([*(name for name, _ in outs), *slots])
+    output = ", ".join([*(name for name, _ in outs), *slots])
     blocks = f"tiles.persistent_blocks(rows * cols, {result}{', cluster=BLOCKS' * (s.blocks > 1)})"
     leaves = (
         _write_partials(folds, s.parts, extra_arguments)
         if folds
-        else _write_sends(s.parts, several, extra_arguments, "batch, " * batch, into, plain, prefetched)
+        else _write_sends(s.parts, several, extra_arguments, "batch, " * batch, output, plain, prefetched)
     )
     arguments = [*operands, *outs, *arrays.items()]
     return {
         "schedule": s, "raster_group": RASTER_GROUP, "operands": operand_tiles, "dtype": dtype, "y": result,
         "products": products, "transposed": transposed, "form": "ABt" if transposed else "AB",
         "x": x, "arrays": list(arrays), "numbers": list(numbers), "batch": batch, "lead": lead(kernel.root), "partials": folds,
-        "plain": plain, "store_lines": leaves, "adjacent_products": parts, "targets": into, "ends": ends,
+        "plain": plain, "store_lines": leaves, "adjacent_products": parts, "targets": output, "ends": ends,
         "slots": slots, "results": results,
         "extension": extension and {"x": operands[1][0], "w": operands[-1][0], "narrow": extension.narrow},
         "computes": computes, "epilogue": epilogue, "prefetched": prefetched,
@@ -159,17 +162,19 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
 
 
 def _write_sends(
-    parts: int, several: bool, extra_arguments: str, lead: str, into: str, plain: bool, prefetched: Sequence[PrefetchedTile]
+    parts: int, several: bool, extra_arguments: str, lead: str, outputs: str, plain: bool, prefetched: Sequence[PrefetchedTile]
 ) -> list[list[str]]:
     """For each part of a tile, the lines that store it. several: is a part of each product needed? plain: is the product stored
     without an epilogue? prefetched: the tiles that the epilogue loads ahead."""
     if plain:
-        y, slot = into.split(", ")
+        y, slot = outputs.split(", ")
         at = [f"({lead}row, {_nth('col', n)})" for n in range(parts)]
         return [[f"warpgroup.send({y}, {one}, {slot}, columns(last, PART, {n}))"] for n, one in enumerate(at)]
     targets = "".join(f"{one.name}, " for one in prefetched)[:-2]
     indices = [f"{n}, {parts + n}" if several else f"{n}" for n in range(parts)]
-    return [[f"{targets}{' = ' * bool(targets)}send({into}, {lead}row, col, last, {one}{extra_arguments})"] for one in indices]
+    return [
+        [f"{targets}{' = ' * bool(targets)}send({outputs}, {lead}row, col, last, {one}{extra_arguments})"] for one in indices
+    ]
 
 
 def _write_partials(folds: SoftmaxPartials, parts: int, extra_arguments: str) -> list[list[str]]:

@@ -86,9 +86,9 @@ class Product:
     @property
     def weights(self) -> list[Weight]:
         """The weights of all products, narrow and adjacent ones and the extension included."""
-        more = [self.extension.weight] if self.extension else []
+        extension_arrays = [self.extension.weight] if self.extension else []
         narrow = [w for pair in self.narrow.values() for w in pair]
-        return [*self.products.values(), *self.adjacent.values(), *narrow, *more]
+        return [*self.products.values(), *self.adjacent.values(), *narrow, *extension_arrays]
 
     @property
     def leaves(self) -> list[Term]:
@@ -144,8 +144,8 @@ class Product:
     @property
     def read_arrays(self) -> list[Term]:
         """The matrices and vectors that the kernel reads."""
-        more = [self.extension.left] if self.extension else []
-        return [self.x, *self.vectors, *(w.array for w in self.weights), *self.epilogue_inputs, *more]
+        extension_arrays = [self.extension.left] if self.extension else []
+        return [self.x, *self.vectors, *(w.array for w in self.weights), *self.epilogue_inputs, *extension_arrays]
 
     @property
     def numbers(self) -> list[Term]:

@@ -43,10 +43,15 @@ class Extension(NamedTuple):
 def find_extension(root: Term, product: Term, weight: Weight, rest: Mapping[Term, Weight]) -> Extension | None:
     """The extension by which another product is added to this one, if there is such a product and its weight has the same
     layout as this one's. rest: {product: its weight}, those that may be added."""
-    for other, its in rest.items():
+    for other, terms_of_other in rest.items():
         for x in between([root], [product, other]):
-            if x.operation == "add" and product in x.args and other in x.args and its.transposed == weight.transposed:
-                return Extension(x, other.args[0], its)
+            if (
+                x.operation == "add"
+                and product in x.args
+                and other in x.args
+                and terms_of_other.transposed == weight.transposed
+            ):
+                return Extension(x, other.args[0], terms_of_other)
     return None
 
 

@@ -84,11 +84,11 @@ class AdjacentProduct(NamedTuple):
 
 
 class SoftmaxPartials(NamedTuple):
-    """The arrays of a kernel's statistics for a softmax. outs: {array: the variable that is stored in it}. by: the array that
-    picks a column, "" if there is none. end: the expression of how many columns there are."""
+    """The arrays of a kernel's statistics for a softmax. outs: {array: the variable that is stored in it}. index_array: the
+    array that picks a column, "" if there is none. end: the expression of how many columns there are."""
 
     outs: dict[str, str]
-    by: str
+    index_array: str
     end: str
 
     @classmethod
@@ -98,8 +98,8 @@ class SoftmaxPartials(NamedTuple):
             return None
         ((weight, transposed),) = kernel.products.values()
         end = extent(weight, parameters[weight], -2 if transposed else -1)
-        into = {x.operation: parameters[x] for x in kernel.softmax_partials}
-        outs = {into[name]: state for name, state in zip(PARTS, ("greatest", "total", "picked")) if name in into}
+        outputs = {x.operation: parameters[x] for x in kernel.softmax_partials}
+        outs = {outputs[name]: state for name, state in zip(PARTS, ("greatest", "total", "picked")) if name in outputs}
         return cls(outs, next((parameters[y] for x in kernel.softmax_partials for y in x.args[1:]), ""), end)
 
     @property
@@ -115,12 +115,12 @@ class SoftmaxPartials(NamedTuple):
     @property
     def index_parameter(self) -> str:
         """The kernel's parameter that picks a column, "" if there is none."""
-        return self.by and array(self.by)
+        return self.index_array and array(self.index_array)
 
     @property
     def arguments(self) -> list[tuple[str, str]]:
         """(kernel's parameter, its argument) for all of these."""
-        names = [*self.outs, *([self.by] if self.by else [])]
+        names = [*self.outs, *([self.index_array] if self.index_array else [])]
         return [*((array(name), name) for name in names), ("end", self.end)]
 
 

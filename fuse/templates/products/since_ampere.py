@@ -192,9 +192,9 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
     """The values of the gaps of since_ampere.jinja."""
     dtype, s = DTYPES[kernel.dtype], kernel.schedule
 
-    def pipeline_of(weight: Weight, acc: str, **more: Any) -> PipelinedMatrix:
+    def pipeline_of(weight: Weight, acc: str, **options: Any) -> PipelinedMatrix:
         name = parameters[weight.array]
-        return PipelinedMatrix(name, array(name), weight.transposed, acc, lead=lead(weight.array), **more)
+        return PipelinedMatrix(name, array(name), weight.transposed, acc, lead=lead(weight.array), **options)
 
     several = len(kernel.products) > 1
     products = [
@@ -220,7 +220,7 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
         narrow = NarrowProductPipeline(kernel.rank, *parts, words.narrow("product", products[0].acc))
     known = {y: p.acc for y, p in zip(kernel.products, products)} | {y: name for y, (name, _) in zip(kernel.row_sums, summed)}
     place = "row_index(ACC.col_vec) + row", "col_index(ACC.row_vec) + col"
-    epilogue, written = words.epilogue(known, lambda y, its: read_expression(y, its, "ACC", "row", "col"), *place)
+    epilogue, written = words.epilogue(known, lambda y, name: read_expression(y, name, "ACC", "row", "col"), *place)
 
     rings = [*products, *([narrow.first] if narrow else [])]
     shared_names = [one.tiles for one in (x, *rings, *([narrow.second] if narrow else []))]

@@ -60,13 +60,13 @@ class ColumnSums:
         text.kernel = ["(scratch,) = smem.open()", "grid.follow()"]
         text.kernel.append("col, first = SUMS.cols * int32(cuda.blockIdx.x), SUMS.rows * int32(cuda.threadIdx.x // 32)")
         for sums, total in pairs:
-            into = array(sums)
+            output = array(sums)
             partial = unused("sums", used_names)
             used_names.add(partial)
             text.kernel += [
                 f"{partial} = zeros(SUMS)",
-                f"for row in range(first, {into}.shape[0], SUMS.rows * WARPS):",
-                f"    {partial} = {partial} + load_unordered({into}, SUMS, (row, col))",
+                f"for row in range(first, {output}.shape[0], SUMS.rows * WARPS):",
+                f"    {partial} = {partial} + load_unordered({output}, SUMS, (row, col))",
                 f"{total} = block.reduce_sum(col_sum({partial}), scratch)",
             ]
         text.kernel.append("if first == 0:")

@@ -31,12 +31,12 @@ class FoldedRows(RowMapWriter):
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
         """The lines that store a result. A result with one number for each row and 16 bits is stored as a vector of which the
         first element counts."""
-        into = array(self.parameters[x])
+        output = array(self.parameters[x])
         if is_matrix(x):
             return super().store(x, written, at, store)
         if x.stored_dtype(self.kernel.dtype) in ("fp32", "float32"):
-            return ["if line == 0:", f"    {into}[row, 0] = {written}"]
-        return ["if line == 0:", f"    store({into}, zeros(rt(16, 16, fp32).col_vec) + ({written}), (row, 0), cols=1)"]
+            return ["if line == 0:", f"    {output}[row, 0] = {written}"]
+        return ["if line == 0:", f"    store({output}, zeros(rt(16, 16, fp32).col_vec) + ({written}), (row, 0), cols=1)"]
 
     @property
     def unordered(self) -> bool:  # type: ignore[override]

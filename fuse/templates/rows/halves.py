@@ -81,14 +81,14 @@ class Halves:
         if root.operation in MAPS and any(x.operation == "concat" for x in between([root], _not_maps(root), True)):
             parts = _take_half(root, 0), _take_half(root, 1)  # halves of a concatenation, and of terms with as many columns
         if 2 <= root.ndim < 2 + len(LEADING) and has_columns(root) and all(map(_is_map_of_halves, parts)):
-            for each in dict.fromkeys([tuple(map(_push_halves_to_arrays, parts)), parts]):
-                yield from cls._of(root, each, wgmma)
+            for halves in dict.fromkeys([tuple(map(_push_halves_to_arrays, parts)), parts]):
+                yield from cls._match_parts(root, halves, wgmma)
 
     @classmethod
-    def _of(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
+    def _match_parts(cls, root: Term, parts: tuple[Term, ...], wgmma: bool) -> Iterator[Self]:
         """The kernel that stores these parts, if there can be one."""
         read, sums = _find_reads(parts)
-        summed = [x for some in sums.values() for x in some]
+        summed = [x for group in sums.values() for x in group]
         inside = between([*parts, *summed], [*read, *sums])
         if len({(x.extents, x.axes[-1] and x.axes[-1].root) for x in parts}) != 1 or len(parts) > 2:
             return
@@ -120,7 +120,7 @@ class Halves:
     @property
     def inside(self) -> list[Term]:
         """The terms that the kernel computes."""
-        summed = [x for some in self.sums.values() for x in some]
+        summed = [x for group in self.sums.values() for x in group]
         return between([*self.parts, *summed], [*self.read_arrays, *self.sums])
 
     @property
@@ -192,8 +192,8 @@ class Halves:
         split, used_names = {x for x in self.read_arrays if x.operation == "half"}, set(parameters.values())
         names = {}
         for x in self.read_arrays:
-            its = parameters[_array_of(x)]
-            names[x] = unused(f"{its}_{x.attr + 1}", used_names) if x in split else its
+            array_name = parameters[_array_of(x)]
+            names[x] = unused(f"{array_name}_{x.attr + 1}", used_names) if x in split else array_name
         writer = ExpressionWriter(names, local_names)
 
         at = self.lead | {self.axis: "row"}
@@ -207,17 +207,17 @@ class Halves:
 
         def passed(lines: list[str]) -> list[str]:
             """The lines, with those that read what they need; in a loop over the tiles if a half has several."""
-            read = [load for its, load in load_lines.items() if any(re.search(rf"\b{its}\b", line) for line in lines)]
+            read = [load for name, load in load_lines.items() if any(re.search(rf"\b{name}\b", line) for line in lines)]
             loop = ["for col in range(0, width, TILE.cols):"] * self.looped
             return [*loop, *(f"{'    ' * self.looped}{line}" for line in (*read, *lines))]
 
         first = next(x.args[0] for x in self.read_arrays if x in split)
         text.kernel += self.lengths(writer, f"{array(parameters[first])}.shape[{first.ndim}]")
         body = list[str]()
-        for x, some in self.sums.items():
+        for x, group in self.sums.items():
             before, sum_name = dict(writer.names), unused(writer.suggest_name(x), {*used_names, *writer.names.values()})
-            lines = writer.assignments(some, used_names, [*some, *self.parts])
-            added = " + ".join(f"row_sum({writer.expression(y)})" for y in some)
+            lines = writer.assignments(group, used_names, [*group, *self.parts])
+            added = " + ".join(f"row_sum({writer.expression(y)})" for y in group)
             if self.looped:
                 text.kernel += [f"{sum_name} = zeros(TILE.col_vec)", *passed([*lines, f"{sum_name} = {sum_name} + {added}"])]
                 writer.names = before  # assignments hold inside the loop only
@@ -233,7 +233,9 @@ class Halves:
 
         split_arrays = {_array_of(x) for x in split} | ({self.root} if two else set())
         pairs = [(x, parameters[x]) for x in (*self.leaves, self.root)]
-        arguments = [(array(its) if x.ndim else its, _split_columns(x, its) if x in split_arrays else its) for x, its in pairs]
+        arguments = [
+            (array(name) if x.ndim else name, _split_columns(x, name) if x in split_arrays else name) for x, name in pairs
+        ]
         text.arguments = [*arguments, *((name, name) for name, _ in text.counts[:-1])]
         text.launch = "-(-warps // WARPS), 32 * WARPS, overlaps_previous=True"
         return text
@@ -265,7 +267,7 @@ class Halves:
                 writer.names[x] = "columns" if is_row else "width"
         used = {*writer.names.values(), *["width"] * self.looped}
         lengths = {"width": extent, "columns": f"2 * {'width' if self.looped else extent}"}
-        return [f"{length} = {its}" for length, its in lengths.items() if length in used]
+        return [f"{name} = {expression}" for name, expression in lengths.items() if name in used]
 
     def load(self, x: Term, name: str, at: dict[int, str]) -> str:
         """The expression that reads a tile, or a vector along the columns."""

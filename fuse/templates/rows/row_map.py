@@ -241,7 +241,7 @@ class RowMap:
         """The warps of a block."""
         if self.form is LongRows:
             few = -(-self.width // (LongRows.rows * LongRows.line(self.width)))
-            read, written = (sum(map(is_matrix, some)) for some in (self.leaves, self.roots))
+            read, written = (sum(map(is_matrix, terms)) for terms in (self.leaves, self.roots))
             return min(few, LongRows.most(read == written == 1))
         return _warps(self.width, self.form)
 

@@ -125,8 +125,8 @@ class RowMapWriter:
     def store(self, x: Term, written: str, at: str, store: str) -> list[str]:
         """The lines that write a root. at: the coordinates of its tile, if it is not one number for each row. store: the op
         that writes a tile."""
-        into = array(self.parameters[x])
-        return [f"{store}({into}, {written}, ({at}))" if is_matrix(x) else f"store({into}, {written}, (row, 0), cols=0)"]
+        output = array(self.parameters[x])
+        return [f"{store}({output}, {written}, ({at}))" if is_matrix(x) else f"store({output}, {written}, (row, 0), cols=0)"]
 
     def stored_expression(self, x: Term, store: str) -> str:
         """The expression of a root as it is stored. Storing rounds by itself, but `store` writes 16 bytes at once only if its
