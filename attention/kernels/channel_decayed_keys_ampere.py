@@ -45,8 +45,8 @@ def make(config: Config):
         gQ: array(4, INPUT), gK: array(4, INPUT), gGates: array(4), gDecayedQ: array(4, INPUT), gDecayedK: array(4, INPUT),
         gDecays: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gDecayedQ, gDecayedK, gDecays: of each
-        chunk and head."""
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gDecayedQ, gDecayedK, gDecays: of
+        each chunk and head."""
         (b,) = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)

@@ -140,7 +140,7 @@ def make(config: Config):
         gStates: array(4, INPUT), gDQ: array(4, OUTPUT), gDK: array(4, OUTPUT), gDV: array(4, VALUE), gDGates: array(4),
         gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gStates: S^T and dS^T by panels.
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gStates: S^T and dS^T by panels.
         Gradients of padding are set to 0."""
         q, k, v, do, s, b, x, w, a, carried = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)

@@ -10,17 +10,18 @@ A chunk is two blocks of 32 tokens, each with a reference r, the middle of its s
     dS before = exp(b_last) dS + sum_i (exp(r_i) q'_i) dO_i^T
 
 so that a token and channel take one exponential as a query and one as a key, and a factor between blocks is one number a
-channel: E = exp(r_0), D = exp(r_1 - r_0) and F = exp(b_last - r_1). Sums over blocks are taken by Horner's rule: what has come
-so far is multiplied by D. What numbers do not hold is a strong chunk: its references are 0 for queries and b_last for keys, so
-what goes through states is right, its P and A are 0, and channel_pairs_ampere.py adds its pairs afterwards.
+channel: E = exp(r_0), D = exp(r_1 - r_0) and F = exp(b_last - r_1). Sums over blocks are taken by Horner's rule: the sum over
+the blocks so far is multiplied by D before the next block is added. A chunk is strong if its q' or k* are out of the dtype's
+range: its references are 0 for queries and b_last for keys, so its contributions to and from states are right, its P and A are
+0, and channel_pairs_ampere.py adds its pairs of tokens afterwards.
 
 Two consumers have 64 channels each, and all tiles as channels by tokens, so that a channel's references and decays are numbers
-of a lane, and nothing is a sum over warps: b by a scan in registers, q' and k*, dS, dQ, dK and r, what a token has for all
-gates up to its own. A third warpgroup, the scorer, loads all tiles, and computes P, A and dV from q', k* and dS in shared
-memory, so that consumers never wait for each other. It sums up r, too.
+of a lane, and nothing is a sum over warps: b by a scan in registers, q' and k*, dS, dQ, dK and q dq - k dk, each token's
+gradient of b. A third warpgroup, the scorer, loads all tiles, and computes P, A and dV from q', k* and dS in shared memory, so
+that consumers never wait for each other. It also sums the gradients of b to those of gates.
 
-A tile's place serves what comes later: q' and k* lie over q and k, and dQ and dK over these; b, once the state is read, over
-the state, so that the next gates may come; and r over dS."""
+Shared memory is used several times: q' and k* overwrite q and k, and dQ and dK overwrite these; once the state is read, b
+overwrites it, so that the next gates may be loaded; and q dq - k dk overwrites dS."""
 
 import functools
 import itertools
@@ -70,9 +71,11 @@ WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 ALL_WARPS = WARPS + warpgroup.WARPGROUP
 REGISTERS = 104, 200  # of a thread of the scorer, of a consumer
 PANEL = 32  # channels whose gates' gradients a warp of the scorer sums up
-LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay by half of a block that q' and k* hold
-BELOW_FLOOR = 1.5 * FLOOR  # what a gate below the floor counts in sums: its block decays too much for q' and k*
-FACTORS_READY, TILES_READ, R_READY, GATES_STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4))
+LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay over half of a block with which q' and k* are in range
+BELOW_FLOOR = 1.5 * FLOOR  # the value in sums of a gate below the floor: it makes the chunk strong
+FACTORS_READY, TILES_READ, DOTS_READY, GATES_STORED = (
+    warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4)
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Config:
 
     @property
     def fields(self):
-        """All of them, which the kernel of pairs has, too."""
+        """The values of the configuration's fields, which the kernel of pairs has, too."""
         return self.dtype, self.unrounded, self.unrounded_values, self.varlen
 
     def __str__(self):
@@ -122,12 +125,12 @@ def make(config: Config):
     STATE, STATE_OPERAND = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
     SUMS, OPERAND = rt(16, BLOCK, fp32), rt(16, BLOCK, INPUT)
     ROWS, ROW_OPERAND, OUT = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, HALF, fp32)
-    CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # S of a consumer's channels, once it is read: b
+    CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # b of a consumer's channels, which overwrites S
     HALF_OPERAND = rt(16, HALF, INPUT)
-    R = st(KEYS, HALF, fp32)  # dS, once it is read: r of both consumers, one below the other
+    DOTS = st(KEYS, HALF, fp32)  # q dq - k dk of both consumers, one below the other, which overwrites dS
     GATE_OUTPUT = array(4) if VARLEN else tiled(st(CHUNK, HALF, fp32), unit=1)
     OUT_TILE = st(CHUNK, HALF, INPUT)
-    UNROUNDED = config.unrounded  # then no store follows the last loads of tokens, which would fence them
+    UNROUNDED = config.unrounded  # dQ and dK are stored by st.global, so that no TMA store fences the last loads of q and k
     KEY_OUTPUT = array(4) if UNROUNDED else seq_layout.output_argument(OUT_TILE)
     VALUE_OUTPUT = array(4, fp32 if config.unrounded_values else INPUT)
     smem = shared(
@@ -140,15 +143,15 @@ def make(config: Config):
         p=ring(SCORES, 1, WARPS, writers=warpgroup.WARPGROUP),
         ds=st(KEYS, VALUES, INPUT),
         first_keys=st(BLOCK, KEYS, INPUT),  # k* of the first block, times D
-        references=sv(2 * KEYS, fp32),  # r of both blocks, each less what b is before it
-        ends=sv(KEYS, fp16),  # of a strong chunk: the references of keys, in powers of 2
-        of_all=sv(KEYS, fp32),  # what all gates of a chunk have, in each channel
+        references=sv(2 * KEYS, fp32),  # r of both blocks, each less b before the block
+        ends=sv(KEYS, fp16),  # log2 of the references of keys in a strong chunk, 0 in others
+        chunk_gate_gradients=sv(KEYS, fp32),  # in each channel, the part of the gradient that all gates of a chunk share
     )
 
     @inlined
     def locate_block(block, gCuSeqlens, length, segments, heads):
-        """(sequence, the number of the segment among those of all sequences, head, its tokens, how many chunks they are) of a
-        block. Each warpgroup asks by itself: registers before they part are scarce."""
+        """(sequence, the segment's number among those of all sequences, head, tokens, number of chunks) of a thread block. Each
+        warpgroup computes them by itself, because registers are scarce before warpgroups branch."""
         slot, head = divmod(block, heads)
         sequence, segment = divmod(slot, segments)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -191,7 +194,8 @@ def make(config: Config):
 
     @inlined
     def choose_references(b_0, b_1):
-        """(r of both blocks, each less what b is before it; r_1 - r_0; r_1; the reference of keys; b_last)."""
+        """(r of both blocks, each less b before the block; r_1 - r_0; r_1; the reference of keys; b_last). b_0, b_1: the sums
+        of each block's own gates."""
         first, last_0 = column(b_0, 0), column(b_0, BLOCK - 1)
         r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * floor_per_decay, first)
         first, last = column(b_1, 0), column(b_1, BLOCK - 1)
@@ -223,13 +227,13 @@ def make(config: Config):
 
     @inlined
     def decay_twice(x, root):
-        """x times D, which rounds nothing."""
+        """x times D = root^2, exactly, as D is a power of 2."""
         factor = INPUT(ones(SUMS) * root)
         return x * factor * factor
 
     @inlined
     def decay_queries(queries, block, decay):
-        """q' of a block, transposed, times a power of 2 for each channel, which rounds nothing."""
+        """q' of a block, transposed, times a power of 2 for each channel, exactly."""
         return load_block(queries, block) * INPUT(ones(SUMS) * decay)
 
     @inlined
@@ -243,10 +247,11 @@ def make(config: Config):
 
     @inlined
     def store_gradients(arrays, gradients, tiles, vectors, block, at, scale):
-        """Store dQ and dK of a block, from what references are taken out of. Writes what gates have."""
-        (gDQ, gDK), (dq, dk), (queries, keys, sums, r_tile), (references, ends) = arrays, gradients, tiles, vectors
+        """Store dQ and dK of a block, and write q dq - k dk over dS. gradients: dq and dk without the factors exp(c) and
+        exp(-c)."""
+        (gDQ, gDK), (dq, dk), (queries, keys, sums, dot_tile), (references, ends) = arrays, gradients, tiles, vectors
         x = dq * fp32(load_block(queries, block)) - dk * fp32(load_block(keys, block))
-        warpgroup.store_transposed(subtile(r_tile, BLOCK, block), x)
+        warpgroup.store_transposed(subtile(dot_tile, BLOCK, block), x)
         channel, b = (
             int32(4 * warpgroup.id() + warpgroup.rank()),
             warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False),
@@ -257,7 +262,7 @@ def make(config: Config):
 
     @inlined
     def load_decayed_keys(keys, first_keys, rank):
-        """A warp's tokens of k* decayed to the end of the chunk but for F."""
+        """A warp's tokens of k* decayed to the reference of the second block, without the factor F."""
         if rank < 2:
             return load(subtile(first_keys, 16, rank), ROW_OPERAND, fenced=False)
         else:
@@ -294,15 +299,15 @@ def make(config: Config):
             warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)
 
     @inlined
-    def store_gates(gDGates, r, seq, token, head, rank):
+    def store_gates(gDGates, gate_gradients, seq, token, head, rank):
         """Store the gradients of a chunk's gates, half of the channels above the other."""
         for half in range(2):
             if VARLEN:
                 at = seq.batch, int32(token + 16 * rank), head, int32(HALF * half)
-                gradients = load(subtile(r, 16, int32(4 * half + rank)), OUT, fenced=False)
+                gradients = load(subtile(gate_gradients, 16, int32(4 * half + rank)), OUT, fenced=False)
                 store(truncate(gDGates, 1, seq.end), gradients, at, 1, 3, aligned=True)
             else:
-                warpgroup.tma_store(gDGates, (seq.batch, token, head, half), subtile(r, CHUNK, half))
+                warpgroup.tma_store(gDGates, (seq.batch, token, head, half), subtile(gate_gradients, CHUNK, half))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
@@ -312,8 +317,8 @@ def make(config: Config):
         gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
-        S^T before each chunk. gLastState: dS after each segment, gFirstState: before each sequence. gStrong, gStrongSegments:
-        of each chunk and head, of each segment and head, is it, or one of its chunks, strong?"""
+        S^T before each chunk. gLastState: dS after each segment; gFirstState: dS before each sequence. gStrong (chunk, head): 1
+        if the chunk is strong; gStrongSegments (segment, head): 1 if one of its chunks is."""
         q, k, v, do, s, g, p, ds_tile, first_keys, references, ends, chunk_gate_gradients = smem.open()
         wg, rank = warpgroup.id(), warpgroup.rank()
         if wg == SCORER:
@@ -358,20 +363,20 @@ def make(config: Config):
                 do.release(j)
                 at = seq.batch, token, head, int32(HALF)
                 warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
-                R_READY.sync(0)
+                DOTS_READY.sync(0)
                 fill_states(s, gStates, int32(j + 1), n, seq, first_chunk, head)
-                r = viewed(ds_tile, R)
-                panel = subtile(r, CHUNK, rank // 2, PANEL, rank % 2)
+                gate_gradients = viewed(ds_tile, DOTS)
+                panel = subtile(gate_gradients, CHUNK, rank // 2, PANEL, rank % 2)
                 reverse_cumsum_columns(panel, subtile(chunk_gate_gradients, PANEL, rank))
                 warpgroup.sync()
-                store_gates(gDGates, r, seq, token, head, rank)
+                store_gates(gDGates, gate_gradients, seq, token, head, rank)
                 if not VARLEN:
                     warpgroup.store_wait()
                 GATES_STORED.arrive(0)
         else:
             warpgroup.claim_registers(consumer_registers)
             sequence, segment_slot, head, seq, n = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-            channel = int32(4 * wg + rank)  # the first one of a warp's, over 16
+            channel = int32(4 * wg + rank)  # a warp's first channel / 16
             ds = warpgroup.load(gLastState, STATE, (segment_slot, head, int32(HALF * wg), 0))
             for j in range(n):
                 token, remaining = seq.chunk_start(j), seq.remaining(j)
@@ -387,13 +392,13 @@ def make(config: Config):
                     warpgroup.store_wait()
                     q.release(j - 1)
                     k.release(j - 1)
-                    GATES_STORED.sync(0)  # the gates' gradients of the chunk before have left the place of dS
+                    GATES_STORED.sync(0)  # the previous chunk's gradients of gates are stored: dS may overwrite them
                 ds = ds * exp2(last - end - r_1_total)
                 warpgroup.store(subtile(ds_tile, HALF, wg), ds)
                 store(subtile(ends, 16, channel), end)
                 store(subtile(references, 16, channel), r_0)
                 store(subtile(references, 16, int32(KEYS // 16 + channel)), r_1)
-                root = exp2(between * 0.5)  # of D, which may be less than numbers hold
+                root = exp2(between * 0.5)  # the square root of D, as D may be out of the dtype's range
                 queries, keys = subtile(q.wait(j), CHUNK, 0, HALF, wg), subtile(k.wait(j), CHUNK, 0, HALF, wg)
                 x = decay_twice(factor(queries, keys, b_0, r_0, end, 0, scale), root)
                 warpgroup.store_transposed(subtile(first_keys, BLOCK, 0, HALF, wg), x, True)
@@ -438,11 +443,11 @@ def make(config: Config):
                 p.release(j)
                 do.release(j)
                 TILES_READ.sync(0)  # the scorer has read dS, q' and k*
-                chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, R), CHUNK, wg)
+                chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, DOTS), CHUNK, wg)
                 outputs, coord = (gDQ, gDK), (seq, token, head)
                 store_gradients(outputs, (dq_0, dk_0), chunk_tiles, (references, ends), 0, coord, scale)
                 store_gradients(outputs, (dq_1, dk_1), chunk_tiles, (references, ends), 1, coord, scale)
-                R_READY.arrive(0)
+                DOTS_READY.arrive(0)
                 store_keys(gDQ, queries, seq, token, head, wg)
                 s.release(j)
                 store_keys(gDK, keys, seq, token, head, wg)
@@ -451,7 +456,7 @@ def make(config: Config):
                     q.release(j)
                     k.release(j)
                     GATES_STORED.sync(0)
-            # where this is, anew, to save registers
+            # computed again, to save registers
             sequence, segment_slot, head, seq, n = locate_block(persistent_tile(0), gCuSeqlens, length, segments, heads)
             is_last = segment_slot + 1 == segments * (sequence + 1)
             if VARLEN and is_last:

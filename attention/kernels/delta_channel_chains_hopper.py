@@ -29,7 +29,7 @@ from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, TwoParts
 from ..parts.recurrent.gates import ROW_VEC
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
-REVERSE, DIRECTIONS = 0, 2  # the number of the direction that takes longer, and begins first; how many there are
+REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
 CONSUMER, PRODUCER = 0, 1  # warpgroups
 STAGES = 2  # chunks in flight
 PANELS = COLUMNS // PANEL  # of a block's columns of values, as they lie in memory
@@ -101,7 +101,7 @@ def make(config: Config):
 
     @inlined
     def send_state(gStates, chunk, head, block, slot, state, s_t, newer):
-        """Store S (which: 0) or dS (which: 1), in shared memory, where products read it, and from there in memory. newer: as in
+        """Store S (slot 0) or dS (slot 1) to shared memory, where products read it, and from there to memory. newer: as in
         warpgroup.send."""
         warpgroup.store_wait(newer)
         warpgroup.sync()
@@ -112,7 +112,7 @@ def make(config: Config):
 
     @inlined
     def advance_state(s_t, j, rings, tiles, gErrors, gStates, chunk, head, block):
-        """The state after the j-th chunk from that before it, which is stored, as the chunk's E is."""
+        """The state after the j-th chunk from the state before it. Stores the state before it, and the chunk's E."""
         (read_keys, write_keys, v, x, decay, beta), (state, out) = rings, tiles
         send_state(gStates, chunk, head, block, 0, state, s_t, 1)
         u = warpgroup.mm_ABt(state, read_keys.wait(j))
@@ -140,7 +140,7 @@ def make(config: Config):
 
     @inlined
     def advance_gradient(ds_t, j, rings, tiles, arrays, at, scale):
-        """dS before the j-th chunk, from the end, from dS after it, which is stored, as the chunk's Z and dV are."""
+        """dS before the j-th chunk, counted from the end, from dS after it. Stores dS after it, and the chunk's Z and dV."""
         (read_keys, write_keys, do, x, decay, beta, q, p), (state, out, dv) = rings, tiles
         (gErrors, gStates, gDV), (batch, row, chunk, head, block) = arrays, at
         send_state(gStates, chunk, head, block, 1, state, ds_t, 2)

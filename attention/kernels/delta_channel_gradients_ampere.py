@@ -3,8 +3,9 @@ any order, from the states before each chunk, the gradients of those after it, E
 the equations).
 
 A block has some chunks of a head. Its sixteen warps are four warpgroups of 16 tokens a warp, each with a quarter of the
-channels of the keys; besides, two make dP, half of the columns each, two G. First they go over the columns of values in panels
-of 32, whose tiles cp.async brings while the panel before is multiplied. Then come the pairs of tokens, level by level, as in
+channels of the keys; besides, two of them compute dP, half of the columns each, and two G. First they go over the columns of
+values in panels of 32, whose tiles cp.async loads while the previous panel is multiplied. Then come the pairs of tokens, level
+by level, as in
 channel_gradients_ampere.py."""
 
 import functools
@@ -53,12 +54,12 @@ from ..parts.recurrent.delta_chunks import PANEL, DeltaChunkConfig, chunk_fields
 from ..parts.recurrent.gates import COL_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
-GROUPS = 4  # of warps, which have a part of the channels each
+GROUPS = 4  # warpgroups, each with a quarter of the channels
 WARPS = WARPGROUP * GROUPS  # of a block
 FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
 SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
-NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
+NARROW = 32  # bytes of a row in a panel of tiles that are read 16 columns at a time
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def make(config: Config):
 
     @inlined
     def store_pairs(w, scores, rank, other):
-        """Write the scores of a warp's tokens with those of a warp before it, or with each other, to both places in W."""
+        """Write the scores of a warp's tokens with those of an earlier warp, or with each other, to both triangles of W."""
         transposed = transpose(scores)
         if other < rank:
             store(subtile(w, ROWS, rank, ROWS, other), scores)
@@ -136,7 +137,8 @@ def make(config: Config):
 
     @inlined
     def decay_products(dq, dk_read, dk_write, dots, tiles, beta, scale):
-        """dq, dk and r as far as they come from states, from products with these. dots: of <S, dS>, the warp's part."""
+        """The parts of dq, dk and r that come from states, where dq, dk_read and dk_write are products with states. r: q dq +
+        k dk_read - k dk_write. dots: the warp's part of <S, dS>."""
         queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
         sums = load(channels.part(b), OUT, fenced=False)
         decay = exp2(sums)
@@ -202,7 +204,7 @@ def make(config: Config):
 
     @inlined
     def load_level_scores(w, index, pair_side, is_pair):
-        """A warp's rows of W, of dP or of G, with half of the chunk's tokens: 0 but for pairs."""
+        """A warp's rows of W, of dP or of G, with half of the chunk's tokens; 0 where is_pair is False."""
         rows = subtile(subtile(w, CHUNK, index), ROWS, warpgroup.rank(), FAR, pair_side)
         return INPUT(where(is_pair, fp32(load(rows, SCORES, fenced=False)), 0.0))
 
@@ -212,7 +214,7 @@ def make(config: Config):
         gErrors: array(4, INPUT), gStates: array(4, INPUT), gDQ: array(4, OUTPUT), gDK: array(4, OUTPUT), gDBeta: array(3),
         gDGates: array(4), gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gErrors: E above Z. gStates: S^T and
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gErrors: E above Z. gStates: S^T and
         dS^T by panels. Gates' gradients of padding are set to 0."""
         q, k, do, errors, s, b, x, keys_x, w, carried = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
@@ -234,14 +236,14 @@ def make(config: Config):
                 fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
             channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head))
 
-            # what goes through states, and the scores of dP and G, by panels of values
+            # the parts of gradients that come from states, and the scores dP and G, by panels of values
             scores, dq, dk_write, dk_read = zeros(PAIRS), zeros(OUT), zeros(OUT), zeros(OUT)
             dbeta, state_dots = zeros(COL_VEC), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
                     thread_block.sync(FENCED)
                     fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-                do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the panel before
+                do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the previous panel
                 error_tile, states = errors.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     fill_panel = int32(panel + STAGES - 1)
@@ -285,7 +287,7 @@ def make(config: Config):
                 size, inverse = size >> 1, inverse * 2.0
             dq, dk, r = sums
 
-            # a token with itself
+            # pairs of a token with itself
             p = load(subtile(subtile(w, CHUNK, 0), ROWS, rank, ROWS, rank), NEAR, fenced=False)
             diagonal = row_sum(where(equal(row_index(ROW), col_index(COL)), fp32(p), 0.0))
             dq, dk = dq + load_rows(key_tile) * diagonal, dk + load_rows(query_tile) * diagonal

@@ -1,10 +1,10 @@
 """Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
-any order, for Hopper: what delta_channel_gradients_ampere.py computes, from the same arrays (parts/recurrent/delta_channels.py
+any order, for Hopper: the results of delta_channel_gradients_ampere.py, from the same arrays (parts/recurrent/delta_channels.py
 has the equations).
 
-Two warpgroups, the consumers, have half of the channels of the keys each. What goes through states, dP and G are wgmmas; while
-they run, two warps of each consumer sum up the gates. Then a warp has a block of 16 tokens (block_pairs.py), and takes the
-pairs of tokens along in the accumulators of what came from states. A third warpgroup loads the next chunk's states, errors and
+Two warpgroups, the consumers, have half of the channels of the keys each. Products with states, dP and G are wgmmas; while
+they run, two warps of each consumer sum up the gates. Then a warp has a block of 16 tokens (block_pairs.py), and adds the pairs
+of tokens to the accumulators of the products with states. A third warpgroup loads the next chunk's states, errors and
 dO as soon as they are multiplied, and stores dbeta."""
 
 import functools
@@ -149,7 +149,8 @@ def make(config: Config):
 
     @inlined
     def dot_states(states, d_states):
-        """<S, dS> of each channel, of the warp's columns of values. The warps that sum up no gates share them."""
+        """<S, dS> of each channel, over the warp's columns of values, which are divided among the warps that sum up no
+        gates."""
         dots = lane_col_sum(zeros(OUT))
         for i in range(STATE_ROWS // 16):
             row = int32(STATE_ROWS // 16 * (warpgroup.rank() - GATE_WARPS) + i)
@@ -159,7 +160,7 @@ def make(config: Config):
 
     @inlined
     def finish_scores(scores, beta, dbeta, j, scale):
-        """dP or G from dO E^T or Z E^T, of which the latter has dbeta on its diagonal."""
+        """dP from dO E^T, or G from Z E^T, whose diagonal is dbeta."""
         cols = load(beta, ROW_VEC)
         if warpgroup.id() == 0:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
@@ -172,8 +173,9 @@ def make(config: Config):
 
     @inlined
     def store_gate_gradients(b, r, carried, has_floor_gates, gGates, at):
-        """Overwrite the consumer's part of b, which all have read, by its gates' gradients. r: what token i has for all gates
-        up to its own. carried: for each warp what its tokens have for all gates of the chunk. at: the warp's first gate."""
+        """Overwrite the consumer's part of b, which all its warps have read, by its gates' gradients. r: each token's gradient
+        of b, q dq + k dk_read - k dk_write. carried: each warp's part of the gradient that all gates of the chunk share. at:
+        the warp's first gate."""
         b_part, rank = channels.part(b), warpgroup.rank()
         store(b_part, r)
         warpgroup.sync(FENCED)
@@ -251,7 +253,7 @@ def make(config: Config):
             j = int32(0)
             while chunk_items.has(grid, j):  # range would hold a register more
                 wg, rank = warpgroup.id(), warpgroup.rank()
-                # what goes through states, dP and G, while gates are summed up
+                # products with states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
                 douts, z_tile = left, z.wait(j)
                 if wg:
@@ -284,10 +286,10 @@ def make(config: Config):
                 z.release(j)
                 s.release(j)
                 ds.release(j)
-                warpgroup.sync(FENCED)  # the gates' sums are there
+                warpgroup.sync(FENCED)  # the gates' sums are written
                 tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, vectors, w.wait(j))
                 is_gentle, has_floor_gates = pairs.prepare(tiles)
-                warpgroup.sync(FENCED)  # what `prepare` wrote is there
+                warpgroup.sync(FENCED)  # all warps' writes of `prepare` are visible
 
                 # pairs of tokens
                 if WITH_GATES:
@@ -297,7 +299,7 @@ def make(config: Config):
                 sums = pairs.add_pairs(BlockGradients(dq, dk_read, dk_write), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
-                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)  # anew, to save registers
+                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)  # computed again, to save registers
                 key_rows, (key_head, _) = (
                     (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)),
                     divmod(head, group),

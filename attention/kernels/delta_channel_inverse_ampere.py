@@ -1,10 +1,10 @@
-"""What the delta rule needs of each chunk before its state is known, where each channel of the keys has a decay
+"""The part of the delta rule in each chunk that does not depend on states, where each channel of the keys has a decay
 (parts/recurrent/delta_channels.py has the equations): the queries and keys that states are multiplied by,
 
     scale exp(b) Q        exp(b) K        exp(b_last - b) K        exp(b_last), the decay of the state
 
 and the inverses and P of delta_inverse_ampere.py, of scores that are computed by recursive halving (anchored_scores.py). A
-block has some chunks of a head, its warps 16 tokens each."""
+block has some chunks of a head, each of its warps 16 tokens."""
 
 import functools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 class ScaledScores(KdaScores):
-    """KdaScores with a scale for those of queries, which comes behind the triangles."""
+    """KdaScores, with a scale for the scores of queries, which is the parameter after the triangles."""
 
     @inlined
     def round_scores(self, extra, scores, warp, block):
@@ -67,7 +67,7 @@ def make(config: Config):
 
     @inlined
     def store_decayed(gDecayedQ, gReadKeys, gWriteKeys, queries, keys, b, chunk, head, scale, warp):
-        """Write what states are multiplied by: a warp's 16 decayed queries and keys."""
+        """Store a warp's 16 decayed queries and keys, which multiply states."""
         for i in range(WARPS):  # the channels of each warp
             sums = load(channels.group_part(b, warp, i), GROUP, fenced=False) * LOG2_E
             last = channels.load_last_sums(b, i)
@@ -86,8 +86,8 @@ def make(config: Config):
         gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
         length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
-        each chunk and head. gForward, gReverse: as in delta_inverse_ampere.py."""
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gB, gChunkBeta: exp(b_last) and beta
+        of each chunk and head. gForward, gReverse: as in delta_inverse_ampere.py."""
         q, k, far_keys, b, high, low, biases, rates = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)
@@ -95,7 +95,7 @@ def make(config: Config):
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         n, warp, constants = seq.num_chunks(), warpgroup.rank(), (biases, rates)
         queries, keys, betas = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gBeta, 1, seq.end)
-        store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
+        store_parts(high, low, zeros(TILE))  # blocks above the diagonal are loaded, and not used
         channel_gates.load_constants(constants, params, head, warp)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
@@ -105,7 +105,7 @@ def make(config: Config):
             for i in range(CHUNK // TOKEN_GROUP):
                 at = seq.batch, int32(token + TOKEN_GROUP * i), head, int32(GROUP.cols * warp)
                 store(channels.group_part(b, i, warp), load(truncate(gGates, 1, seq.end), GROUP, at, 1, 3))
-            cuda.syncwarp()  # other lanes read them
+            cuda.syncwarp()  # other lanes read what this one wrote
             channel_gates.cumsum(b, b, constants, warp, seq.remaining(j))
             beta = BETA.compute(load(betas, ROW_VEC, (seq.batch, token, head), cols=1))
             store(gB, exp2(channels.load_last_sums(b, warp)), (chunk, head, int32(GROUP.cols * warp)))

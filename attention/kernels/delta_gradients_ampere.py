@@ -103,7 +103,7 @@ def make(config: Config):
         gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3),
         gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gErrors: E above Z.
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gErrors: E above Z.
         gStates: S^T and dS^T by panels. gQueryDots .. gStateDots: see gate_gradient.py."""
         q, k, do, e, s, p, g = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)

@@ -1,10 +1,10 @@
-"""What the delta rule needs of each chunk before its state is known (parts/recurrent/delta_chunks.py has the equations): the
-cumulative sums of its gates, its betas, and with N = stril(M * K K^T)
+"""The part of the delta rule in each chunk that does not depend on states (parts/recurrent/delta_chunks.py has the equations):
+the cumulative sums of gates, betas, and with N = stril(M * K K^T)
 
     (I + N beta)^-T        (I + beta N)^-T        P^T = scale (M * Q K^T)^T
 
-The second inverse is for gradients. Inverses are two parts each, high and low. A block has some chunks of a head, its warps 16
-tokens each."""
+The second inverse is for gradients. Inverses are stored as a sum of two numbers of the input's dtype, high and low. A block has
+some chunks of a head, each of its warps 16 tokens."""
 
 import functools
 from collections.abc import Iterator
@@ -58,9 +58,9 @@ def make(config: Config):
         gForward: array(4, INPUT), gReverse: array(4, INPUT), gCuSeqlens: ENDS,
         length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: of each chunk and head.
-        gForward: the inverse for E, high above low; gReverse: that for Z, and below P^T. Without the second inverse they
-        may be the same array."""
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gB, gChunkBeta: b and beta of each
+        chunk and head. gForward: the inverse for E, high above low; gReverse: that for Z, and below it P^T. Without the second
+        inverse they may be the same array."""
         q, k, high, low, b = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)

@@ -1,11 +1,10 @@
-"""The UT transform of all chunks of the delta rule at once, for Hopper: what delta_walk_hopper.py needs of each chunk and does
-not get from the state.
+"""The UT transform of all chunks of the delta rule at once, for Hopper: the part of delta_walk_hopper.py's computation that
+does not depend on states.
 
     A = stril(beta M * K K^T)        T = (I + A)^-1 beta
 
 with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
-exp(b_last - b), and the factor of what the state returns for a key: exp(b), times the key's inverse norm if keys are divided
-by their L2 norms (l2norm.py).
+exp(b_last - b), and the factor of k S: exp(b), times the key's inverse norm if keys are divided by their L2 norms (l2norm.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
 in four; all four warps invert, while TMA brings the keys of the next chunk."""
@@ -39,7 +38,7 @@ VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each w
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? formula, beta: what computes gates and beta of what is in memory; None: the gates themselves are there.
+    (cu_seqlens)? formula, beta: compute gates and beta from the numbers in memory; None: these are the gates and beta.
     l2norm: are keys divided by their L2 norms?"""
 
     key_dim: int
@@ -117,8 +116,8 @@ def make(config: Config):
         gK: tiled(config.key, unit=1), gBeta: array(3), gGates: array(3), gTransforms: tiled(config.square, rows=2),
         gVectors: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gTransforms: T^T of each chunk and
-        head; gVectors: the factor of what the state returns for a key, b, exp(b) and exp(b_last - b). `group` value heads share
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gTransforms: T^T of each chunk and
+        head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b). `group` value heads share
         a key head."""
         tiles = smem.open()
         k, vectors, high, low, out = tiles[:5]

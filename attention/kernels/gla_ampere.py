@@ -7,10 +7,10 @@ With b, P, q~ and k~ of channel_scores.py, a chunk is
 
     O = scale (q~ S + P V)        S after = exp(b_last) S + k~^T V
 
-A block has 128 columns of the values of a head, and scans a sequence or a segment of one. Its eight warps first make P, q~ and
-k~, 16 tokens and half of the channels each; q~ and k~ take the place of q and k. Then each has 16 columns of the values, for
-which it holds the state in registers, transposed. The next gates are loaded before that, and the next queries and values while
-the state is updated."""
+A block has 128 columns of the values of a head, and scans a sequence or a segment of one. Its eight warps first compute P, q~
+and k~, 16 tokens and half of the channels each; q~ and k~ overwrite q and k. Then each has 16 columns of the values, for which
+it holds the state in registers, transposed. The next gates are loaded before that, and the next queries and values while the
+state is updated."""
 
 import functools
 import itertools
@@ -39,9 +39,9 @@ BLOCK_COLUMNS = HALVES * COLUMNS  # of values
 
 @dataclass(frozen=True)
 class Config(ChannelChunkConfig):
-    """A kernel's configuration. local: is the state before a segment 0, and is only that after it stored, and its decay?
-    ctas_per_sm: how many thread blocks an SM is to hold. formula: what computes gates of what is in memory; None: the gates
-    themselves are there."""
+    """A kernel's configuration. local: does the kernel compute only each segment's local state, which follows from a state of 0
+    before it, and its decay? ctas_per_sm: how many thread blocks an SM is to hold. formula: computes gates from the numbers in
+    memory; None: these are the gates."""
 
     local: bool = False
     ctas_per_sm: int = 1
@@ -67,8 +67,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 def count_resident_blocks(key_dim: int, shared_bytes: int) -> int:
-    """How many thread blocks an SM holds, for keys of so many channels, padded, on a GPU whose blocks may have so much shared
-    memory: two for 64 channels, whose state leaves registers for them. Half as many warps took 1.4 times as long."""
+    """How many thread blocks an SM is to hold, for keys of key_dim channels, padded, on a GPU whose blocks may have
+    `shared_bytes` of shared memory: two for 64 channels, whose state leaves registers for two. (One block with half as many
+    warps took 1.4 times as long.)"""
     return 2 if key_dim <= min(KEY_DIMS) and shared_bytes >= MEDIUM else 1
 
 
@@ -93,7 +94,7 @@ def make(config: Config):
 
     @inlined
     def score_tokens(queries, keys, near, b, reference_decays):
-        """P of a chunk, once the block has met. Overwrites q by q~ and k by k~."""
+        """P of a chunk. Overwrites q by q~ and k by k~, and synchronises the block's warps."""
         halved, near_keys, p = (
             thread_block.reduce_any(channel_scores.is_strong(b)),
             near.reuse(channel_scores.key),
@@ -106,7 +107,7 @@ def make(config: Config):
         thread_block.sync(FENCED)
         if not halved:
             s = channel_scores.compute(query, near_keys, reference_decays)
-            thread_block.sync(FENCED)  # P takes the place of the keys that all have read
+            thread_block.sync(FENCED)  # P overwrites the near keys, which all warps have read
             channel_scores.store(p, s)
         return p
 
@@ -124,7 +125,7 @@ def make(config: Config):
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n, half, col = seq.num_chunks(), warpgroup.id(), int32(BLOCK_COLUMNS * block)
-        column = int32(col + ROWS * warp_index())  # the first one of this warp
+        column = int32(col + ROWS * warp_index())  # the warp's first one
         queries, keys, values = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gV, 1, seq.end)
         query_chunks, at = 0 if LOCAL else n, (seq.batch, seq.start, key_head, 0)
         q.fill(0, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
@@ -140,7 +141,7 @@ def make(config: Config):
             channels.store_gates(b, tile_gates.compute(gates, rate, biases, seq.remaining(j)))
             query_tile = q.wait(j, 1)  # its barrier also shows the gates to all warps
             channels.cumsum_stored_gates(b)
-            key_tile = k.wait(j)  # and this one b
+            key_tile = k.wait(j)  # this barrier shows b
             last = channels.load_last(b)
             if warpgroup.rank() == 0:
                 store(subtile(state_decay, HALF, half), exp2(last))
@@ -150,7 +151,7 @@ def make(config: Config):
             else:
                 p = score_tokens(query_tile, key_tile, near, b, reference_decays)
             gates = channels.load_gates(gGates, seq, next_token, head)
-            columns = subtile(v.wait(j), CHUNK, 0, COLUMNS, half)  # this one P, q~ and k~
+            columns = subtile(v.wait(j), CHUNK, 0, COLUMNS, half)  # this barrier shows P, q~ and k~
             v_t = warpgroup.load_transposed(columns, TRANSPOSED, fenced=False)
             if not LOCAL:
                 o = mma_ABt(zeros(OUT), query_tile, INPUT(s_t))

@@ -83,7 +83,7 @@ class HedgehogQueryGradients(HedgehogConfig):
             gDFeatures: array(4), gDAlphas: array(2), gDBetas: array(2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT,
             group: INT, scale: FLOAT,
         ):  # fmt: skip
-            """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gFeatures: f(q). gWeights,
+            """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gFeatures: f(q). gWeights,
             gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the queries'. gWindowDX: what
             dq has of the window. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
             k, v, s = smem.open()

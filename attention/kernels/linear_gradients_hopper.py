@@ -12,8 +12,8 @@ The states before all chunks are in memory, transposed, in the input's dtype (re
 columns of the values, for which it keeps dS in registers, transposed, and computes dV. Besides, the first computes dQ, the
 second dK, for which it reads dS of both in shared memory. Every exponent is a sum of gates, so never positive.
 
-Of the gates' gradients (gradients.py) it stores q . dq and k . dk, and for each chunk the sum of what k . dk has from dS,
-and <S, dS>; gate_gradient.py does the rest."""
+For the gates' gradients (gradients.py) it stores q . dq and k . dk, and for each chunk the sum of the parts of k . dk that come
+from dS, and <S, dS>; gate_gradient.py computes the gradients from these."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ DQ_CONSUMER = 0  # the consumer that computes dQ
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK
     float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)? with_gates:
-    is what the gates' gradients are made of stored, too?"""
+    are the sums for the gates' gradients stored, too?"""
 
     key_dim: int
     dtype: dtype
@@ -122,7 +122,8 @@ def make(config: Config):
 
     @inlined
     def multiply(x, tile):
-        """x * tile, whose panels are added: only sums over channels are wanted, and with all of them registers would spill."""
+        """x * tile, with its panels of columns added up: only sums over channels are wanted, and with all columns registers
+        would spill."""
         if KEYS > PANEL:
             return multiply_panel(x, tile, 0) + multiply_panel(x, tile, 1)
         else:
@@ -220,14 +221,14 @@ def make(config: Config):
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
                 clear_tails((q_tile, k_tile), remaining)
                 clear_tails((v_tile, do_tile), remaining)
-                warpgroup.sync_several(CONSUMERS)  # both have read dS of the chunk before
+                warpgroup.sync_several(CONSUMERS)  # both have read dS of the previous chunk
                 warpgroup.store(ds_columns, ds_t)
                 b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, remaining)
                 warpgroup.sync_several(CONSUMERS)
                 s_tile, do_columns = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
                 if wg == DQ_CONSUMER:  # dx is dQ
                     left, right, states, operand, partner = do_tile, v_tile, s_tile, q_tile, k_tile
-                else:  # dx is dK, dp its transpose, with all signs of b the other way round
+                else:  # dx is dK, dp is dP^T, and b has the opposite sign
                     left, right, states, operand, partner = v_tile, do_tile, ds, k_tile, q_tile
                 p_t = warpgroup.mm_ABt(k_tile, q_tile)
                 dv = warpgroup.mm_ABt(k_tile, ds_columns)

@@ -12,7 +12,7 @@ from tiles import fp32, inlined
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.targets import Target
 
-from ..parts.short_conv import STEP, ConvConfig, ShortWindow, TokenBlocks, conv_space, find_panel
+from ..parts.short_conv import STEP, ConvConfig, Convolution, TokenBlocks, conv_space, find_panel
 
 
 class Config(ConvConfig):
@@ -34,14 +34,14 @@ def space(target: Target, everything: bool) -> Iterator[ConvConfig]:
 def make(config: Config):
     """(kernel, shared memory: None) of a configuration."""
     INPUT, SILU, WIDTH = config.dtype, config.silu, config.width
-    window, token_blocks = ShortWindow(WIDTH, SILU, config.bias, INPUT, config.aligned), TokenBlocks(config.varlen)
+    conv, token_blocks = Convolution(WIDTH, SILU, config.bias, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
     def store_result(outputs, x, previous, taps, batch, token, col):
         """Store y of a token; returns the tokens before the next one."""
         x = fp32(x)
-        z = window.convolve(x, previous, taps)
-        window.store(outputs, silu(z) if SILU else z, batch, token, col)
+        z = conv.convolve(x, previous, taps)
+        conv.store(outputs, silu(z) if SILU else z, batch, token, col)
         return previous.push(x)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
@@ -56,26 +56,26 @@ def make(config: Config):
         if index >= count:
             return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
-        taps = window.load_taps(gWeight, gBias, col)
-        previous = window.load_previous(gX, gInitialState, block, col)
+        taps = conv.load_taps(gWeight, gBias, col)
+        previous = conv.load_previous(gX, gInitialState, block, col)
         inputs, outputs = truncate(gX, 1, block.end), truncate(gOut, 1, block.end)
-        a = window.load(inputs, block.batch, block.start, col)
-        b = window.load(inputs, block.batch, block.start + 1, col)
-        c = window.load(inputs, block.batch, block.start + 2, col)
-        d = window.load(inputs, block.batch, block.start + 3, col)
+        a = conv.load(inputs, block.batch, block.start, col)
+        b = conv.load(inputs, block.batch, block.start + 1, col)
+        c = conv.load(inputs, block.batch, block.start + 2, col)
+        d = conv.load(inputs, block.batch, block.start + 3, col)
         for t in range(block.start, block.end, STEP):  # each line is loaded anew once it is computed with
             previous = store_result(outputs, a, previous, taps, block.batch, t, col)
-            a = window.load(inputs, block.batch, t + STEP, col)
+            a = conv.load(inputs, block.batch, t + STEP, col)
             previous = store_result(outputs, b, previous, taps, block.batch, t + 1, col)
-            b = window.load(inputs, block.batch, t + STEP + 1, col)
+            b = conv.load(inputs, block.batch, t + STEP + 1, col)
             previous = store_result(outputs, c, previous, taps, block.batch, t + 2, col)
-            c = window.load(inputs, block.batch, t + STEP + 2, col)
+            c = conv.load(inputs, block.batch, t + STEP + 2, col)
             previous = store_result(outputs, d, previous, taps, block.batch, t + 3, col)
-            d = window.load(inputs, block.batch, t + STEP + 3, col)
+            d = conv.load(inputs, block.batch, t + STEP + 3, col)
         if gFinalState.shape[0] > 0 and block.ends_sequence():
             for t in range(1 - WIDTH, 0):
-                x = window.load_token(gX, gInitialState, block, block.last + t, col)
-                window.store_window(gFinalState, x, block, t, col)
-        token_blocks.clear_padding(gOut, window, block, col, length, gCuSeqlens)
+                x = conv.load_token(gX, gInitialState, block, block.last + t, col)
+                conv.store_window(gFinalState, x, block, t, col)
+        token_blocks.clear_padding(gOut, conv, block, col, length, gCuSeqlens)
 
     return short_conv, None

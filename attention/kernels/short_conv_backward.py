@@ -29,8 +29,8 @@ from ..parts.short_conv import (
     STEP,
     WIDTHS,
     ConvConfig,
+    Convolution,
     PreviousTokens,
-    ShortWindow,
     TokenBlocks,
     conv_space,
     find_panel,
@@ -109,7 +109,7 @@ def make(config: Config | SumConfig):
 def make_gradients(config: Config):
     """(kernel, shared memory: None) of dx, the gradient of the window before it, and the sums of each block."""
     INPUT, WIDTH, BIAS = config.dtype, config.width, config.bias
-    window, token_blocks = ShortWindow(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
+    conv, token_blocks = Convolution(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
     def add(sums, x, previous, dz):
@@ -123,28 +123,28 @@ def make_gradients(config: Config):
     def load_token(x_rows, dy_rows, block, token, col):
         """Load the TokenLines of a token. token: its number, counted from the block's first."""
         token = int32(block.start + token)
-        return TokenLines(window.load(x_rows, block.batch, token, col), window.load(dy_rows, block.batch, token, col))
+        return TokenLines(conv.load(x_rows, block.batch, token, col), conv.load(dy_rows, block.batch, token, col))
 
     @inlined
     def advance(state, sums, token, taps):
         """(the WalkState after a token, the LagSums with it, dx of the token three before it)."""
         x = fp32(token.x)
-        dz = window.activation_gradient(window.convolve(x, state.x, taps), fp32(token.dy))
-        dx = window.convolve_gradient(state.dz, dz, taps)
+        dz = conv.activation_gradient(conv.convolve(x, state.x, taps), fp32(token.dy))
+        dx = conv.convolve_gradient(state.dz, dz, taps)
         return WalkState(state.x.push(x), state.dz.push(dz)), add(sums, x, state.x, dz), dx
 
     @inlined
     def store_dx(dx_rows, dx, gDState, block, window_start, token, col):
         """Store dx of a token. To dx of the tokens from `window_start` on, the gradient of the final window is added."""
         if token >= window_start:
-            dx = dx + window.load_window(gDState, block, token - block.last, col)
-        window.store(dx_rows, dx, block.batch, token, col)
+            dx = dx + conv.load_window(gDState, block, token - block.last, col)
+        conv.store(dx_rows, dx, block.batch, token, col)
 
     @inlined
     def store_window_gradient(gDInitialState, dx, gDState, block, token, col):
         """Store dx of a token of the window before the sequence. token: -1 for the last one of the window."""
-        dx = dx + window.load_window(gDState, block, block.first + token - block.last, col)
-        window.store_window(gDInitialState, dx, block, token, col)
+        dx = dx + conv.load_window(gDState, block, block.first + token - block.last, col)
+        conv.store_window(gDInitialState, dx, block, token, col)
 
     @inlined
     def store_sum(gSums, total, index, tap, col):
@@ -162,11 +162,11 @@ def make_gradients(config: Config):
         if index >= count:
             return
         block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
-        taps, zero_line = window.load_taps(gWeight, gBias, col), zeros(LINE)
+        taps, zero_line = conv.load_taps(gWeight, gBias, col), zeros(LINE)
         sums = zero_sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
         read_end = int32(min(block.last, block.end + MAX_LAG))
         x_rows, dy_rows, dx_rows = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
-        state = WalkState(window.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line))
+        state = WalkState(conv.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line))
         a = load_token(x_rows, dy_rows, block, 0, col)
         b = load_token(x_rows, dy_rows, block, 1, col)
         c = load_token(x_rows, dy_rows, block, 2, col)
@@ -206,7 +206,7 @@ def make_gradients(config: Config):
             store_sum(gSums, sums.lag3, index, WIDTH - 4, col)
         if BIAS:
             store_sum(gSums, sums.bias, index, WIDTH, col)
-        token_blocks.clear_padding(gDX, window, block, col, length, gCuSeqlens)
+        token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
 
     return short_conv_backward, None
 

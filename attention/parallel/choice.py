@@ -137,7 +137,7 @@ def count_first_heads(
 
 
 def is_mostly_local(call: ForwardCall, queries: Sequence[Spans], keys: Sequence[Spans]) -> bool:
-    """On each rank, do most queries see only keys of their own rank, because of a window? Then these are computed while keys
+    """Do most queries of each rank see only keys of their own rank, because of a window? Then these are computed while keys
     arrive."""
     if call.window[0] is None or call.options.get("dropout") or queries != keys or len(queries) == 1:
         return False

@@ -139,16 +139,16 @@ def _drop_empty_spans(spans: list[Span]) -> Spans:
 
 def spans_with_offsets(spans: Spans) -> list[tuple[int, Span]]:
     """(offset, span) of each span, where offset counts the tokens of the spans before it."""
-    begins = itertools.accumulate(map(len, spans), initial=0)
-    return [(at, span) for at, span in zip(begins, spans)]
+    offsets = itertools.accumulate(map(len, spans), initial=0)
+    return list(zip(offsets, spans))
 
 
 def contiguous_runs(spans: Spans) -> list[tuple[int, Span]]:
-    """`with_offsets`, where adjacent spans that continue each other are one."""
+    """spans_with_offsets, where adjacent spans that continue each other are one."""
     runs: list[tuple[int, Span]] = []
-    for at, span in spans_with_offsets(spans):
+    for offset, span in spans_with_offsets(spans):
         if runs and runs[-1][1].stop == span.start:
             runs[-1] = runs[-1][0], Span(runs[-1][1].start, span.stop)
         else:
-            runs.append((at, span))
+            runs.append((offset, span))
     return runs

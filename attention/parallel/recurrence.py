@@ -29,12 +29,12 @@ ALIGNED = 32  # numbers: 128 bytes
 
 
 class ShardedRecurrence:
-    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say by which function of one GPU, and how M and
-    N follow. backward: the function of its gradients, which returns those of the arrays, and of the optional_gradients that a
-    flag asks for. initial_option, final_option: the function's options for states; final_gradient: backward's; value_index:
-    which array holds the values; without_tokens: the indices of arrays that have no token axis; names: of the arrays;
-    autocast_names: the arrays and options that torch.autocast casts. in_training: will there be gradients? stored: what forward
-    then stores for them, as options of `backward`."""
+    """A call on this rank's shard, which maps a state S to M S + N. Subclasses say which function of one GPU computes it, and
+    how M and N are computed. backward: the function of its gradients, which returns those of the arrays, and of the
+    optional_gradients that a flag asks for. initial_option, final_option: the function's options for states; final_gradient:
+    backward's; value_index: which array holds the values; without_tokens: the indices of arrays that have no token axis; names:
+    of the arrays; autocast_names: the arrays and options that torch.autocast casts. in_training: will there be gradients?
+    stored: what forward then stores for them, as options of `backward`."""
 
     function: Callable
     backward: Callable
@@ -201,8 +201,8 @@ class ShardedRecurrence:
         total = self._total_tokens(peers, parse_length("length", length))
         spans = Contiguous().spans(total, peers.world)[peers.rank]
         if (expected := count_tokens(spans)) != first.shape[1]:
-            had = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {expected} of {total}"
-            raise ValueError(f"length: {had}: give length, the number of all tokens, because shards may differ in length")
+            shares = f"rank {peers.rank} of {peers.world} has {first.shape[1]} tokens, and would have {expected} of {total}"
+            raise ValueError(f"length: {shares}: give length, the number of all tokens, because shards may differ in length")
         check_flag(self.final_option, self.options.get(self.final_option, False))
         check_torch_tensors(**{option: self.options[option] for option in ("cu_seqlens",) if option in self.options})
         self._check_options(peers.rank)

@@ -71,7 +71,8 @@ def mamba2(x: Any, dt: Any, A: Any, B: Any, C: Any, *, group: Any = None, length
 
 
 def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """q, k, beta and the options, without raw gates, raw beta and qk_l2norm: ranks exchange what follows from them."""
+    """q, k, beta and the options, with raw gates, raw beta and qk_l2norm evaluated, because a shard's M and N depend on the
+    values."""
     beta, options = gates.evaluate(beta) if isinstance(beta, gates.RawBeta) else beta, dict(options)
     if isinstance(options.get("decay"), gates.RawGate):
         options["decay"] = gates.evaluate(options["decay"])

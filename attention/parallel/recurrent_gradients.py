@@ -7,10 +7,10 @@ composes those of the ranks after it,
     dS_R = the gradient of the returned state, summed over ranks        dS_r = M_r^T dS_(r+1) + L_r
 
 and computes its gradients by the function of one GPU, from the state before its shard, which forward kept, and dS after it.
-The first rank sends nothing. The others compute L first: linear attention and Mamba-2 by a pass over q and dO, which computes
-states alone, other members by a pass whose other gradients are not used. There the last rank, which knows dS_R, needs one
-pass. Linear attention stores the states before chunks in forward where one GPU does (plans/chunk_states.py). All sums have a
-fixed order: the same bits every time."""
+The first rank sends nothing. The others compute L first: a SegmentedRecurrence by a pass over q and dO, which computes states
+alone; other recurrences by the backward function, of whose results only this gradient is used. (Their last rank, which knows
+dS_R, calls it once.) Linear attention stores the states before chunks in forward where one GPU does (plans/chunk_states.py).
+All sums have a fixed order: the same bits every time."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class GradientPasses:
         recurrence, initial = self.recurrence, self.recurrence.initial_option
         if not len(self.shard.span):
             inputs = dict(zip(recurrence.names, recurrence.arrays)) | recurrence.options
-            of_state = self.zero_state() if after is None else after
-            return {name: of_state if name == initial else torch.zeros_like(inputs[name]) for name in requested}
+            state_gradient = self.zero_state() if after is None else after
+            return {name: state_gradient if name == initial else torch.zeros_like(inputs[name]) for name in requested}
         optional = [name for name in recurrence.optional_gradients if name in requested]
         options = recurrence.options | self.shard.varlen_options() | {initial: self.before, recurrence.final_gradient: after}
         options |= recurrence.stored | {f"d{name}": name in optional for name in recurrence.optional_gradients}

@@ -56,7 +56,7 @@ class NewToken(NamedTuple):
 class NoDescales(KernelPart):
     """Rows are rounded to the dtype of the cache, and not divided."""
 
-    to: dtype
+    cache_dtype: dtype
 
     @property
     def array(self) -> Any:
@@ -66,7 +66,7 @@ class NoDescales(KernelPart):
     @property
     def greatest(self) -> float:
         """The greatest number of the cache's dtype."""
-        return self.to.ends[1]
+        return self.cache_dtype.ends[1]
 
     @property
     def needs_whole_row(self) -> bool:
@@ -82,7 +82,7 @@ class NoDescales(KernelPart):
     @inlined
     def quantize(self, x, descale):
         """x / descale, in the dtype of the cache."""
-        return self.to(x)
+        return self.cache_dtype(x)
 
 
 class GivenDescales(NoDescales):
@@ -97,7 +97,7 @@ class GivenDescales(NoDescales):
 
     @inlined
     def quantize(self, x, descale):
-        return self.to(x / descale)
+        return self.cache_dtype(x / descale)
 
 
 class ComputedDescales(GivenDescales):

@@ -28,7 +28,7 @@ from tiles import dtype, fp32, inlined, rt, static
 from tiles.layout import LANES
 
 LINES, COLUMNS = 16, 32  # of a warp's tile
-WARPS, MAX_WARPS = 4, 16  # of a block, where each has rows of its own; at most
+WARPS, MAX_WARPS = 4, 16  # of a block of GroupedRows; of a block of SpreadRow, at most
 GROUPS = (1, 2, 4, 8)  # lines of rows of which a tile has several
 
 
@@ -78,8 +78,8 @@ class GroupedRows:
 
     @inlined
     def find(self, panels, splits, tokens, length, batches):
-        """The Strip of this warp, or block. panels: of the heads, each as many as a tile has; splits: of a sequence, each of so
-        many tokens. Beyond the last, one without tokens."""
+        """The Strip of this warp, or block; a Strip without tokens for warps beyond the last one. panels: groups of heads, each
+        of as many as a tile has rows. splits: parts of a sequence, each of `tokens` tokens."""
         number, panel = divmod(self.index(), panels)
         batch, split = divmod(number, splits)
         start = int32(split * tokens)
@@ -133,7 +133,8 @@ class GroupedRows:
 
 @static
 class SpreadRow(GroupedRows):
-    """Rows of more lines, or of any other number: a block has one row of a token at a time, sixteen lines each of its warps."""
+    """Rows of any other number of lines: a block has one row of a token at a time, and each of its warps sixteen lines of
+    it."""
 
     registers = 80, 128
 

@@ -1,8 +1,8 @@
-"""What the kernels of short convolutions share: which tokens of which sequence a warp has, and what it keeps of them.
+"""What the kernels of short convolutions share: which tokens of which sequence a warp computes, and what it keeps of them.
 
-A warp has 128 channels, four of each lane, and walks along its tokens one after the other, so the tokens before one are in
-registers: each is loaded once, by an access of 256 adjacent bytes. Tokens come by fours, while those before are computed
-with."""
+A warp has 128 channels, four of each lane, and computes its tokens one after the other, so the tokens before one are in
+registers: each is loaded once, by an access of 256 adjacent bytes. Four tokens are on their way from memory while a warp
+computes the four before them."""
 
 import itertools
 from collections.abc import Iterator
@@ -96,11 +96,11 @@ class TokenBlocks:
         return TokenBlock(int32(sequence), batch, first, last, start, int32(min(limit, last)), limit)
 
     @inlined
-    def clear_padding(self, gOut, window, block, col, length, gCuSeqlens):
+    def clear_padding(self, gOut, conv, block, col, length, gCuSeqlens):
         """Store zeros to the tokens of the block after the last sequence."""
         if self.varlen and block.sequence + 2 == gCuSeqlens.shape[0]:
             for t in range(max(block.start, block.last), min(block.limit, length)):
-                window.store(gOut, zeros(LINE), block.batch, t, col)
+                conv.store(gOut, zeros(LINE), block.batch, t, col)
 
 
 @inlined
@@ -111,7 +111,7 @@ def find_panel(panels):
 
 
 class Taps(NamedTuple):
-    """What a token, and those with a lag of 1, 2 and 3 tokens are multiplied by, and the bias, for a warp's channels."""
+    """The weights that multiply a token and those 1, 2 and 3 tokens before it, and the bias, for a warp's channels."""
 
     lag0: Any
     lag1: Any
@@ -134,7 +134,7 @@ class PreviousTokens(NamedTuple):
 
 
 @static
-class ShortWindow:
+class Convolution:
     """The convolution of the last `width` tokens. silu, bias, dtype, aligned: see ConvConfig."""
 
     width: int
@@ -154,7 +154,7 @@ class ShortWindow:
 
     @inlined
     def load_taps(self, gWeight, gBias, col):
-        """The Taps of the channels from `col` on. Those beyond the width, and the bias if there is none, are not used."""
+        """The Taps of the channels from `col` on. Weights beyond the width, and the bias if there is none, are not used."""
         lag0, lag1 = self.load_tap(gWeight, col, 0), self.load_tap(gWeight, col, 1)
         lag2 = self.load_tap(gWeight, col, 2) if self.width > 2 else lag0
         lag3 = self.load_tap(gWeight, col, 3) if self.width > 3 else lag0
@@ -218,7 +218,7 @@ class ShortWindow:
 
     @inlined
     def activation_gradient(self, z, dy):
-        """dz, from the gradient dy of what follows: silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
+        """dz = silu'(z) dy, and silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z); without SiLU dz = dy."""
         if not self.silu:
             return dy
         s = sigmoid(z)

@@ -116,8 +116,9 @@ def linear_backward(
     float16, and infinite beyond 65504.
 
     With decays of channels gradients are computed by chunks, too. On Hopper, for float32 decays, Dk above 64 and up to 128, and
-    Dv up to 128, by a walk, and by a second kernel for chunks whose decays sum to less than about -4.5 over 16 tokens, or -100
-    over all (attention/kernels/channel_gradients_hopper.py). Otherwise, for Dk up to 128, by three launches
+    Dv up to 128, by a walk, and by a second kernel for chunks of 64 tokens in which a channel's decays sum to less than about
+    -144 over half of the tokens (float16: -11) or one of them is below -100 (attention/kernels/channel_gradients_hopper.py).
+    Otherwise, for Dk up to 128, by three launches
     (attention/parts/recurrent/channel_chunks.py), which round the scores scale q . k to q's dtype, too, as sums of two numbers.
     They need 163 KiB of shared memory, 227 if Dv is above 128, and arrays aligned to 16 bytes if Dk is above 64. All other
     calls, and those with decays of tokens or heads and Dv above 128 (on Hopper with cu_seqlens alone), are computed token by

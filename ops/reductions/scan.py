@@ -122,7 +122,8 @@ def _(target, source, least, function, y, z, below):
 
             so_far, ahead = b.real(0), load_batch(0)
             for start in range(0, source.rows, at_once):
-                arrived, ahead = ahead, load_batch(start + at_once)  # before these are stored, for a load waits for no store
+                # the next ones are loaded before these are stored, for a load waits for no store
+                arrived, ahead = ahead, load_batch(start + at_once)
                 for i, x in zip(batch(start), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
                     store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
@@ -162,10 +163,8 @@ def _(tile, last):
 
             ahead = load_batch(tile.rows)
             for end in range(tile.rows, 0, -AT_ONCE):
-                arrived, ahead = (
-                    ahead,
-                    load_batch(max(end - AT_ONCE, 0)),
-                )  # before these are stored, for a load waits for no store
+                # the next ones are loaded before these are stored, for a load waits for no store
+                arrived, ahead = ahead, load_batch(max(end - AT_ONCE, 0))
                 for i, x in zip(batch(end), arrived, strict=True):
                     so_far = b.fadd(so_far, x)
                     store_elements(b, fp32, [so_far], _at(b, tile, address, i, column_index))
