@@ -39,10 +39,8 @@ class Config:
     threads = LANES * WARPS
 
     def __str__(self):
-        dims, copies = (
-            f"D {self.head_dim}/{self.value_dim} {self.dtype}",
-            f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16),
-        )
+        dims = f"D {self.head_dim}/{self.value_dim} {self.dtype}"
+        copies = f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
         return f"{self.partials} partials, {dims}{copies}" + " PDL" * self.overlaps_previous
 
 

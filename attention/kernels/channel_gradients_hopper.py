@@ -73,9 +73,8 @@ REGISTERS = 104, 200  # of a thread of the scorer, of a consumer
 PANEL = 32  # channels whose gates' gradients a warp of the scorer sums up
 LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay over half of a block with which q' and k* are in range
 BELOW_FLOOR = 1.5 * FLOOR  # the value in sums of a gate below the floor: it makes the chunk strong
-FACTORS_READY, TILES_READ, DOTS_READY, GATES_STORED = (
-    warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2, 3, 4)
-)
+FACTORS_READY, TILES_READ = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2))
+DOTS_READY, GATES_STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (3, 4))
 
 
 @dataclass(frozen=True)

@@ -41,12 +41,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, VECTOR_BYTES = config.dtype, config.gated, config.vector_bytes
-    FOR_GRADIENTS, BETA, seq_layout, two_parts = (
-        config.for_gradients,
-        config.beta,
-        SequenceLayout(config.varlen),
-        TwoParts(INPUT),
-    )
+    FOR_GRADIENTS, BETA = config.for_gradients, config.beta
+    seq_layout, two_parts = SequenceLayout(config.varlen), TwoParts(INPUT)
     decay = delta_decay(INPUT, GATED, config.formula)
     PARAMS = decay.params()
     KEY = st(CHUNK, config.key_dim, INPUT)

@@ -95,11 +95,9 @@ def make(config: Config):
     @inlined
     def score_tokens(queries, keys, near, b, reference_decays):
         """P of a chunk. Overwrites q by q~ and k by k~, and synchronises the block's warps."""
-        halved, near_keys, p = (
-            thread_block.reduce_any(channel_scores.is_strong(b)),
-            near.reuse(channel_scores.key),
-            near.reuse(channel_scores.scores),
-        )
+        halved = thread_block.reduce_any(channel_scores.is_strong(b))
+        near_keys = near.reuse(channel_scores.key)
+        p = near.reuse(channel_scores.scores)
         if halved:
             channel_scores.store_halved(p, queries, keys, b)
             thread_block.sync(FENCED)

@@ -52,12 +52,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, X, COPIES_BACK, seq_layout = (
-        config.dtype,
-        rt(ROWS, config.columns, config.dtype),
-        config.copies_back,
-        SequenceLayout(True),
-    )
+    INPUT, COPIES_BACK, seq_layout = config.dtype, config.copies_back, SequenceLayout(True)
+    X = rt(ROWS, config.columns, INPUT)
 
     @cuda.jit(launch_bounds=(config.threads, 1))
     def copy_tails(

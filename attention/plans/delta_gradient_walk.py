@@ -75,10 +75,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     buffers["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
-    head_extents, adds_heads = (
-        problem("batch", "seqlen", "heads", "key_dim"),
-        segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS,
-    )
+    head_extents = problem("batch", "seqlen", "heads", "key_dim")
+    adds_heads = segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS
     shares_keys = heads > key_heads and not adds_heads
     outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
@@ -139,11 +137,9 @@ def plan_tails(
         operands_by_name = {name: x for name in names for x in [arrays[name]] if x}
         if not operands_by_name:
             continue
-        form, copies_back, operands = (
-            operands_by_name[names[0]].form,
-            names[0].startswith("gD") and names[0] != "gDOut",
-            list(operands_by_name.values()),
-        )
+        form = operands_by_name[names[0]].form
+        copies_back = names[0].startswith("gD") and names[0] != "gDOut"
+        operands = list(operands_by_name.values())
         length, heads, columns = form.shape[1:]
         tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in operands_by_name]
         arrays |= {f"gTail{name[1:]}": x for name, x in zip(operands_by_name, tails, strict=True)}

@@ -46,9 +46,8 @@ class GradientScan(NamedTuple):
         if vector_bytes:
             return intern_value(chunk_ampere.Config, padded, 1, dtype, gate, result, is_varlen(problem), vector_bytes)
         heads, key_heads = problem("heads", "heads_k")
-        sharing_blocks = (
-            self.width if result.groups_queries else heads // key_heads * self.width
-        )  # blocks with the same queries
+        # blocks with the same queries
+        sharing_blocks = self.width if result.groups_queries else heads // key_heads * self.width
         consumers = 2 if sharing_blocks % 2 == 0 and padded <= chunk_hopper.WIDE_KEY_DIM else 1
         config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, result, is_varlen(problem))
         return config if config.supports_result else dataclasses.replace(config, consumers=1)

@@ -110,10 +110,8 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, requested: dict[str,
     config = config_for(problem, short_conv_backward.Config, silu, "dout", "x", "dx")
     grid, width, device = TokenGrid(problem, config), problem.extents["width"], problem.device
     shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
-    sums, results = (
-        problem.scratch(0, *shape),
-        {name: problem[name] if is_requested else None for name, is_requested in requested.items()},
-    )
+    sums = problem.scratch(0, *shape)
+    results = {name: problem[name] if is_requested else None for name, is_requested in requested.items()}
     steps: list[Any] = []
     if problem.extents["sequences"]:
         steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))

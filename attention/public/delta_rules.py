@@ -238,9 +238,8 @@ def _plan_chunks(
     """(launches of Hopper's kernels, scratch memory between them): one of a kernel that computes everything itself, or those of
     a walk if sequences are few (plans/delta_walk.py), or with decays of channels three if sequences are cut into segments."""
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    kernel_normalizes = (
-        by_channel or problem.dtype == "bfloat16"
-    )  # are queries and keys normalised by the kernels? See l2norm.py
+    # Do the kernels normalise queries and keys? See l2norm.py.
+    kernel_normalizes = by_channel or problem.dtype == "bfloat16"
     steps, copies = prepare_rows(problem, scratch, raw.l2norm and not kernel_normalizes, channel_gates=by_channel)
     raw = raw._replace(l2norm=raw.l2norm and kernel_normalizes)
     arrays = arrays | copies

@@ -80,10 +80,8 @@ class GradientFunctions:
     ) -> tuple[tuple[str, ...], Callable[[], Sequence[Any]]]:
         """(the wanted arguments whose gradients kernels compute, a function that computes these gradients). arrays: the
         arguments, their leading axes joined. result_gradients: those with respect to the results, None where there is none."""
-        places, by_results = (
-            tuple(n for n, g in enumerate(result_gradients) if g is not None),
-            [g for g in result_gradients if g is not None],
-        )
+        places = tuple(n for n, g in enumerate(result_gradients) if g is not None)
+        by_results = [g for g in result_gradients if g is not None]
         shapes = self.function.of_class(lambda shapes: shapes, self.function._shapes(arrays))
         roots, gradient_shapes = self.function._trace(shapes).roots, [shape_of(g, "gradient") for g in by_results]
         shapes += tuple([Shape(roots[n].extents, s.dtype, s.transposed) for n, s in zip(places, gradient_shapes)])

@@ -149,13 +149,8 @@ class Gradient(Fused):
         count: int = 0,
         sums: bool = True,
     ):
-        self.function, self.requested, self.result_places, self.count, self.sums = (
-            function,
-            requested,
-            result_places,
-            count,
-            sums,
-        )
+        self.function, self.requested, self.result_places = function, requested, result_places
+        self.count, self.sums = count, sums
 
         def definition(*arguments: Term) -> dict[str, Term]:
             outputs = self.name_kernel_outputs(self.all_gradients(*arguments))

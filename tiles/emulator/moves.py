@@ -190,11 +190,9 @@ def _(match, w, instr):
     value, lane_operand, clamp, members = (operand(x, np.uint32)(w) for x in source_operand)
     check_whole_warp(w, "shfl.sync", members)
     lane = np.arange(LANES)
-    lane_operand, bound, segment = (
-        lane_operand.astype(np.int64) & 31,
-        clamp.astype(np.int64) & 31,
-        clamp.astype(np.int64) >> 8 & 31,
-    )
+    lane_operand = lane_operand.astype(np.int64) & 31
+    bound = clamp.astype(np.int64) & 31
+    segment = clamp.astype(np.int64) >> 8 & 31
     end = lane & segment | bound & ~segment
     source = {
         "bfly": lane ^ lane_operand,

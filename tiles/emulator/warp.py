@@ -81,16 +81,11 @@ class EmulatedWarp(greenlet):
         self.threads = [Thread(self, lane) for lane in range(LANES)]
         self.local = np.full((LANES, program.local_bytes), POISON, np.uint8)  # each thread's own memory
         self.copies, self.groups = [], []  # cp.async: the copies of the group that is not committed yet; groups of copies
-        self.stores, self.store_groups, self.stores_known = (
-            [],
-            [],
-            0,
-        )  # the same of TMA's stores; how many groups were waited for
+        self.stores, self.store_groups = [], []  # TMA's stores: of the group that is not committed yet; groups of stores
+        self.stores_known = 0  # how many groups of stores were waited for
         self.mmas, self.mma_groups, self.mmas_done = [], [], 0  # the same of wgmmas
-        self.pending, self.fenced = (
-            set(),
-            ([], None),
-        )  # slots of pending accumulators; values at the last wgmma.fence, their ids
+        self.pending = set()  # slots of pending accumulators
+        self.fenced = [], None  # values at the last wgmma.fence, their ids
 
     # -- clocks, hazards and collectives: as in the interpreter
     wait_until, hazard, check_collective, set_registers, close_collectives = (
