@@ -6,9 +6,9 @@ gradients of those after it, E and Z (parts/recurrent/delta_chunks.py):
     dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
 
 A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
-keys; besides, the first makes dP, the second G. They go over the columns of values in panels of 32, whose tiles cp.async brings
-while the panel before is multiplied. Beta and decays are factors of rows and columns of products, so that no tile is made
-twice. (With 16 warps, a half of the channels each, addresses do not fit in the 128 registers of a thread.)"""
+keys; besides, the first computes dP, the second G. They go over the columns of values in panels of 32, whose tiles cp.async
+loads while the previous panel is multiplied. Beta and decays are factors of rows and columns of products, so that no tile is
+stored twice, with and without them. (With 16 warps addresses do not fit in the 128 registers of a thread.)"""
 
 import functools
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ WARPS = WARPGROUP * HALVES  # of a block
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: is what the gates'
-    gradients are made of stored, too? stages: panels of values in flight."""
+    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: are the sums
+    for the gates' gradients stored, too? stages: panels of values in flight."""
 
     unrounded: bool = False
     with_gates: bool = False
@@ -127,7 +127,7 @@ def make(config: Config):
                 if STAGES == 1:
                     thread_block.sync()
                     fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
-                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the panel before
+                do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the previous panel
                 errors, states = e.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     fill_panel = int32(panel + STAGES - 1)

@@ -52,8 +52,8 @@ VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that c
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: what computes gates and beta of what is
-    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their L2 norms?"""
+    gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: compute gates and beta from the
+    numbers in memory; None: these are the gates and beta. l2norm: are queries and keys divided by their L2 norms?"""
 
     key_dim: int
     consumers: int

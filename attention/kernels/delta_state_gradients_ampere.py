@@ -4,8 +4,8 @@
     dU = P^T dO + exp(b_last - b) K dS        Z = (I + beta N)^-T dU        dV = beta Z
     dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
 
-A block has 64 columns of the values of a head, its warps 16 each. They hold dS transposed, and dU and Z as well, as
-delta_walk_ampere.py does with what they are gradients of."""
+A block has 64 columns of the values of a head, each of its warps 16 of them. Warps hold dS, dU and Z transposed, as those of
+delta_walk_ampere.py hold S and E."""
 
 import functools
 import itertools
@@ -54,7 +54,7 @@ def make(config: Config):
 
     @inlined
     def reverse_chunk_start(seq, j):
-        """The first token of the j-th chunk in reverse order; that of the last one if there are not so many."""
+        """The first token of the j-th chunk in reverse order; of the last chunk in this order if there are fewer chunks."""
         return int32(max(seq.chunk_start(j), seq.start))
 
     @cuda.jit(launch_bounds=(config.threads, 2), fastmath=True)
@@ -66,12 +66,12 @@ def make(config: Config):
     ):  # fmt: skip
         """Each head is `blocks` blocks of columns wide. gDecayedQ: scale exp(b) Q, gReadKeys and gWriteKeys as in
         delta_walk_ampere.py, or without decays if these are of tokens. gErrors: Z of each chunk and head, below E. gStates:
-        dS^T, below state_row. gLastState, gFirstState: of the states after and before the sequence, transposed.
+        dS^T, below state_row. gLastState, gFirstState: the gradients of the states after and before the sequence, transposed.
         gDQ, gDK, gDBeta: those of padding are set to 0."""
         q, k, do, x = smem.open()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         key_head, col = int32(head // group), int32(COLUMNS * block)
-        column = int32(col + WARP_COLUMNS * warp_index())  # the first one of this warp
+        column = int32(col + WARP_COLUMNS * warp_index())  # the warp's first one
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
         first, end, batch = seq
         n = seq.num_chunks()

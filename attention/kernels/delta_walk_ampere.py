@@ -2,9 +2,9 @@
 
     Y = V - exp(b) K S        E = (I + N beta)^-1 Y        S after = exp(b_last) S + (exp(b_last - b) K)^T (beta E)
 
-and, as its result says (delta_results.py), the outputs, or what gradients read: S before each chunk and the errors E = v - S'^T
-k of its tokens. A block has 64 columns of the values of a head, its warps 16 each. They hold the state transposed, and Y and E
-as well: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
+and, as its result says (delta_results.py), the outputs, or the arrays that the kernels of gradients read: S before each chunk
+and the errors E = v - S'^T k of its tokens. A block has 64 columns of the values of a head, each of its warps 16 of them. Warps
+hold the state, Y and E transposed: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
 import functools
 from collections.abc import Iterator
@@ -30,20 +30,20 @@ WIDE = 128  # channels of keys
 
 @dataclass(frozen=True)
 class Config(DeltaWalkConfig):
-    """A kernel's configuration. outputs: does the walk store outputs, or what gradients
-    read?"""
+    """A kernel's configuration. outputs: does the kernel store outputs, or the arrays that the kernels of gradients read?"""
 
     outputs: bool = False
 
     @property
     def result(self):
-        """The object that stores what the walk computes: outputs, or what gradients read."""
+        """The object that stores outputs, or the arrays that the kernels of gradients read."""
         result_class = ChunkOutputs if self.outputs else ChunkErrors
         return result_class(self.dtype, self.decay, SequenceLayout(self.varlen), self.vector_bytes)
 
     @property
     def recomputes_column(self):
-        """Is a warp's column computed anew for each chunk? With those it would spill on sm_120a, the others without."""
+        """Is the number of a warp's first column computed again for each chunk? Otherwise these kernels spill on sm_120a, and
+        with it the others do."""
         return not self.outputs or (self.key_dim == WIDE and not self.gated and not self.varlen)
 
     @property
@@ -104,7 +104,7 @@ def make(config: Config):
         for j in range(n):
             chunk = int32(first_chunk + j)
             if RECOMPUTES_COLUMN:
-                column = int32(col + WARP_COLUMNS * warp_index())  # anew, to save registers
+                column = int32(col + WARP_COLUMNS * warp_index())  # computed again, to save registers
             result.store_state(params, s_t, (chunk, head, column))
             key_tile = k.wait(decay.first_tile(j), 4)
             y_t = mma_ABt(zeros(TILE), INPUT(s_t), key_tile) * decay.exp(decay.load_cols(gB, chunk, head))

@@ -7,11 +7,11 @@ In a chunk of 64 tokens, with b the cumulative sum of the gates and M = exp(b_i 
 
     U = T (V - exp(b) K S)        O = scale (exp(b) Q S + tril(M * Q K^T) U)        S = exp(b_last) S + (exp(b_last - b) K)^T U
 
-One chunk waits for another, and nothing else can hide that: time is the number of chunks times the length of this chain. So
-delta_transform_hopper.py has computed T and the decays of all chunks before, a block has 64 value columns only, as columns of a
-state have nothing to do with each other, and its consumer has a multiprocessor's tensor cores almost for itself. Beside it a
-scorer computes tril(M * Q K^T) ahead and stores the outputs, and a loader starts all TMA loads. The chain is K S, T (..),
-K^T U; Q S and the scores' product run while the consumer rounds what the next product needs.
+Each chunk waits for the one before it, and no other work hides that: the time is the number of chunks times the latency of
+three dependent products, K S, T (..) and K^T U. So delta_transform_hopper.py has computed T and the decays of all chunks
+before, a block has 64 value columns only, as the columns of a state are independent, and its consumer has a multiprocessor's
+tensor cores almost for itself. A scorer computes tril(M * Q K^T) a few chunks ahead and stores the outputs, and a loader starts
+all TMA loads. Q S and the scores' product run while the consumer rounds the operand of the next dependent product.
 
 The consumer holds the state transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left operand of
 the next one without leaving the registers. No exponent is positive, so nothing overflows and no chunk is strong."""
@@ -39,7 +39,7 @@ REGISTERS = 24, 128, 240  # of a thread of loader, scorer and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
 WARPS = warpgroup.WARPGROUP
-READ = BETA  # the factor of what the state returns for a key, stored in beta's place
+READ = BETA  # the factor of k S, which is stored in place of beta
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 @inlined
 def scale_reads(chunk_vectors, x, vectors, scales):
-    """x, what the state returns for a chunk's keys, times the factors that delta_transform_hopper.py stored in beta's place:
-    decays and inverse norms. scales: are there any?"""
+    """x = K S of a chunk, times the factors that delta_transform_hopper.py stored in place of beta: decays and inverse norms.
+    scales: are there any?"""
     if scales:
         return x * chunk_vectors.cols(vectors, READ)
     else:

@@ -37,12 +37,13 @@ FLAGS = "delta", "normalize", "varlen", "single", "reversed", "groups_queries", 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the rows of a state. decay: "token" or "channel", what has a decay of its own, "" if
-    nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences packed (cu_seqlens)?
-    single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin with the last token?
-    Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the heads of a group share
-    values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: what computes gates and beta of what is
-    in memory; None: the gates themselves are there. l2norm: are queries and keys divided by their L2 norms?"""
+    """A kernel's configuration. key_dim: the rows of a state. decay: does each "token" of a head have one decay, or each of its
+    "channel"s; "" if nothing decays. delta: is it the delta rule? normalize: are outputs normalized? varlen: are sequences
+    packed (cu_seqlens)? single: is there one token only, with states that allow accesses of 16 bytes? reversed: does it begin
+    with the last token? Then a token's decay comes after its output, and the scale multiplies keys. groups_queries: do the
+    heads of a group share values, instead of queries and keys? (parts/recurrent/gradients.py) formula, beta: compute gates and
+    beta from the numbers in memory; None: these are the gates and beta. l2norm: are queries and keys divided by their L2
+    norms?"""
 
     key_dim: int
     decay: str = ""
