@@ -1,6 +1,7 @@
-"""What surrounds linear attention in Based's gradients: before them a kernel that writes the features of queries and keys
-(ops.taylor), and after them one that makes gradients of queries and keys of those of features. For a row x and the gradients df
-of its features f, whose column 16 d + i is c x_i x_(i + d), with indices modulo 16 and c = 1 where d > 0, and at last x itself,
+"""Two kernels of Based's gradients, before and after those of linear attention: one writes the features of queries and keys
+(ops.taylor), the other computes the gradients of queries and keys from those of their features. For a row x and the gradients
+df of its features f, whose column 16 d + i is c x_i x_(i + d), with indices modulo 16 and c = 1 where d > 0, and whose last
+columns are x,
 
     dx_i = df_(144 + i) + sum over d of c (df_(16 d + i) x_(i + d) + df_(16 d + i - d) x_(i - d))
 
@@ -47,7 +48,7 @@ class BasedFeatures:
         def write_features(
             gX: array(4, INPUT), gFeatures: array(4, INPUT), tiles: INT, heads: INT, scale: FLOAT, squares: FLOAT
         ):
-            """The features of scale x, for one of the `tiles` of a head's tokens. squares: what squares are multiplied by."""
+            """The features of scale x, for one of the `tiles` of a head's tokens. squares: the factor of squares."""
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             at = batch, int32(TOKENS * tile + BASE * warp_index()), head, 0
@@ -58,7 +59,8 @@ class BasedFeatures:
 
 @dataclass(frozen=True)
 class BasedFeatureGradients:
-    """The configuration of the kernel that goes back from features. varlen: are sequences packed (cu_seqlens)?"""
+    """The configuration of the kernel that computes gradients from those of features. varlen: are sequences packed
+    (cu_seqlens)?"""
 
     dtype: dtype
     varlen: bool

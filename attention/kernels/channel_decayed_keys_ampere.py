@@ -1,4 +1,4 @@
-"""The queries and keys of each chunk as its states need them, where each channel of the keys has a decay
+"""The decayed queries and keys of each chunk that multiply and update its states, where each channel of the keys has a decay
 (parts/recurrent/channel_chunks.py): scale exp(b) q, exp(b_last - b) k, and exp(b_last), the decay of the state. A block has
 some chunks of a head."""
 

@@ -4,8 +4,8 @@ equations).
 
 A block has some chunks of a head. Its eight warps are two warpgroups of 16 tokens a warp, each with half of the channels of the
 keys. First come the pairs of tokens (channel_pairs.py). Then they go over the columns of values in panels of 32, whose states
-cp.async brings while the panel before is multiplied; of a panel's dV each warpgroup makes half. A is the sum of two tiles, one
-of each warpgroup's channels, which dO is multiplied by one after the other."""
+cp.async loads while the previous panel is multiplied; each warpgroup computes half of a panel's dV. A is the sum of two tiles,
+one from each warpgroup's channels, and each of them is multiplied by dO."""
 
 import functools
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 WARPS = WARPGROUP * HALVES  # of a block
-NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
+NARROW = 32  # bytes of a row in a panel of tiles that are read 16 columns at a time
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 def stages_for(shared_bytes: int) -> int:
-    """How many panels of states are in flight on a GPU with so much shared memory."""
+    """How many panels of states are in flight on a GPU whose blocks may have `shared_bytes` of shared memory."""
     return 2 if shared_bytes >= LARGE else 1
 
 
 def serves_shape(key_dim: int, value_dim: int, vector_bytes: int, shared_bytes: int) -> bool:
-    """Does the kernel hold so many channels and columns, padded? With the most channels and arrays that are not aligned to 16
-    bytes registers would spill."""
+    """Is there a kernel for key_dim channels and value_dim columns, padded? With the most channels, and arrays that are not
+    aligned to 16 bytes, registers would spill."""
     fits = shared_bytes >= (LARGE if value_dim == VALUE_DIMS[-1] else MEDIUM)
     return fits and (vector_bytes == VECTOR_SIZES[0] or key_dim < KEY_DIMS[-1])
 
@@ -168,7 +168,7 @@ def make(config: Config):
             gradients = pairs.add_pairs(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
             dq, dk, r, key = gradients.dq, gradients.dk, gradients.r, pairs.load_rows(key_tile)
 
-            # what goes through states, by panels of values, with k~ in the place of X
+            # the parts of gradients that come from states, by panels of values; k~ overwrites X
             last = channels.load_last(b)
             thread_block.sync(FENCED)
             store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT, fenced=False))))

@@ -1,6 +1,6 @@
-"""What the pairs of tokens of strong chunks add to the gradients that channel_gradients_hopper.py has written, whose numbers
-their decays are too strong for: any gates, level by level (parts/recurrent/channel_pairs.py). A block has some chunks of a
-segment, and most find none that is strong."""
+"""The pairs of tokens in strong chunks, whose decays are out of range for channel_gradients_hopper.py: this kernel adds their
+part to the gradients that it has written, for any gates, level by level (parts/recurrent/channel_pairs.py). A block has some
+chunks of a segment; in most calls none of them is strong, and the block ends."""
 
 import functools
 from collections.abc import Iterator
@@ -37,12 +37,12 @@ from . import channel_gradients_hopper
 from .channel_gradients_hopper import KEYS, VALUES
 
 WARPS = WARPGROUP * HALVES  # of a block
-NARROW = 32  # bytes of a panel of tiles whose columns are taken 16 at a time
+NARROW = 32  # bytes of a row in a panel of tiles that are read 16 columns at a time
 
 
 @dataclass(frozen=True)
 class Config(channel_gradients_hopper.Config):
-    """A kernel's configuration: the fields of channel_gradients_hopper.py's."""
+    """A kernel's configuration, with the fields of channel_gradients_hopper.Config."""
 
     label = "pairs of strong chunks"
     threads = LANES * WARPS
@@ -79,8 +79,8 @@ def make(config: Config):
         gStrongSegments: array(2), gCuSeqlens: ENDS, length: INT, segments: INT, parts: INT, heads: INT, group: INT,
         scale: FLOAT,
     ):  # fmt: skip
-        """There are `parts` blocks for each of the `segments` of a head of a sequence. gStrong, gStrongSegments: is a chunk, or
-        one of a segment's, of a head strong?"""
+        """There are `parts` blocks for each of the `segments` of a head of a sequence. gStrong, gStrongSegments: see
+        channel_gradients_hopper.py."""
         q, k, v, do, b, x, w, a, zero = smem.open()
         part, segment, head, sequence = block_coord(cuda.blockIdx.x, parts, segments, heads)
         if gStrongSegments[sequence * segments + segment, head] > 0.0:

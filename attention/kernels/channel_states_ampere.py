@@ -3,10 +3,10 @@ of the keys has a decay (parts/recurrent/channel_chunks.py):
 
     S after = exp(b_last) S + k~^T V        dS before = exp(b_last) dS + q~^T dO
 
-A block has 64 columns of the values of a head in one of the directions, its warps 16 each, for which they hold the state
-transposed. Both directions are one launch: a GPU is filled by half as many heads. If there are few, sequences are cut into
-segments: a first pass computes what each makes of a state of 0, and its decay (`local`), then compose_segment_states.py the
-states before all of them, from which the last pass begins."""
+A block has 64 columns of the values of a head in one of the directions, and each of its warps holds the state of 16 of them,
+transposed. Both directions are one launch, so that half as many heads fill a GPU. If there are few heads, sequences are cut
+into segments: a first pass computes each segment's local state, which follows from a state of 0, and its decay (`local`);
+compose_segment_states.py computes from these the states before all segments, and the last pass begins from them."""
 
 import functools
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ STAGES = 2  # chunks in flight
 
 @dataclass(frozen=True)
 class Config(ChannelChunkConfig):
-    """A kernel's configuration. local: is the state before a segment 0, and is only that after it stored, and its decay?"""
+    """A kernel's configuration. local: does the kernel compute only each segment's local state and its decay?"""
 
     local: bool = False
     label = "states of chunks, gates by channel"
@@ -64,7 +64,7 @@ def make(config: Config):
 
     @inlined
     def chunk_number(j, n, reverse):
-        """How many of a sequence's n chunks lie before the j-th one of the scan; of one after the last, any that there is."""
+        """The number, in the sequence's order, of the j-th of n chunks of the scan; of any chunk if j is n or more."""
         return int32(max(n - 1 - j, 0) if reverse else min(j, n))
 
     @inlined
@@ -91,8 +91,8 @@ def make(config: Config):
         index, reverse = divmod(cuda.blockIdx.x, 2)
         block, segment, head, sequence = block_coord(index, blocks, scanned_segments, heads)
         col = int32(COLUMNS * block)
-        column = int32(col + ROWS * warp_index())  # the first one of this warp
-        memory_segment = int32(segments - 1 - segment) if reverse else segment  # in memory
+        column = int32(col + ROWS * warp_index())  # the warp's first one
+        memory_segment = int32(segments - 1 - segment) if reverse else segment  # its number in the sequence's order
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, memory_segment, segments)
         n, row, at = seq.num_chunks(), state_row(column), (int32(sequence * segments + segment), head, column, 0)
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)

@@ -54,7 +54,7 @@ from . import chunk_hopper
 from .chunk_hopper import KEY_DIMS, WIDE_KEY_DIM
 
 WARPS = 4  # of a thread block
-WARP_COLUMNS = COLUMNS // WARPS  # value columns of a warp, and rows of P that it makes
+WARP_COLUMNS = COLUMNS // WARPS  # value columns of a warp, and rows of P that it computes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Config(chunk_hopper.Config):
 
     @property
     def supports_result(self):
-        """Do registers hold what the result takes? Where they do not, another kernel computes it."""
+        """Do the registers hold the result's tiles, too? If not, another kernel computes it."""
         return self.key_dim <= WIDE_KEY_DIM or not (self.result.groups_queries and self.result.reads_z)
 
     @property
@@ -105,7 +105,7 @@ class Config(chunk_hopper.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations: all gates at all sizes, other results and varlen at one size. everything: all of these at all sizes,
-    other vector_bytes, and fp16; of 8 bytes and of fp16, whose code is like that of their neighbours, only the plainest."""
+    other vector_bytes, and fp16; only the plainest of 8 bytes and of fp16, whose code differs little from 16 bytes and bf16."""
     for vector_bytes, dtype in (
         (VECTOR_SIZES[0], bf16),
         *(((8, bf16), (4, bf16), (2, bf16), (16, fp16)) if everything else ()),
@@ -160,8 +160,8 @@ def make(config: Config):
         v.fill(j, gV, (batch, token, value_head, col), 1, 3, n if result.reads_values else 0, VECTOR_BYTES)
 
     @inlined
-    def in_reverse(seq, j):
-        """The first token of the j-th chunk in reverse order; that of the last one if there are not so many."""
+    def reverse_chunk_start(seq, j):
+        """The first token of the j-th chunk in reverse order; of the last chunk in this order if there are fewer chunks."""
         return max(seq.chunk_start(j), seq.start)
 
     @inlined
@@ -222,10 +222,10 @@ def make(config: Config):
             truncate(gO, 1, end),
         )
         for i in range(STAGES - 1):
-            at = batch, in_reverse(seq, i) if REVERSED else first + CHUNK * i, query_head, 0
+            at = batch, reverse_chunk_start(seq, i) if REVERSED else first + CHUNK * i, query_head, 0
             k.fill(i, gK, at, 1, 3, n, VECTOR_BYTES)
         fill(q, v, z, gQ, gV, gZ, 0, n, batch, start, query_head, value_head, col)
-        at = batch, in_reverse(seq, STAGES - 1) if REVERSED else first + CHUNK * (STAGES - 1), query_head, 0
+        at = batch, reverse_chunk_start(seq, STAGES - 1) if REVERSED else first + CHUNK * (STAGES - 1), query_head, 0
         k.fill(STAGES - 1, gK, at, 1, 3, n, VECTOR_BYTES)
         state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
         s_t = load(gInitialState, STATE, (state_index, head, first_column, 0), aligned=False)
@@ -240,7 +240,7 @@ def make(config: Config):
         first_index = seq_layout.chunk_index(first, sequence, length)
         for j in range(n):
             token = seq.chunk_start(j)
-            next_token = in_reverse(seq, j + 1) if REVERSED else seq.chunk_start(j + 1)
+            next_token = reverse_chunk_start(seq, j + 1) if REVERSED else seq.chunk_start(j + 1)
             index = int32(first_index + seq.chunk_number(j))
             if warp == 0:
                 gate.store_cumsum(b, a, g, rate, bias, end - token)
@@ -283,7 +283,7 @@ def make(config: Config):
             s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
             s_t, segment_b = mma_AB(s_t, u_t, keys), segment_b + b_last
             thread_block.sync()
-            at = batch, int32(in_reverse(seq, j + STAGES) if REVERSED else token + CHUNK * STAGES), query_head, 0
+            at = batch, int32(reverse_chunk_start(seq, j + STAGES) if REVERSED else token + CHUNK * STAGES), query_head, 0
             k.fill(j + STAGES, gK, at, 1, 3, n, VECTOR_BYTES)
         s_t = block_exponent.ldexp(s_t, e)
         if result.has_outputs:

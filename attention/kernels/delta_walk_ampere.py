@@ -4,7 +4,8 @@
 
 and, as its result says (delta_results.py), the outputs, or the arrays that the kernels of gradients read: S before each chunk
 and the errors E = v - S'^T k of its tokens. A block has 64 columns of the values of a head, each of its warps 16 of them. Warps
-hold the state, Y and E transposed: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
+hold the state, Y and E transposed: the product of one step, rounded, is the left operand of the next one without leaving the
+registers."""
 
 import functools
 from collections.abc import Iterator

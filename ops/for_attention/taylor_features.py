@@ -26,13 +26,13 @@ FEATURES = BASE * (HALF + 2)
 def taylor(x, squares):
     """The products of any two numbers of a row, 1, and the row itself, as rt(16, 160) of x's dtype. Column 16 d + i has x_i
     x_(i + d mod 16), up to d = 7; columns 128 to 135 have x_i x_(i + 8); then come 1, seven zeros, and x. x: rt(16, 16), of
-    2-byte elements. squares: what the products of d = 0 are multiplied by. Products are rounded
-    once (the squares again, when multiplied)."""
+    2-byte elements. squares: the factor of the products of d = 0. Products are rounded once, and squares again after they are
+    multiplied by `squares`."""
     columns = np.arange(BASE)
-    wide, to = x.array.astype(np.float64), x.array.dtype
-    second = [(wide * wide[:, (columns + d) % BASE]).astype(to) for d in range(HALF + 1)]
-    second[0] = (second[0].astype(np.float64) * np.float64(np.float32(squares).astype(to))).astype(to)
-    second[HALF] = np.where(columns < HALF, second[HALF], (columns == HALF).astype(to))
+    wide, input_dtype = x.array.astype(np.float64), x.array.dtype
+    second = [(wide * wide[:, (columns + d) % BASE]).astype(input_dtype) for d in range(HALF + 1)]
+    second[0] = (second[0].astype(np.float64) * np.float64(np.float32(squares).astype(input_dtype))).astype(input_dtype)
+    second[HALF] = np.where(columns < HALF, second[HALF], (columns == HALF).astype(input_dtype))
     return np.concatenate([*second, x.array], axis=1)
 
 
