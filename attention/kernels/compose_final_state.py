@@ -22,7 +22,7 @@ TILE = rt(16, 64, fp32)
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. has_initial_state: is there one? If not, it is 0."""
+    """A kernel's configuration. has_initial_state: is an initial state passed? If not, it is 0."""
 
     has_initial_state: bool
     threads = LANES

@@ -13,8 +13,8 @@ these are four walks, of which each reads what those before it stored:
     "keys"     reverse, dS^T  the part of dk that comes from writing to S
 
 A warp holds all rows of some columns of a state in its registers, as in linear_token_loop.py, so that its products are sums
-over rows; hence the last two walks have the states transposed. All of it is float32, and so are e, du, dq and the parts of dk,
-from which gate_gradient_token_loop.py makes the decay's gradient."""
+over rows; hence the last two walks have the states transposed. All sums are float32, and so are e, du, dq and the parts of dk,
+from which gate_gradient_token_loop.py computes the decay's gradient."""
 
 import functools
 import itertools
@@ -40,8 +40,8 @@ VECTOR_ROWS = 32  # rows of a state that take as many registers as the vectors o
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. walk: one of WALKS. rows: of a state. decay: "token" or "channel", what has a decay of its own,
-    "" if nothing decays. varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. walk: one of WALKS. rows: of a state. decay: does each "token" of a head have one decay, or
+    each of its "channel"s; "" if nothing decays. varlen: are sequences packed (cu_seqlens)?"""
 
     walk: str
     rows: int
@@ -116,7 +116,7 @@ def make(config: Config):
         parts: INT, group: INT, length: INT, scale: FLOAT,
     ):  # fmt: skip
         """Each block serves a head of a sequence. The columns of a state are divided among `parts` blocks, or warps. `group`
-        heads share a key head. gDK: two parts for each value head, what comes from writing before what comes from reading."""
+        heads share a key head. gDK: dk_write and dk_read of each value head, one after the other."""
         warp, head, sequence = cuda.threadIdx.x // LANES, cuda.blockIdx.y, cuda.blockIdx.z
         if SPLITS_ROWS:
             sums, products = smem.open()

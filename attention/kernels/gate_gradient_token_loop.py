@@ -3,8 +3,8 @@
     r_t = q_t dq_t - k_t dk_t        dg_t = r_t + r_(t+1) + .. to the end of the sequence, + <S, dS>
 
 for each channel of the keys: <S, dS> is the sum over the rest of the last state and its gradient. The gradient of a gate of all
-channels, or of all tokens of a head, is the sum over these. A gate that forward takes for FLOOR, as -inf, has none. Under the
-delta rule the part of dk_t that comes from reading the state counts with the opposite sign (delta_gradient_token_loop.py).
+channels, or of all tokens of a head, is the sum over these. A gate below FLOOR, as -inf, has a gradient of 0. Under the delta
+rule dk_read has the opposite sign (delta_gradient_token_loop.py).
 
 A warp goes through the tokens of a sequence from the last one to the first, with some of the channels of a head."""
 
@@ -25,16 +25,15 @@ from tiles.targets import Target
 from ..parts.recurrent.gates import FLOOR
 from ..parts.recurrent.tokens import SequenceLayout
 
-CHANNELS = 64  # of a warp, where each has a gate; that it takes at once, under the delta rule
-PADDED = 64, 128, 256  # of a warp, where all of a head share one
+CHANNELS = 64  # of a warp, where each channel has a gate; under the delta rule, those that a warp reads at once
+PADDED = 64, 128, 256  # channels of a warp, where all channels of a head share a gate
 KINDS = "channel", "token", "head"
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. kind: what has a gate of its own. channels: of a warp. has_state: does the last state have a
-    gradient? varlen: are sequences packed (cu_seqlens)? delta: are there two parts of dk, what comes from writing to the state
-    before what comes from reading it?"""
+    """A kernel's configuration. kind: does each "token", "head" or "channel" have a gate? channels: of a warp. has_state: does
+    the last state have a gradient? varlen: are sequences packed (cu_seqlens)? delta: is dk two arrays, dk_write and dk_read?"""
 
     kind: str
     channels: int

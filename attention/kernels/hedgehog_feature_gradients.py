@@ -1,9 +1,10 @@
-"""The features of Hedgehog's queries and keys, and the way back from their gradients to rows and maps. With p and r the
-softmaxes of y = x M and of -y,
+"""The features of Hedgehog's queries and keys, and the gradients of rows and feature maps from those of features. With p and r
+the softmaxes of y = x M and of -y,
 
     f(x) = max([p, r], 1e-6)        dy = p (dp - sum p dp) - r (dr - sum r dr)        dx = dy M^T        dM = x^T dy
 
-The order of sums over tokens depends on the shapes alone: each block sums dM over some chunks, and a block more sums these."""
+The order of sums over tokens depends on the shapes alone: each block sums dM over some chunks, and another kernel adds these
+sums."""
 
 import functools
 import itertools
@@ -96,7 +97,7 @@ class HedgehogFeatures(HedgehogConfig):
 
 @dataclass(frozen=True)
 class HedgehogFeatureGradients(HedgehogConfig):
-    """The configuration of the kernel that goes back from features."""
+    """The configuration of the kernel that computes gradients from those of features."""
 
     label = "gradients of Hedgehog's features"
 
@@ -123,7 +124,7 @@ class HedgehogFeatureGradients(HedgehogConfig):
 
         @inlined
         def through_softmax(p, dp):
-            """The gradient of what p is the softmax of. Where a feature is the floor, it has none."""
+            """The gradient of x, where p = softmax(x). Features that are at the floor of 1e-6 have a gradient of 0."""
             dp = where(greater(p, FLOOR), dp, 0.0)
             return p * (dp - row_sum(p * dp))
 

@@ -70,8 +70,8 @@ class HedgehogQueryGradients(HedgehogConfig):
 
         @inlined
         def compute_scores(queries, at, k, side, j):
-            """The scores of a warp's queries with the keys of the chunk before theirs (side 0; -inf if there is none) or of
-            their own chunk (side 1), of which later keys are masked."""
+            """The scores of a warp's queries with the keys of the previous chunk (side 0; -inf if there is none) or of their
+            own chunk (side 1), where later keys are masked."""
             before = CHUNK if j > 0 else -CHUNK
             return warpgroup.causal(multiply_rows(queries, at, k.wait(side)), before if side == 0 else 0, -math.inf)
 
@@ -84,8 +84,8 @@ class HedgehogQueryGradients(HedgehogConfig):
             group: INT, scale: FLOAT,
         ):  # fmt: skip
             """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gFeatures: f(q). gWeights,
-            gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the queries'. gWindowDX: what
-            dq has of the window. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
+            gDScores: P and ds of the window, with 64 columns of the chunk before and 64 of the queries'. gWindowDX: the
+            window's part of dq. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
             k, v, s = smem.open()
             index, part = divmod(cuda.blockIdx.x, parts)
             sequence, head = divmod(index, heads)
@@ -138,7 +138,7 @@ class HedgehogQueryGradients(HedgehogConfig):
                     e = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E))
                     ds = INPUT(e * (dp - equal(e, 1.0) * tie_gradient) * (beta * scale))
                     store(truncate(gDScores, 1, seq.end), ds, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
-                thread_block.sync(True)  # what a warp has stored it loads again, so that no dq is held meanwhile
+                thread_block.sync(True)  # warps load again what they have stored, so that registers hold no dq in between
                 dq = zeros(SUMS)
                 for side in range(2):
                     ds = load(
@@ -183,8 +183,8 @@ class HedgehogKeyGradients(HedgehogConfig):
 
         @inlined
         def fill(w, x, gW, gX, seq, j, head, x_head, vector_bytes):
-            """Start to copy what queries of a chunk and of the next one have for the keys of the first, and these queries'
-            rows of gX. Of a chunk after the last one, zeros come."""
+            """Start to copy the weights (or their gradients) gW of the queries of a chunk and of the next one with the keys of
+            the first, and these queries' rows of gX; zeros for a chunk after the last one."""
             weights, rows = truncate(gW, 1, seq.end), truncate(gX, 1, seq.end)
             token, far_weights = seq.chunk_start(j), seq.chunk_start(j + 1)
             w.fill(0, weights, (seq.batch, token, head, CHUNK), 1, 3)

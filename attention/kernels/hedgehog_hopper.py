@@ -1,13 +1,13 @@
-"""Hedgehog attention (Zhang et al. 2024; LoLCATS): softmax attention to the newest keys, linear attention by learned features
-to all that are older, under one divisor, for Hopper. With blocks of 64 tokens,
+"""Hedgehog attention (Zhang et al. 2024; LoLCATS) for Hopper: softmax attention to the newest keys and linear attention, by
+learned features, to all older ones, both normalised by the sum of all weights. With blocks of 64 tokens,
 
     w_ij = beta exp((q_i . k_j - max) / sqrt(D))      j <= i in i's block or the one before it
     w_ij = alpha f(q_i M_q) . f(k_j M_k)              j in older blocks;  f(x) = max([softmax(x), softmax(-x)], 1e-6)
     o_i  = sum_j w_ij v_j / (sum_j w_ij + 1e-6)
 
-A thread block scans the chunks of 64 tokens of one head, for all columns of the values, with four warpgroups. One loads; one
-computes the weights of the window; one computes the features; one multiplies these by the values and by the state
-S = sum f(k)^T v over older blocks:
+A thread block scans the chunks of 64 tokens of one head, for all columns of the values, with four warpgroups. The first
+computes the weights of the window, the second the features; the third multiplies both by the values and by the state
+S = sum f(k)^T v over older blocks, and the fourth loads:
 
     O   = W_far V_old + W_near V + f(Q) S        S is read from shared memory, rounded
     S^T = S^T + V_old^T f(K_old)                 in registers, transposed: 128 x 128

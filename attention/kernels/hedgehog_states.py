@@ -3,7 +3,7 @@ parts/recurrent/hedgehog_chunks.py defines them:
 
     S and z before chunk c, over the chunks before c - 1        dS and dz after it, over those after c + 1
 
-A block has 64 columns of the values of a head, its eight warps 16 features each."""
+A block has 64 columns of the values of a head, and each of its eight warps 16 features."""
 
 import functools
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WARPS = FEATURES // ROWS
 
 @dataclass(frozen=True)
 class Config(HedgehogConfig):
-    """A kernel's configuration. reverse: are they gradients, from the last chunk to the first? head_dim is not used."""
+    """A kernel's configuration. reverse: are the sums gradients, from the last chunk to the first? head_dim is not used."""
 
     reverse: bool = False
     threads = LANES * WARPS
@@ -65,7 +65,7 @@ def make(config: Config):
         key_head, col, feature = int32(head // group), int32(COLUMNS * block), int32(ROWS * warp_index())
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, int32(0), int32(1))
         features, values, n = truncate(gFeatures, 1, seq.end), truncate(gValues, 1, seq.end), seq.num_chunks()
-        summed_chunks = int32(n - 1)  # the last chunk is in no sum that is stored
+        summed_chunks = int32(n - 1)  # no stored sum includes the last chunk
         first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
         state, z = zeros(STATE), zeros(TOKENS.row_vec)
         f.fill(0, features, (seq.batch, seq.chunk_start(0), key_head, 0), 1, 3, summed_chunks)
@@ -75,7 +75,7 @@ def make(config: Config):
             store(gStates, INPUT(state), (chunk, head, feature, col), aligned=True)
             if block == 0:
                 store(gZ, z, (chunk, head, feature))
-            if j > 0:  # a chunk counts from the next one but one on
+            if j > 0:  # chunk j - 1 is added here, so that chunk j + 1 is the first whose sum includes it
                 f_tile, v_tile = f.wait(j - 1), v.wait(j - 1)
                 f.fill(j, features, (seq.batch, seq.chunk_start(j), key_head, 0), 1, 3, summed_chunks)
                 v.fill(j, values, (seq.batch, seq.chunk_start(j), head, col), 1, 3, summed_chunks, VECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""Linear attention token by token (a recurrent kernel): every member that has no feature map, on any GPU since Ampere.
+"""Linear attention token by token (a recurrent kernel), of all kinds without a feature map, on any GPU since Ampere.
 
     S = exp(decay) S;  v = beta (v - S^T k);  S = S + k v^T;  o = scale S^T q
 
@@ -28,7 +28,7 @@ from ..parts.recurrent.tokens import SequenceLayout
 WARPS = 4  # of a block
 WARP_COLUMNS = 16  # columns of the state that a warp has
 CTAS_PER_SM = {64: 5, 80: 4, 144: 3, 256: 2}  # rows of a warp, up to -> blocks of an SM, as registers allow
-MAX_WARP_KEY_DIM = 128  # up to which a warp holds all rows
+MAX_WARP_KEY_DIM = 128  # the most rows of a state of which one warp holds all
 # These fill the registers of their number of blocks: if they do not spill, none do.
 LARGEST_KEY_DIMS = 64, 80, MAX_WARP_KEY_DIM, 256
 MAX_GRID_YZ = 65535  # blocks along the second and third axis of a grid
@@ -64,8 +64,8 @@ class Config:
 
     @property
     def width_factor(self):
-        """What the numbers of warps and of columns are multiplied by. A single token's time is that of reading and writing the
-        state: blocks whose warps split its rows then have twice as many columns, 128 bytes of a row."""
+        """The factor of the numbers of warps and of columns. A single token's time is that of reading and writing the state:
+        blocks whose warps split its rows then have twice as many columns, 128 bytes of a row."""
         return 2 if self.splits_rows and self.single else 1
 
     @property

@@ -6,11 +6,11 @@ The decays are taken out of the chunk: with b the cumulative sum of its gates, i
 
     V' = exp2(-b) w V        O = exp2(b) (Q S + tril(Q K^T) V')        S = exp2(b_last) (S + K^T V')
 
-so that the intra-chunk scores P = tril(Q K^T) are the same for all heads. One warpgroup, the scorer, computes them, and b, each
-of its warps that of a chunk and head. Consumers, of 64 value columns of a head each, update the state with the chunk that is
-ready; they hold it transposed, 64 x Dk, and have three products in flight at once.
+so that the intra-chunk scores P = tril(Q K^T) are the same for all heads. One warpgroup, the scorer, computes them, and each of
+its warps b of a chunk and head. Consumers, of 64 value columns of a head each, update the state with the chunk that is ready;
+they hold it transposed, 64 x Dk, and have three products in flight at once.
 
-A chunk is strong if it decays by more than numbers can hold. A consumer then decays the scores of its head itself, as
+A chunk is strong if it decays by so much that V' would overflow. A consumer then decays the scores of its head itself, as
 chunk_hopper.py does; no exponent is positive.
 """
 
@@ -77,7 +77,7 @@ class Config:
 
 
 def supports(config, column_blocks: int) -> bool:
-    """Can this kernel take the place of chunk_hopper.py's with that configuration? column_blocks: how many blocks of 64 value
+    """Can this kernel compute the calls of chunk_hopper.py's configuration? column_blocks: how many blocks of 64 value
     columns, of all heads together, share a key head."""
     fits = isinstance(config.gate, Mamba2Gate) and config.dtype is bf16 and config.key_dim in KEY_DIMS
     return fits and isinstance(config.result, ScanOutputs) and column_blocks % CONSUMERS == 0

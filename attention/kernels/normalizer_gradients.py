@@ -1,4 +1,4 @@
-"""What the normalizer of linear attention adds to its gradients. With n_t = scale z_t . q_t + epsilon, where z_t is the sum of
+"""The normalizer's part of the gradients of linear attention. With n_t = scale z_t . q_t + epsilon, where z_t is the sum of
 the keys so far, and o = N / n,
 
     dN = dout / n        dn = -(dout . N) / n^2 = -(q . dq) / n        for the dq that comes from N
@@ -95,8 +95,8 @@ class NormalizerSums:
 
 @dataclass(frozen=True)
 class NormalizerGradients:
-    """The configuration of the walk from the last token. key_dim: as padded. decay: as of decay_loader. with_gates: have decays
-    a gradient? varlen: are sequences packed (cu_seqlens)?"""
+    """The configuration of the walk from the last token. key_dim: as padded. decay: as of decay_loader. with_gates: is the
+    decays' gradient computed? varlen: are sequences packed (cu_seqlens)?"""
 
     dtype: dtype
     key_dim: int
@@ -152,7 +152,7 @@ class NormalizerGradients:
                 t = int32(start + end - 1 - i)
                 at = batch, t, head, channel
                 q, dq = load(gQ, KEYS, (batch, t, key_head, channel), aligned=False), load(gDQ, KEYS, at, aligned=False)
-                # lanes that share elements have read them all before one of them writes, for they meet in the sum
+                # the sum synchronises lanes that share elements: all have read them before one of them writes
                 dk = load(gDK, KEYS, at, aligned=False)
                 if WITH_GATES:
                     of_gates = (

@@ -1,10 +1,10 @@
 """The tails of packed sequences (cu_seqlens): the last chunks that are shorter than others, in arrays of their own, (sequences,
 64, heads, columns). TMA reads and writes whole tiles; in the packed array the rest of such a tile is the next sequence's.
 
-A kernel that reads tails finds zeros after the sequence's end. What it writes to tails is copied to the packed array
-afterwards, and tokens after cu_seqlens[-1], which belong to nobody, become 0.
+A kernel that reads tails finds zeros after the sequence's end. Results that it writes to tails are copied to the packed array
+afterwards, and tokens after cu_seqlens[-1], which belong to no sequence, become 0.
 
-A warp has 16 tokens of a head. Two arrays of the same shape are copied at once, the heads of the second behind those of the
+A warp has 16 tokens of a head. Two arrays of the same shape are copied at once, the heads of the second after those of the
 first."""
 
 import functools
@@ -61,7 +61,8 @@ def make(config: Config):
         gCuSeqlens: ENDS, length: INT, head_blocks: INT, heads: INT, all_heads: INT,
     ):  # fmt: skip
         """`heads` heads of X, and of Y as many as are left of `all_heads`. A block has a part of a sequence's tail and one of
-        the `head_blocks` of WARPS heads each. gTokens: a number for each token and head of X; those of nobody become 0, too."""
+        the `head_blocks` of WARPS heads each. gTokens: a number for each token and head of X; those of tokens after the last
+        sequence become 0, too."""
         rest, head_block = divmod(cuda.blockIdx.x, head_blocks)
         sequence, part = divmod(rest, PARTS)
         head, row = int32(WARPS * head_block + warp_index()), int32(ROWS * part)
