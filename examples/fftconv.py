@@ -149,8 +149,8 @@ def fftconv(u, roots, twiddles, filters, y, dtype=bf16):
         raise ValueError(f"u: sequences must have one of {SIZES} numbers: {tuple(u.shape)=}")
     convolve, smem, F, ONE = kernel(size, dtype)
     rows, pairs = (batch * channels * ONE.rows, ONE.cols), -(-batch // (2 * ROWS // ONE.rows))
-    given = [tiles.tensor(x, tile) for x, tile in ((u.reshape(*rows), ONE), (roots, F), (twiddles, ONE), (filters, ONE))]
-    tiles.launch(convolve, channels, warpgroup.THREADS, shared=smem)(*given, y.reshape(*rows), channels, pairs)
+    arguments = [tiles.tensor(x, tile) for x, tile in ((u.reshape(*rows), ONE), (roots, F), (twiddles, ONE), (filters, ONE))]
+    tiles.launch(convolve, channels, warpgroup.THREADS, shared=smem)(*arguments, y.reshape(*rows), channels, pairs)
 
 
 def by_steps(u, k, dtype):
@@ -175,8 +175,8 @@ def main(to_device=to_device, batch=3, channels=2, size=1024, dtype=bf16):
     u = rng.standard_normal((batch, channels, size), np.float32).astype(dtype.np)
     k = (rng.standard_normal((channels, size), np.float32) / size**0.5).astype(dtype.np)
     y = to_device(np.full_like(u, np.nan))
-    given = u, *constants(size, dtype), spectrum(k, size, dtype)
-    fftconv(*map(to_device, given), y, dtype)
+    arguments = u, *constants(size, dtype), spectrum(k, size, dtype)
+    fftconv(*map(to_device, arguments), y, dtype)
 
     exact = np.fft.ifft(np.fft.fft(u.astype(np.float64)) * np.fft.fft(k.astype(np.float64))).real
     error, expected = (np.abs(x.astype(np.float64) - exact).max() for x in (to_host(y), by_steps(u, k, dtype)))

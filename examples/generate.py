@@ -134,8 +134,8 @@ def main(argv=None):
     for one in fields(size):
         parser.add_argument(f"--{one.name.replace('_', '-')}", type=one.type, default=getattr(size, one.name))
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    asked = parser.parse_args(argv)
-    size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
+    args = parser.parse_args(argv)
+    size = replace(size, **{one.name: getattr(args, one.name) for one in fields(size)})
     if size.tokens <= 1 + WARM:
         parser.error(f"--tokens: must be more than {1 + WARM}, which are not timed: {size.tokens}")
     huggingface.register("tiles")
@@ -146,7 +146,7 @@ def main(argv=None):
     for name in "nothing", "sdpa", "tiles":
         model.set_attn_implementation(name)
         generate(model, prompt[:1], 2 + WARM, quiet=True)  # kernels are compiled
-        runs[name] = generate(model, prompt, size.tokens, asked.quiet)
+        runs[name] = generate(model, prompt, size.tokens, args.quiet)
     count = sum(x.numel() for x in model.parameters())
     print(f"{count / 1e9:.3g} billion parameters, {size.batch} x {size.prompt} tokens of prompts, on {device}")
     for name in "tiles", "sdpa":

@@ -79,16 +79,16 @@ def generate(model, prompt, count):
     step = step_of(model, token, caches)
     for cache in caches:
         cache.reset()
-    logits, tokens, seen = model(prompt, caches), [], []
+    logits, tokens, logits_of_steps = model(prompt, caches), [], []
     begin = time.perf_counter()
     for _ in range(count):
-        seen.append(logits[:, -1:].clone())
-        token.copy_(seen[-1].argmax(-1))
+        logits_of_steps.append(logits[:, -1:].clone())
+        token.copy_(logits_of_steps[-1].argmax(-1))
         tokens.append(token.clone())
         logits = step()
     if token.is_cuda:
         torch.cuda.synchronize()
-    return torch.cat(tokens, 1), torch.cat(seen, 1), (time.perf_counter() - begin) / count
+    return torch.cat(tokens, 1), torch.cat(logits_of_steps, 1), (time.perf_counter() - begin) / count
 
 
 def main(arguments=None):
@@ -106,11 +106,12 @@ def main(arguments=None):
     tokens, logits, seconds = generate(model, prompt, size.tokens)
     with torch.no_grad():
         whole = model(torch.cat([prompt, tokens[:, :-1]], 1))[:, size.prompt - 1 :]
-    apart = float((logits - whole).float().norm() / whole.float().norm())
+    difference = float((logits - whole).float().norm() / whole.float().norm())
     print(
-        f"{size.tokens} tokens of {size.batch} sequences, {1e3 * seconds:.2f} ms a step; logits are {apart:.1e} from one call's"
+        f"{size.tokens} tokens of {size.batch} sequences, {1e3 * seconds:.2f} ms a step; logits differ by {difference:.1e} from"
+        " one call's"
     )
-    return apart
+    return difference
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ def timed(function):
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     together = dist.barrier if dist.is_initialized() else lambda: None
     wait(), together()
-    begun = time.perf_counter()
-    found = function()
+    begin = time.perf_counter()
+    result = function()
     wait(), together()
-    return found, time.perf_counter() - begun
+    return result, time.perf_counter() - begin
 
 
 def main(argv=None):
@@ -61,27 +61,27 @@ def main(argv=None):
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--scheme", default="auto")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    asked = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     rank, world, device = begin()
-    heads = asked.heads or (32 if device == "cuda" else 2)
+    heads = args.heads or (32 if device == "cuda" else 2)
     kv_heads = max(1, heads // 8)
-    tokens = asked.tokens or (longest(world, heads, kv_heads, asked.dim) if device == "cuda" else 512)
+    tokens = args.tokens or (longest(world, heads, kv_heads, args.dim) if device == "cuda" else 512)
     mine = sum(len(span) for span in parallel.Zigzag().spans(tokens, world)[rank])
     torch.manual_seed(rank)
-    shapes = [(1, mine, n, asked.dim) for n in (heads, kv_heads, kv_heads)]
+    shapes = [(1, mine, n, args.dim) for n in (heads, kv_heads, kv_heads)]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
     out, group = torch.empty_like(q), heads // kv_heads
 
     def attend(n):
         """The queries that read key head n."""
         rows = slice(group * n, group * (n + 1))
-        given = q[:, :, rows], k[:, :, n : n + 1], v[:, :, n : n + 1]
-        options = dict(causal=True, length=tokens, scheme=asked.scheme)
-        out[:, :, rows] = parallel.forward(*given, **options)
+        group_arrays = q[:, :, rows], k[:, :, n : n + 1], v[:, :, n : n + 1]
+        options = dict(causal=True, length=tokens, scheme=args.scheme)
+        out[:, :, rows] = parallel.forward(*group_arrays, **options)
 
     attend(0)  # compiles
-    seconds = [timed(lambda: attend(n))[1] for n in tqdm(range(kv_heads), unit="head", disable=asked.quiet or rank > 0)]
-    whole = [torch.randn(1, tokens, n, asked.dim, device=device, dtype=torch.bfloat16) for n in (group, 1, 1)]
+    seconds = [timed(lambda: attend(n))[1] for n in tqdm(range(kv_heads), unit="head", disable=args.quiet or rank > 0)]
+    whole = [torch.randn(1, tokens, n, args.dim, device=device, dtype=torch.bfloat16) for n in (group, 1, 1)]
     attention.forward(*[x[:, :BLOCK] for x in whole], causal=True)
     _, single_seconds = timed(lambda: attention.forward(*whole, causal=True))
     share = single_seconds / world / min(seconds)

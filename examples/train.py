@@ -438,15 +438,15 @@ def main(argv=None):
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--png", type=Path, default="train.png", help="where the curves go; also .svg")
     parser.add_argument("--csv", type=Path, help="a table that the losses are added to; the curves are all that it holds")
-    asked = parser.parse_args(argv)
-    size = replace(size, **{one.name: getattr(asked, one.name) for one in fields(size)})
+    args = parser.parse_args(argv)
+    size = replace(size, **{one.name: getattr(args, one.name) for one in fields(size)})
     ranks = (RankGroup if "RANK" in os.environ else SingleRank)(size.tokens)
-    if asked.baseline and isinstance(ranks, RankGroup):
+    if args.baseline and isinstance(ranks, RankGroup):
         parser.error("--baseline: has all tokens: run it without torchrun")
-    if asked.baseline == "fla" and asked.mixer not in ("gated_delta", "kda", "hybrid"):
-        parser.error(f"--baseline fla: has the mixers gated_delta, kda and hybrid, not {asked.mixer}")
-    eager = asked.eager or device == "cpu" or isinstance(ranks, RankGroup)
-    runs = train(size, ranks, asked.mixer, asked.baseline, eager, asked.quiet or ranks.rank > 0)
+    if args.baseline == "fla" and args.mixer not in ("gated_delta", "kda", "hybrid"):
+        parser.error(f"--baseline fla: has the mixers gated_delta, kda and hybrid, not {args.mixer}")
+    eager = args.eager or device == "cpu" or isinstance(ranks, RankGroup)
+    runs = train(size, ranks, args.mixer, args.baseline, eager, args.quiet or ranks.rank > 0)
     if ranks.rank > 0:
         dist.destroy_process_group()
         return runs
@@ -455,13 +455,13 @@ def main(argv=None):
     for name, run in runs.items():
         speed = f"{1e3 * run.step:.4g} ms a step, {size.batch * size.tokens / run.step:.4g} tokens a second"
         print(f"{name:9}  loss {run.losses[0].item():.3f} -> {run.losses[-1].item():.3f}, {speed}")
-    if asked.baseline:
-        ours, theirs = (runs[name] for name in ("attention", asked.baseline))
-        apart = max(abs(x.item() - y.item()) for x, y in zip(ours.losses, theirs.losses))
+    if args.baseline:
+        ours, theirs = (runs[name] for name in ("attention", args.baseline))
+        difference = max(abs(x.item() - y.item()) for x, y in zip(ours.losses, theirs.losses))
         ratio = theirs.step / ours.step
-        print(f"losses at most {apart:.3f} apart; {ratio:.2f} times as many steps a second as on {asked.baseline}")
-    rows = rows_of(asked.mixer, runs)
-    draw(rows if asked.csv is None else add_to(asked.csv, rows), asked.png)
+        print(f"losses at most {difference:.3f} apart; {ratio:.2f} times as many steps a second as on {args.baseline}")
+    rows = rows_of(args.mixer, runs)
+    draw(rows if args.csv is None else add_to(args.csv, rows), args.png)
     if isinstance(ranks, RankGroup):
         dist.destroy_process_group()
     return runs

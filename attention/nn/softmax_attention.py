@@ -243,8 +243,8 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
-        shown = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "rotary": self.rotary}
-        return ", ".join(f"{name}={value}" for name, value in (shown | self.options).items() if value not in (None, False))
+        fields = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "rotary": self.rotary}
+        return ", ".join(f"{name}={value}" for name, value in (fields | self.options).items() if value not in (None, False))
 
 
 class ProjectedAttention(torch.autograd.Function):

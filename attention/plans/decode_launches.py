@@ -268,12 +268,14 @@ def check_bias(problem: Problem, max_keys: int) -> None:
     """ValueError: there is a bias, and it has not a column for each key that a sequence may have, or too many."""
     if "bias" not in problem:
         return
-    keys, shown = problem.extents["bias_keys"], ("bias", "k", *(("pages",) if "pages" in problem else ()))
+    keys, value_names = problem.extents["bias_keys"], ("bias", "k", *(("pages",) if "pages" in problem else ()))
     if keys < max_keys:
         rule = f"must have a column for each key that a sequence may have, {max_keys}; pad it, with anything"
-        raise problem.error("bias", rule, *shown)
+        raise problem.error("bias", rule, *value_names)
     if max(max_keys, problem.extents["seqlen_q"]) >= INDICES:  # of a TokenHeadContext
-        raise problem.error("bias", "is read by float32 indices: there must be fewer than 2**24 queries and keys", "q", *shown)
+        raise problem.error(
+            "bias", "is read by float32 indices: there must be fewer than 2**24 queries and keys", "q", *value_names
+        )
 
 
 def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:

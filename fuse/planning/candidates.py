@@ -137,5 +137,5 @@ def candidates(traced: TracedDefinition, card: Card) -> list[Candidate]:
 def _keeps_sums(plan: plan_search.FusionPlan, roots: Sequence[Term]) -> bool:
     """Do the plan's kernels keep products in fp32 until they are results, and write no intermediate made from one?"""
     stored = {x for kernel in plan.kernels for x in kernel.roots} - {*roots}
-    kept = all(getattr(kernel, "keeps_sums", False) for kernel in plan.kernels if {*kernel.roots} & {*roots})
-    return kept and not any(x.operation == "matmul" for x in walk(*stored))
+    keeps_sums = all(getattr(kernel, "keeps_sums", False) for kernel in plan.kernels if {*kernel.roots} & {*roots})
+    return keeps_sums and not any(x.operation == "matmul" for x in walk(*stored))

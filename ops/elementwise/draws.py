@@ -146,14 +146,14 @@ def _(shape: type, threshold, low, high, batch, head, row, col, step, unordered:
                 the four, and sends the other what is the other's."""
                 along = b.add(b.lshr(col, b.u32(2)), b.mul(b.add(part, b.u32(i)), step))
                 along = b.add(along, b.add(b.u32(HALF * group), b.mul(in_quad, b.u32(2))))  # two calls for each lane
-                kept, received = [], []
+                lane_values, received = [], []
                 for call in (0, 1):
                     four = philox4x32(b, (eighth, b.add(along, b.u32(call)), head, batch), keys)
                     left, right = (b.select(lower_half, four[n + 1], four[n]) for n in (0, 2))
-                    kept.append(b.select(odd, right, left))
+                    lane_values.append(b.select(odd, right, left))
                     received.append(ptx.shuffle_xor(b, b.select(odd, left, right), 1))
-                return [b.select(odd, y, x) for x, y in zip(kept, received)] + [
-                    b.select(odd, x, y) for x, y in zip(kept, received)
+                return [b.select(odd, y, x) for x, y in zip(lane_values, received)] + [
+                    b.select(odd, x, y) for x, y in zip(lane_values, received)
                 ]
 
         for k in range(shape.elements):

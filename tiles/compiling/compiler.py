@@ -88,12 +88,12 @@ class CompileError(RuntimeError):
         by_place: dict[SourcePlace, list[str]] = {}
         for message, place in self.complaints:
             by_place.setdefault(place, []).append(message)
-        shown = list(by_place.items())[: self.SHOWN]
+        printed = list(by_place.items())[: self.SHOWN]
         parts = [
             [str(place), *(f"    {message}" for message in message_lines)] if place.lines else message_lines
-            for place, message_lines in shown
+            for place, message_lines in printed
         ]
-        if omitted := len(by_place) - len(shown):
+        if omitted := len(by_place) - len(printed):
             parts.append([f"and {omitted} more places"])
         return "\n".join(f"  {line}" for part in parts for line in part)
 

@@ -156,11 +156,11 @@ def in_plain_words(error, function):
 
 def _places(error, message, function):
     """The line as Numba shows it, and the lines that call the function that it is in."""
-    shown, calls = _SHOWN.search(message), [(file, int(line)) for file, line in _CALLED.findall(message)]
-    if shown:
-        calls = [(file, line) for file, line in calls if line != int(shown[2])]
+    quoted_line, calls = _SHOWN.search(message), [(file, int(line)) for file, line in _CALLED.findall(message)]
+    if quoted_line:
+        calls = [(file, line) for file, line in calls if line != int(quoted_line[2])]
     called = "".join(f"\n  called at {os.path.basename(file)}:{line} `{getline(file, line).strip()}`" for file, line in calls)
-    place = Loc(shown[1], int(shown[2])) if shown else _where(error, function)
+    place = Loc(quoted_line[1], int(quoted_line[2])) if quoted_line else _where(error, function)
     return f"\n\n{statement_at(place).strip()}{called}"
 
 

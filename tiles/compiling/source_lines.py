@@ -15,10 +15,10 @@ def statement_at(loc: Loc) -> str:
         return loc.strformat()
     line, head = lines[loc.line - 1].rstrip(), _head(lines, loc.line)
     before = loc.line - 1 if head and head < loc.line else loc.line
-    shown = [text.rstrip() for text in lines[before - 1 : loc.line]]
+    source_lines = [text.rstrip() for text in lines[before - 1 : loc.line]]
     if head and head < before:
-        shown = [lines[head - 1].rstrip(), f"{' ' * (_indent(lines[head - 1]) + 4)}<source elided>", *shown]
-    text = "\n".join([*shown, " " * _indent(line) + "^"])
+        source_lines = [lines[head - 1].rstrip(), f"{' ' * (_indent(lines[head - 1]) + 4)}<source elided>", *source_lines]
+    text = "\n".join([*source_lines, " " * _indent(line) + "^"])
     return f'\nFile "{_shown_path(loc.filename)}", line {loc.line}:\n{text}'
 
 

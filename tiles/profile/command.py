@@ -24,7 +24,7 @@ def main(arguments) -> int:
     options = parser.parse_args(arguments)
     try:
         function = find(options.target)
-        shown = [float(cycle) for cycle in options.cycles.split(":") if cycle]
+        bounds = [float(cycle) for cycle in options.cycles.split(":") if cycle]
     except (AttributeError, FileNotFoundError, ValueError) as error:
         parser.error(str(error))
     if options.once:
@@ -36,7 +36,7 @@ def main(arguments) -> int:
         print(timeline)
         if options.svg:
             try:
-                timeline.save(options.svg, *shown)
+                timeline.save(options.svg, *bounds)
             except (OSError, ValueError) as error:
                 parser.error(str(error))
             print(f"  drawn: {options.svg}")

@@ -139,8 +139,8 @@ class Timeline:
             yield from _legend(left + NAMES, top + len(rows) * (HEIGHT + GAP) + 38)
 
         below = (f"{_names(idle)}: nothing to do",) if idle else ()
-        shown = f", shown: {first:.0f} to {last:.0f}" if first or last < self.cycles else ""
-        notes = f"{self.cycles:.0f} cycles; tensor cores busy {self.busy(TENSOR):.0%} of them{shown}", NOTE
+        range_text = f", shown: {first:.0f} to {last:.0f}" if first or last < self.cycles else ""
+        notes = f"{self.cycles:.0f} cycles; tensor cores busy {self.busy(TENSOR):.0%} of them{range_text}", NOTE
         return draw.Panel(self.title, notes, NAMES + WIDTH, len(rows) * (HEIGHT + GAP) + 26, picture, below)
 
 
