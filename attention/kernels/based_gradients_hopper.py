@@ -7,10 +7,12 @@ P = 1 + s + s^2 / 2 of s = scale q_i . k_j for j <= i, w_i = 1 / sum_j P_ij, or 
     dk_j = scale sum of ds_ij q_i in the chunk + J(k_j)^T (dS v_j + dz)
 
 where S = sum f(k)^T v of earlier chunks and dS = sum f(q)^T w dO of later ones, z and dz are the sums of f(k) and of
--w_i (dO_i . O_i) f(q_i), and J are the derivatives of features. dO . O belongs to the division, and is left out without it.
+-w_i (dO_i . O_i) f(q_i), and J are the derivatives of features. dO . O is a part of the division's derivative: without the
+division it is left out.
 
-The first walk has the tokens in their order. It holds S as forward does, computes O and the sums of weights anew, and gives
-w and -w dO . O to the second, which begins with the last chunk and holds dS. Gradients of features never leave a warp."""
+The first walk goes from the first chunk to the last. It holds S as forward does, computes O and the sums of weights again, and
+stores w and -w dO . O for the second walk, which goes from the last chunk to the first and holds dS. Gradients of features are
+written and read by the same warp."""
 
 import functools
 import itertools
@@ -90,15 +92,20 @@ class Config:
         """The tile of a chunk's features, or of the state, transposed."""
         return st(CHUNK, FEATURES, self.dtype)
 
-    def shared_memory(self, **more):
-        """That of both walks, and `more`."""
+    @staticmethod
+    def make(config):
+        """(kernel, shared memory) of a configuration."""
+        raise NotImplementedError
+
+    def shared_memory(self, **extra_tiles):
+        """The shared memory of a walk: that of both walks, and `extra_tiles`."""
         key, value = self.key, self.value
         rings = {"q": ring(key, STAGES), "k": ring(key, STAGES), "v": ring(value, STAGES), "do": ring(value, STAGES)}
         gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
-        return shared(**rings, state=self.features, features=self.features, df=gradients, **more)
+        return shared(**rings, state=self.features, features=self.features, df=gradients, **extra_tiles)
 
     def make_parts(self):
-        """(fill, differentiate_features), what both walks do alike."""
+        """(fill, differentiate_features), functions of both walks."""
         INPUT, X = self.dtype, rt(16, BASE, self.dtype)
         differentiate_products = make_differentiate_products(INPUT)
 
@@ -113,17 +120,17 @@ class Config:
 
         @inlined
         def differentiate_features(rows, state, tile, x, squares):
-            """What a warp's rows x have from the gradients of their features, the product of `rows` and the state. squares:
-            what features multiply squares by. tile: memory for these gradients, of which a warp reads its own rows."""
+            """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
+            squares: the factor of squares in features. tile: shared memory for the gradients of features."""
             for n in range(FEATURES // PANEL):
                 df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
                 warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), INPUT(df))
-            cuda.syncwarp()  # other lanes read them
+            cuda.syncwarp()  # lanes read what others wrote
             dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), X))
             for d in range(HALF + 1):
                 products = differentiate_products(warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), X), x, d)
                 dx = dx + products * (squares if d == 0 else 1.0)
-            cuda.syncwarp()  # before others overwrite them
+            cuda.syncwarp()  # all lanes have read the tile before one of them overwrites it
             return dx
 
         return fill, differentiate_features
@@ -182,10 +189,10 @@ class BasedQueryGradients(Config):
                         earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
                         w = 1.0 / (sums + earlier_sums)
                         dots = row_sum(warpgroup.wait(o) * fp32(warpgroup.load(douts, DOUT))) * w  # dO . O
-                        at = seq.batch, token, head
-                        warpgroup.store(truncate(gWeights, 1, seq.end), w, at, cols=1)
-                        warpgroup.store(truncate(gDNormalizers, 1, seq.end), 0.0 - dots * w, at, cols=1)
-                    s = warpgroup.mm_ABt(queries, keys)  # again: with o, registers would spill
+                        coord = seq.batch, token, head
+                        warpgroup.store(truncate(gWeights, 1, seq.end), w, coord, cols=1)
+                        warpgroup.store(truncate(gDNormalizers, 1, seq.end), 0.0 - dots * w, coord, cols=1)
+                    s = warpgroup.mm_ABt(queries, keys)  # computed again: kept beside o, registers would spill
                     dp = warpgroup.mm_ABt(douts, values)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
                     if NORMALIZE:
@@ -262,10 +269,10 @@ class BasedKeyGradients(Config):
                     warpgroup.store(state, ds_t)
                     x = warpgroup.load(queries, X) * scale
                     warpgroup.store(queries, x)
-                    gD, at = truncate(gDNormalizers, 1, seq.end), (seq.batch, token, head)
+                    gD, coord = truncate(gDNormalizers, 1, seq.end), (seq.batch, token, head)
                     if NORMALIZE:
-                        warpgroup.store(weighted, INPUT(fp32(x) * warpgroup.load(gD, SCORES.col_vec, at, cols=1)))
-                        w = warpgroup.load(truncate(gWeights, 1, seq.end), SCORES.col_vec, at, cols=1)
+                        warpgroup.store(weighted, INPUT(fp32(x) * warpgroup.load(gD, SCORES.col_vec, coord, cols=1)))
+                        w = warpgroup.load(truncate(gWeights, 1, seq.end), SCORES.col_vec, coord, cols=1)
                         warpgroup.store(douts, INPUT(fp32(warpgroup.load(douts, DOUT)) * w))
                     warpgroup.store(features, taylor(x, 1.0))
                     warpgroup.sync()
@@ -273,7 +280,7 @@ class BasedKeyGradients(Config):
                     dp = warpgroup.mm_ABt(values, douts)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
                     if NORMALIZE:
-                        dnormalizers = load(gD, SCORES.row_vec, at, cols=1)
+                        dnormalizers = load(gD, SCORES.row_vec, coord, cols=1)
                         dp, n_later = dp + dnormalizers, n_later + tile_sum(dnormalizers)
                     ds = INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
                     dk = mma_AB(zeros(SQUARE), ds, queries)

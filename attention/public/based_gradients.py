@@ -71,11 +71,11 @@ def based_backward(
     dinitial_state: as initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that
     share a key head add to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    On Hopper, where Dv is at most 64, two walks over the chunks of a head compute all gradients, and read and write only q, k, v,
-    dout, the gradients and two numbers for each token and head. Otherwise features and their gradients, 10 times the size of q
-    and k, are written to memory in q's dtype, the three scans of linear attention pad them to 256 channels, and normalize=True
-    adds two walks token by token, which is slow. In float16 features, their gradients and the elements of states must stay below
-    65504. All sums are made in a fixed order: the same bits every time.
+    On Hopper, where Dv is at most 64, two walks over the chunks of a head compute all gradients, and read and write only q, k,
+    v, dout, the gradients and two numbers for each token and head. Otherwise features and their gradients, 10 times the size of
+    q and k, are written to memory in q's dtype, the three scans of linear attention pad them to 256 channels, and
+    normalize=True adds two walks token by token, which is slow. In float16 features, their gradients and the elements of states
+    must stay below 65504. All sums are made in a fixed order: the same bits every time.
 
     Returns (dq, dk, dv), followed by dinitial_state if there is an initial state, unless it is False. On GPUs since Ampere.
     Arrays, `stream` and errors are those of based."""

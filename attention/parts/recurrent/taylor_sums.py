@@ -1,9 +1,9 @@
-"""Sums of Taylor features (ops.taylor) in the registers of a warp, and the way back from features to rows. For rows x of 16
-numbers with weights w, the sum of the features of a Taylor series is made of
+"""Sums of Taylor features (ops.taylor) in the registers of a warp, and the gradients of rows from those of features. For rows x
+of 16 numbers with weights w, the sum of the features of a Taylor series consists of
 
     n = sum w        z = sum w x        Z = sum w x^T x
 
-all of which each warp has: z as a tile whose rows are the same."""
+Each warp has all of them: z as a tile whose rows are the same."""
 
 from ops import (
     col_index,
