@@ -28,15 +28,15 @@ def attend(gQ, gK, gV, gO, kv_len, scale):
     q, k, v = smem.open()
     block, head = cuda.blockIdx.x, cuda.blockIdx.y
     blocks = (kv_len + KV - 1) // KV
-    me = warpgroup.id()
-    if me == PRODUCER:
+    wg = warpgroup.id()
+    if wg == PRODUCER:
         for c in range(CONSUMERS):
             q.fill(c, gQ, (CONSUMERS * block + c, head))
         for j in range(blocks):
             k.fill(j, gK, (j, head))
             v.fill(j, gV, (j, head))
     else:
-        queries = q.wait(me)
+        queries = q.wait(wg)
         m, l, o = full(O.col_vec, LOWEST), zeros(O.col_vec), zeros(O)
         for j in range(blocks):
             s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(j))) * scale
@@ -49,7 +49,7 @@ def attend(gQ, gK, gV, gO, kv_len, scale):
             m = m_new
             o = warpgroup.wait(warpgroup.mma_AB(o * alpha, bf16(p), v.wait(j)))
             v.release(j)
-        warpgroup.store(gO, o / l, (Q.rows * (CONSUMERS * block + me), head, 0), rows=0, cols=2)
+        warpgroup.store(gO, o / l, (Q.rows * (CONSUMERS * block + wg), head, 0), rows=0, cols=2)
 
 
 def main(to_device=to_device, q_len=200, kv_len=300, heads=2):

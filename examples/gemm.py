@@ -29,8 +29,8 @@ def gemm(gA, gB, gC, steps):
     """One block of C = A B; `steps` tiles along k."""
     a, b = smem.open()
     row, col = cuda.blockIdx.y, cuda.blockIdx.x
-    me = warpgroup.id()
-    if me == PRODUCER:
+    wg = warpgroup.id()
+    if wg == PRODUCER:
         warpgroup.release_registers(40)
         for j in range(steps):
             for c in range(CONSUMERS):
@@ -40,11 +40,11 @@ def gemm(gA, gB, gC, steps):
         warpgroup.claim_registers(232)
         acc = zeros(C)
         for j in range(steps):
-            mine = CONSUMERS * j + me
-            acc = warpgroup.wait(warpgroup.mma_AB(acc, a.wait(mine), b.wait(j)))
-            a.release(mine)
+            i = CONSUMERS * j + wg
+            acc = warpgroup.wait(warpgroup.mma_AB(acc, a.wait(i), b.wait(j)))
+            a.release(i)
             b.release(j)
-        warpgroup.store(gC, acc, (BLOCK_M * row + A.rows * me, BLOCK_N * col))
+        warpgroup.store(gC, acc, (BLOCK_M * row + A.rows * wg, BLOCK_N * col))
 
 
 def matmul(a, b, c):

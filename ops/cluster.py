@@ -172,8 +172,8 @@ def _lower_store(item, spec, instruction):
 
     def lower(b, address, value, *bars):
         elements = b.elements(spec, value)
-        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
-        with b.if_then(mine):
+        is_holder = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
+        with b.if_then(is_holder):
             for together, at in _accesses(b, item, spec, address):
                 shared_vectors.store_elements(b, item.dtype, elements[together], at, instruction, *bars)
 

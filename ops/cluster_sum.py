@@ -5,7 +5,7 @@ which all get.
     smem = shared(..., parts=total.parts, full=barrier(total.finishers))
     ...
     total.send(acc, parts, full)                      # by each of the warps: to the block that finishes its tile
-    if total.mine():
+    if total.is_finisher():
         acc = total.receive(acc, parts, full)         # plus the peers' parts of it
 
 Warp w of all blocks works on the same tile of the result, and block w // finishers finishes it: all blocks get as much of that
@@ -77,7 +77,7 @@ class ClusterSum:
         return warpgroup.WARPGROUP * warpgroup.id() + warpgroup.rank()
 
     @inlined
-    def mine(self):
+    def is_finisher(self):
         """Does this block finish this warp's tile?"""
         return self.warp() // self.finishers == cluster.rank()
 
@@ -92,7 +92,7 @@ class ClusterSum:
 
     @inlined
     def receive(self, tile, parts, full):
-        """tile plus the peers' tiles. By a warp whose tile is `mine`."""
+        """tile plus the peers' tiles. By a warp whose tile this block finishes (`is_finisher`)."""
         if self.blocks > 1:
             raw.expect(full, self.nbytes)
             cluster.receive(full, 1)

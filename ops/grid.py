@@ -2,7 +2,7 @@
 grid before it still runs (programmatic dependent launch; before sm_90 there is none, and these ops are nothing), and load what
 that one does not write, such as weights.
 
-    if me == PRODUCER:
+    if wg == PRODUCER:
         w.fill(...)                # not written by the grid before
         grid.wait()                # the previous grid is done, and its writes are visible
         grid.release()             # the next grid may begin: as soon as all blocks have said so, and there is room

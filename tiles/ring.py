@@ -287,7 +287,7 @@ def _(ring, j, source, at, part, parts: int):
         with b.if_then(b.icmp_unsigned("==", warp, b.u32(0))):
             slot, parity = _modulo(b, ring, j)
             full, to = full_barrier(b, ring, base, slot), _address(b, ring, base, slot)
-            coordinates, mine = b.unpack(at), contextlib.nullcontext()
+            coordinates, condition = b.unpack(at), contextlib.nullcontext()
             if parts > 1:
                 to = b.add(to, b.mul(b.u32(part), b.u32(ring.offset(parts, across))))
             elif ring.blocks > 1:
@@ -301,8 +301,8 @@ def _(ring, j, source, at, part, parts: int):
                 with first(b, part):
                     ptx.mbarrier_expect(b, full, ring.tile.nbytes)
                 if ring.blocks > 1 and parts > 1:
-                    mine = b.if_then(b.icmp_unsigned("==", b.special("cluster_ctarank"), b.u32(part)))
-                with mine:
+                    condition = b.if_then(b.icmp_unsigned("==", b.special("cluster_ctarank"), b.u32(part)))
+                with condition:
                     ptx.tma_load(b, source, to, source_map, coordinates, full, ring.tile, ring.blocks, ring.once)
 
     return void, emit
@@ -403,10 +403,10 @@ def _(ring, j, after, fenced: int):
             ptx.reads_done(b)
         elif isinstance(ring.tile, sv):
             ptx.warp_sync(b)
-        mine = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
+        condition = elected(b, LANES) if ring.blocks == 1 else b.icmp_unsigned("<", b.lane(), b.u32(ring.blocks))
         if after is not None:
-            mine = b.and_(mine, ptx.wait_for_registers(b, b.unpack(vector)))
-        with b.if_then(mine):
+            condition = b.and_(condition, ptx.wait_for_registers(b, b.unpack(vector)))
+        with b.if_then(condition):
             empty = empty_barrier(b, ring, base, _modulo(b, ring, j)[0])
             if ring.blocks == 1:
                 ptx.mbarrier_arrive(b, empty)

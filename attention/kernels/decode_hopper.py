@@ -148,11 +148,11 @@ def make(config: Config):
         return first, int32(max(0, min(work.end_tile - tile, (span.end - first + KV - 1) // KV))), span
 
     @inlined
-    def load_queries(tiles, gQ, out_tile, me):
+    def load_queries(tiles, gQ, out_tile, wg):
         """Load the block's rows of Q to shared memory, by both consumers. A token's rows are contiguous; rows of other tokens
         load 0, so that the tokens' tiles can be added."""
         rank = warpgroup.rank()
-        for i in range(me, PANELS, CONSUMERS):
+        for i in range(wg, PANELS, CONSUMERS):
             col = int32(Q.cols * i)
             if out_tile.group == 1:  # a row is a token: 16 loads one after the other would take microseconds
                 x = load(gQ, Q, (out_tile.batch, out_tile.row, out_tile.head, 0, col), 1, 4)
@@ -183,26 +183,26 @@ def make(config: Config):
         return state._replace(o=o)
 
     @inlined
-    def merge_consumers(state, tiles, me, ctx, scale, out_tile, params):
+    def merge_consumers(state, tiles, wg, ctx, scale, out_tile, params):
         """Merge the states of both consumers, each for half of O's columns, and store O and lse."""
-        my_sum = finish_sum(state.l)
-        warpgroup.store(subtile(tiles.row_max, ROWS, me), state.m)
-        warpgroup.store(subtile(tiles.row_sum, ROWS, me), my_sum)
-        other_half = columns(state.o, HALF, 1) if me == 0 else columns(state.o, HALF, 0)
-        warpgroup.store(subtile(tiles.o_half, ROWS, me), other_half)
+        consumer_sum = finish_sum(state.l)
+        warpgroup.store(subtile(tiles.row_max, ROWS, wg), state.m)
+        warpgroup.store(subtile(tiles.row_sum, ROWS, wg), consumer_sum)
+        other_half = columns(state.o, HALF, 1) if wg == 0 else columns(state.o, HALF, 0)
+        warpgroup.store(subtile(tiles.o_half, ROWS, wg), other_half)
         warpgroup.sync_several(CONSUMERS)
-        other_max = warpgroup.load(subtile(tiles.row_max, ROWS, 1 - me), O.col_vec)
+        other_max = warpgroup.load(subtile(tiles.row_max, ROWS, 1 - wg), O.col_vec)
         m = maximum(state.m, other_max)
         if result.is_final(out_tile):
             m = maximum(m, sink.initial_max(ctx, LOWEST_FLOAT))
-        my_weight, other_weight = exp2((state.m - m) * scale), exp2((other_max - m) * scale)
-        l = my_sum * my_weight + warpgroup.load(subtile(tiles.row_sum, ROWS, 1 - me), O.col_vec) * other_weight
+        weight, other_weight = exp2((state.m - m) * scale), exp2((other_max - m) * scale)
+        l = consumer_sum * weight + warpgroup.load(subtile(tiles.row_sum, ROWS, 1 - wg), O.col_vec) * other_weight
         if result.is_final(out_tile):
             l = sink.finish_row_sum(l, m, scale, ctx)
-        my_half = columns(state.o, HALF, 0) if me == 0 else columns(state.o, HALF, 1)
-        o = my_half * my_weight + warpgroup.load(subtile(tiles.o_half, ROWS, 1 - me), O_HALF) * other_weight
-        result.store(over_sum(o, l), out_tile, int32(HALF * me), params)
-        if me == 0:
+        kept_half = columns(state.o, HALF, 0) if wg == 0 else columns(state.o, HALF, 1)
+        o = kept_half * weight + warpgroup.load(subtile(tiles.o_half, ROWS, 1 - wg), O_HALF) * other_weight
+        result.store(over_sum(o, l), out_tile, int32(HALF * wg), params)
+        if wg == 0:
             result.store_row_sums(m, l, scale, out_tile, params)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -218,10 +218,10 @@ def make(config: Config):
         grid.wait()
         rest, index = divmod(cuda.blockIdx.x, row_tiles)
         number, head = divmod(rest, heads)
-        me, row, rows = warpgroup.id(), int32(ROWS * index), int32(tokens * group)
+        wg, row, rows = warpgroup.id(), int32(ROWS * index), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + ROWS, rows) - 1) // group)
         work, j = split.first_work(number, splits, sequences, tokens, params), int32(0)
-        if me == PRODUCER:
+        if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             while work.tiles_left > 0:
                 first, n, span = find_tiles(work, first_token, last_token, tokens, params)
@@ -230,26 +230,37 @@ def make(config: Config):
             feed.finish(k, v, j)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            my_row, tiles = int32(row + 16 * warpgroup.rank()), SharedTiles(q, k, v, o_half, row_max, row_sum)
-            my_first_token, my_last_token = int32(my_row // group), int32((min(my_row + 16, rows) - 1) // group)
-            my_rows = row_index(O.col_vec) + my_row
-            token = my_rows // group
+            warp_first_row, tiles = int32(row + 16 * warpgroup.rank()), SharedTiles(q, k, v, o_half, row_max, row_sum)
+            warp_first_token, warp_last_token = (
+                int32(warp_first_row // group),
+                int32((min(warp_first_row + 16, rows) - 1) // group),
+            )
+            warp_rows = row_index(O.col_vec) + warp_first_row
+            token = warp_rows // group
             while work.tiles_left > 0:
                 sequence, is_final = work.sequence, work.end_tile - work.tile == work.tiles
                 out_tile = OutputTile(
-                    sequence, head, work.part, work.part_batch, is_final, my_row, my_first_token, my_last_token, group
+                    sequence,
+                    head,
+                    work.part,
+                    work.part_batch,
+                    is_final,
+                    warp_first_row,
+                    warp_first_token,
+                    warp_last_token,
+                    group,
                 )
                 first, n, span = find_tiles(work, first_token, last_token, tokens, params)
                 unmasked_end = int32(span.end - (last_token - first_token))
                 ctx = TokenHeadContext(
-                    sequence, my_rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
+                    sequence, warp_rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
                 )
                 ctx = ctx._replace(precomputed=variant.precompute(ctx))
-                load_queries(tiles, gQ, out_tile, me)
+                load_queries(tiles, gQ, out_tile, wg)
                 state = softmax.init(variant.max_floor)
-                for i in range(int32((me + j) % CONSUMERS), n, CONSUMERS):
+                for i in range(int32((wg + j) % CONSUMERS), n, CONSUMERS):
                     state = attend_tile(state, int32(j + i), int32(first + KV * i), unmasked_end, tiles, ctx, scale, slack)
-                merge_consumers(state, tiles, me, ctx, scale, out_tile, params)
+                merge_consumers(state, tiles, wg, ctx, scale, out_tile, params)
                 work, j = split.next_work(work, tokens, params), int32(j + n)
 
     return attend, smem

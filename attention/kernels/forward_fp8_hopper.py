@@ -275,14 +275,14 @@ def make(config: Config):
         """The step of the pipeline for a block of keys, with the mask or without."""
 
         @inlined
-        def step(j, p, state, tile, k, values, me, consumer):
+        def step(j, p, state, tile, k, values, wg, consumer):
             """O += P V of block j - 1, then scores and softmax of block j, while another consumer has the tensor cores. tile:
             the descales of block j; those of block j + 1 are loaded meanwhile, because loads take long."""
             key = tiling.key(consumer.kv_blocks, j, consumer.ctx)
-            turn.take(me)
+            turn.take(wg)
             state = state._replace(o=accumulate(state.o, state.o_scale, p, values.transposed.wait(j - 1)))
             s = warpgroup.mm_ABt(consumer.queries, k.wait(j))
-            turn.give(me)
+            turn.give(wg)
             values.transposed.release(j - 1)
             s = warpgroup.wait(s)
             if masked:
@@ -309,12 +309,12 @@ def make(config: Config):
         numbers qk_descale and v_descale, and by the elements of gQDescale, gKDescale and gVDescale."""
         memory = smem.open()
         q, k, values = memory.q, memory.k, v_transpose.rings_of(memory)
-        me = warpgroup.id()
+        wg = warpgroup.id()
         block, batch_head = tiling.locate_block(persistent_tile(0), blocks, batch_heads, raster_group)
         block, batch, head = sequences.find_tile(block, batch_head, heads, params)
         if sequences.has_tile(block, batch, params):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
-            if me == PRODUCER:
+            if wg == PRODUCER:
                 warpgroup.release_registers(keep)
                 ctx = seq.context(batch, head, row, params, aux)
                 kv_blocks = tiling.key_blocks(row, ctx)
@@ -330,16 +330,16 @@ def make(config: Config):
                         )
             else:
                 warpgroup.claim_registers(claim)
-                turn.begin(me)
-                warp_row = row + EACH * me + O.rows * warpgroup.rank()
+                turn.begin(wg)
+                warp_row = row + EACH * wg + O.rows * warpgroup.rank()
                 base_ctx = seq.context(batch, head, warp_row, params, aux)
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
                 kv_blocks = tiling.key_blocks(row, ctx)
                 arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head), int32(seq.seqlen_k))
-                descale = descales.load_queries(arrays, seq.offset_q + row + EACH * me, head, qk_descale)
+                descale = descales.load_queries(arrays, seq.offset_q + row + EACH * wg, head, qk_descale)
                 scale = scale if RAW_SCORES or BY_BLOCK else scale * descale
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                consumer = ConsumerTile(subtile(q.wait(0), EACH, me), kv_blocks, ctx, scale, descale, lift, slack, arrays)
+                consumer = ConsumerTile(subtile(q.wait(0), EACH, wg), kv_blocks, ctx, scale, descale, lift, slack, arrays)
                 key = tiling.key(kv_blocks, 0, ctx)
                 tile = descales.load_first_tile(arrays, key, descale)
                 next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
@@ -352,19 +352,19 @@ def make(config: Config):
                 else:
                     masked = int32(max(1, kv_blocks.masked))
                 for j in range(int32(1), masked):
-                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, me, consumer)
+                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, wg, consumer)
                 for j in range(masked, kv_blocks.n):
-                    p, state, next_tile = step(j, p, state, next_tile, k, values, me, consumer)
+                    p, state, next_tile = step(j, p, state, next_tile, k, values, wg, consumer)
                 q.release(0)
                 o = accumulate(state.o, state.o_scale, p, values.transposed.wait(kv_blocks.n - 1))
                 values.transposed.release(kv_blocks.n - 1)
                 o = o * descales.load_output(arrays, v_descale)
                 o, lse = state._replace(o=o, m=state.m - consumer.lift).finish(scale, variant, ctx)
-                output.store(gO, o, consumer.queries, seq, row + EACH * me, head)
-                output.store_lse(gLse, lse, seq, row + EACH * me, head)
-        if sequences.packed and me != PRODUCER:
+                output.store(gO, o, consumer.queries, seq, row + EACH * wg, head)
+                output.store_lse(gLse, lse, seq, row + EACH * wg, head)
+        if sequences.packed and wg != PRODUCER:
             has_padding, row = sequences.padding_rows(block, batch, params)
             if has_padding:
-                output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
+                output.clear_padding(O, gO, gLse, int32(row + EACH * wg), head)
 
     return attend_fp8, smem

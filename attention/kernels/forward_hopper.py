@@ -222,15 +222,15 @@ class NoTurns:
     """Consumers issue wgmma as soon as they can. The methods are those of `warpgroup.ping_pong`."""
 
     @inlined
-    def begin(self, me):
+    def begin(self, wg):
         """Prepare the first turn: nothing to do."""
 
     @inlined
-    def take(self, me):
+    def take(self, wg):
         """Wait for the consumer's turn: nothing to wait for."""
 
     @inlined
-    def give(self, me):
+    def give(self, wg):
         """Pass the turn to the next consumer: nothing to pass."""
 
 
@@ -294,13 +294,13 @@ def make(config: Config):
         """The step of the pipeline for a block of keys, with the mask or without."""
 
         @inlined
-        def step(j, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack):
+        def step(j, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack):
             """Scores and softmax of block j, while the tensor cores compute O += P V of block j - 1."""
-            turn.take(me)
+            turn.take(wg)
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
-            turn.give(me)
-            prefetched, bias_ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, me)
+            turn.give(wg)
+            prefetched, bias_ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, wg)
             s = warpgroup.wait(s, newer=1)  # the scores are done, o is still in flight
             if masked:
                 s = tiling.mask(variant.score_in_edge_block_by(s, prefetched, bias_ctx, key), ctx, key)
@@ -314,7 +314,7 @@ def make(config: Config):
             state, p = state.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
             v.release(j - 1)
-            return weights.stage(p, p_smem, me), state._replace(o=o)  # after wait(o): until then the wgmma reads P
+            return weights.stage(p, p_smem, wg), state._replace(o=o)  # after wait(o): until then the wgmma reads P
 
         return step
 
@@ -331,7 +331,7 @@ def make(config: Config):
             return kv_blocks.n, int32(max(1, kv_blocks.masked))
 
     @inlined
-    def skip_blocks(j, first, end, unseen_at_end, k, v, tiles, me):
+    def skip_blocks(j, first, end, unseen_at_end, k, v, tiles, wg):
         """Release the key blocks from j up to `first`, which is not among them: none of the consumer's rows sees them. Every
         consumer takes one turn for each key block of a tile except the last. All consumers together zero the last
         `unseen_at_end` keys of the first block."""
@@ -342,8 +342,8 @@ def make(config: Config):
             k.release(i)
             bias_tiles.skip(tiles, i)
             if i < end - 1:
-                turn.take(me)
-                turn.give(me)
+                turn.take(wg)
+                turn.give(wg)
             v.wait(i)
             v.release(i)
 
@@ -358,9 +358,9 @@ def make(config: Config):
         share a key head; exp2(scale s) is the weight of a score s; the row maximum may grow by `slack` before O is rescaled."""
         memory = smem.open()
         q, k, v, tiles, p_smem = memory.q, memory.k, memory.v, bias_tiles.ring_of(memory), weights.tile_of(memory)
-        me = warpgroup.id()
+        wg = warpgroup.id()
         r = j = int32(0)  # query tiles and key blocks so far
-        if me == PRODUCER:
+        if wg == PRODUCER:
             warpgroup.release_registers(keep)
             while has_tile(r, blocks, heads, batch_heads, raster_group, params):
                 block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
@@ -388,19 +388,19 @@ def make(config: Config):
                 r, j = int32(r + 1), int32(j + kv_blocks.n)
         else:
             warpgroup.claim_registers(claim)
-            turn.begin(me)
+            turn.begin(wg)
             while has_tile(r, blocks, heads, batch_heads, raster_group, params):
                 block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
-                seq, row = sequences.sequence(batch, params), ROWS * block + EACH * me
+                seq, row = sequences.sequence(batch, params), ROWS * block + EACH * wg
                 warp_row = row + O.rows * warpgroup.rank()
                 base_ctx = seq.context(batch, head, warp_row, params, aux)
                 ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
                 kv_blocks = tiling.key_blocks(ROWS * block, ctx)
                 n, masked = count_blocks(row, kv_blocks, ctx)
                 end = int32(j + kv_blocks.n)
-                first, queries = int32(end - n), subtile(q.wait(r), EACH, me)
+                first, queries = int32(end - n), subtile(q.wait(r), EACH, wg)
                 if SKIPS:
-                    skip_blocks(j, first, end, kv_blocks.unseen_at_end, k, v, tiles, me)
+                    skip_blocks(j, first, end, kv_blocks.unseen_at_end, k, v, tiles, wg)
                 if SKIPS and n == 0:
                     output.release_previous_queries(q, r)
                     output.release_queries(q, r)
@@ -408,24 +408,24 @@ def make(config: Config):
                     key, queries = tiling.key(kv_blocks, first - j, ctx), prepare_queries(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, me), key), ctx, key)
+                    s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, wg), key), ctx, key)
                     row_offset = variant.row_offset_in_edge_block(s, ctx, key)
                     state = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
                     state = state.update_max(s, row_offset, scale, slack)
                     p = state.weights(s, row_offset, scale, LOW_SCORES)
-                    p, state = weights.stage(variant.drop(p, ctx, key), p_smem, me), state.add(p)
+                    p, state = weights.stage(variant.drop(p, ctx, key), p_smem, wg), state.add(p)
                     output.release_previous_queries(q, r)
                     sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)
                     if first == j and kv_blocks.unseen_at_end > 0:
                         zero_last_keys(v.wait(first), kv_blocks.unseen_at_end, CONSUMERS)
                     for i in range(int32(first + 1), int32(first + masked)):
                         key = tiling.key(kv_blocks, i - j, ctx)
-                        p, state = masked_step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)
+                        p, state = masked_step(i, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
                     if kv_blocks.unseen_at_start > 0:
                         zero_first_keys(v.wait(first + masked - 1), kv_blocks.unseen_at_start, CONSUMERS)
                     for i in range(int32(first + masked), end):
                         key = tiling.key(kv_blocks, i - j, ctx)
-                        p, state = step(i, p, state, queries, k, v, tiles, p_smem, me, ctx, key, scale, slack)
+                        p, state = step(i, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
                     output.release_queries(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), p, v.wait(end - 1)))
                     v.release(end - 1)
@@ -438,6 +438,6 @@ def make(config: Config):
                 block, batch, head = find_tile(0, blocks, heads, batch_heads, raster_group, params)
                 has_padding, row = sequences.padding_rows(block, batch, params)
                 if has_padding:
-                    output.clear_padding(O, gO, gLse, int32(row + EACH * me), head)
+                    output.clear_padding(O, gO, gLse, int32(row + EACH * wg), head)
 
     return attend, smem

@@ -135,12 +135,12 @@ def make(config: Config):
         return x
 
     @inlined
-    def load_queries(tiles, gQ, out_tile, me):
+    def load_queries(tiles, gQ, out_tile, wg):
         """Load the block's rows of Q to shared memory, half of the columns by each consumer."""
         rank = warpgroup.rank()
-        half, rotated = load_rows(gQ, Q, out_tile, int32(HALF * me)), load_rows(gQ, Q_ROTARY, out_tile, LATENT)
-        store(subtile(tiles.q, 16, rank, HALF, me), product.convert_q(half))
-        if me == 0:
+        half, rotated = load_rows(gQ, Q, out_tile, int32(HALF * wg)), load_rows(gQ, Q_ROTARY, out_tile, LATENT)
+        store(subtile(tiles.q, 16, rank, HALF, wg), product.convert_q(half))
+        if wg == 0:
             store(subtile(tiles.q_rotary, 16, rank), rotated)
         warpgroup.sync_several(CONSUMERS)
 
@@ -175,12 +175,12 @@ def make(config: Config):
         maxima.publish(j // 2)
 
     @inlined
-    def add_received(j, state, tiles, maxima, me, scale):
+    def add_received(j, state, tiles, maxima, wg, scale):
         """(O with tile j, pending; the softmax's state with its row maxima). The other consumer computed the weights."""
         m = warpgroup.load(maxima.wait(j // 2), O.col_vec)
         maxima.release(j // 2)
         state = state.follow_max(m, scale)
-        values = subtile(tiles.latent.wait(j), KV, 0, HALF, me)
+        values = subtile(tiles.latent.wait(j), KV, 0, HALF, wg)
         return warpgroup.mma_AB(state.rescale(), viewed(tiles.rotary.wait(j), WEIGHTS), values), state
 
     @inlined
@@ -240,35 +240,38 @@ def make(config: Config):
             grid.release()  # mla_combine.py's blocks may begin, and wait
         grid.wait()
         number, index = divmod(cuda.blockIdx.x, row_tiles)  # a sequence's tiles are neighbours, as they read the same keys
-        me, row, rows = warpgroup.id(), int32(ROWS * index), int32(tokens * group)
+        wg, row, rows = warpgroup.id(), int32(ROWS * index), int32(tokens * group)
         first_token, last_token = int32(row // group), int32((min(row + ROWS, rows) - 1) // group)
         work = split.first_work(number, splits, sequences, tokens, params)
         span = window.key_span(work.sequence, first_token, last_token, tokens, params)
         first, end, unmasked_end = int32(KV * work.tile), span.end, int32(span.end - (last_token - first_token))
         n = int32(max(0, min(work.end_tile - work.tile, (end - first + KV - 1) // KV)))
-        if me == PRODUCER:
+        if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             cache.load_tiles(tiles, n, first, gLatent, gRotary, gDescale, work.sequence, end, params)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            my_row = int32(row + 16 * warpgroup.rank())
-            my_first_token, my_last_token = int32(my_row // group), int32((min(my_row + 16, rows) - 1) // group)
+            warp_first_row = int32(row + 16 * warpgroup.rank())
+            warp_first_token, warp_last_token = (
+                int32(warp_first_row // group),
+                int32((min(warp_first_row + 16, rows) - 1) // group),
+            )
             out_tile = OutputTile(
-                work.sequence, 0, work.part, work.part_batch, IS_FINAL, my_row, my_first_token, my_last_token, group
+                work.sequence, 0, work.part, work.part_batch, IS_FINAL, warp_first_row, warp_first_token, warp_last_token, group
             )
             ctx = TokenHeadContext(work.sequence, 0, row, span.shift, tokens, end, params, 0, 0)
-            load_queries(tiles, gQ, out_tile, me)
+            load_queries(tiles, gQ, out_tile, wg)
             state = softmax.init(LOWEST)
-            if me == 0:
+            if wg == 0:
                 state = attend_even_tiles(n, first, unmasked_end, state, tiles, ctx, group, scale, slack)
             else:
                 state = attend_odd_tiles(n, first, unmasked_end, state, tiles, ctx, group, scale, slack)
-            my_sum = finish_sum(state.l)
-            warpgroup.store(subtile(memory.row_sum, ROWS, me), my_sum)
+            consumer_sum = finish_sum(state.l)
+            warpgroup.store(subtile(memory.row_sum, ROWS, wg), consumer_sum)
             warpgroup.sync_several(CONSUMERS)
-            l = my_sum + warpgroup.load(subtile(memory.row_sum, ROWS, 1 - me), O.col_vec)
-            result.store(over_sum(state.o, l), out_tile, int32(HALF * me), params)
-            if me == 0:
+            l = consumer_sum + warpgroup.load(subtile(memory.row_sum, ROWS, 1 - wg), O.col_vec)
+            result.store(over_sum(state.o, l), out_tile, int32(HALF * wg), params)
+            if wg == 0:
                 result.store_lse(state.m + log2(l) / scale, scale, out_tile, params)
 
     return attend, smem

@@ -28,8 +28,8 @@ def gemm(gA, gB, gC, steps):
     """One tile of C = A B^T; `steps` tiles along k."""
     a, b = smem.open()
     row, col = cuda.blockIdx.y, cuda.blockIdx.x
-    me = warpgroup.id()
-    if me == PRODUCER:
+    wg = warpgroup.id()
+    if wg == PRODUCER:
         warpgroup.release_registers(40)
         for j in range(steps):
             a.fill(j, gA, (row, j))
@@ -38,11 +38,11 @@ def gemm(gA, gB, gC, steps):
         warpgroup.claim_registers(232)
         acc = zeros(C)
         for j in range(steps):
-            mine = subtile(a.wait(j), ROWS, me)
-            acc = warpgroup.wait(warpgroup.mma_ABt(acc, mine, b.wait(j)))
+            rows = subtile(a.wait(j), ROWS, wg)
+            acc = warpgroup.wait(warpgroup.mma_ABt(acc, rows, b.wait(j)))
             a.release(j)
             b.release(j)
-        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
+        warpgroup.store(gC, acc, (A.rows * row + ROWS * wg, B.rows * col))
 
 
 def matmul(a, b, c):

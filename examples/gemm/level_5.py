@@ -30,22 +30,22 @@ def gemm(gA, gB, gC, steps):
     """One tile of C = A B^T; `steps` tiles along k."""
     a, b = smem.open()
     row, col = cuda.blockIdx.y, cuda.blockIdx.x
-    me = warpgroup.id()
-    if me == PRODUCER:
+    wg = warpgroup.id()
+    if wg == PRODUCER:
         warpgroup.release_registers(40)
         for j in range(int32(steps)):
             a.fill(j, gA, (row, j))
             b.fill(j, gB, (col, j))
     else:
         warpgroup.claim_registers(232)
-        acc = warpgroup.mm_ABt(subtile(a.wait(0), ROWS, me), b.wait(0))
+        acc = warpgroup.mm_ABt(subtile(a.wait(0), ROWS, wg), b.wait(0))
         for j in range(int32(1), int32(steps)):
-            acc = warpgroup.mma_ABt(acc, subtile(a.wait(j), ROWS, me), b.wait(j))
+            acc = warpgroup.mma_ABt(acc, subtile(a.wait(j), ROWS, wg), b.wait(j))
             warpgroup.wait(newer=1)
             a.release(j - 1)
             b.release(j - 1)
         acc = warpgroup.wait(acc)
-        warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
+        warpgroup.store(gC, acc, (A.rows * row + ROWS * wg, B.rows * col))
 
 
 def matmul(a, b, c):

@@ -29,9 +29,9 @@ smem = shared(a=ring(A, STAGES, READERS), b=ring(B, STAGES, READERS))
 def gemm(gA, gB, gC, rows, cols, steps):
     """C = A B^T, of rows x cols tiles; `steps` tiles along k."""
     a, b = smem.open()
-    me = warpgroup.id()
+    wg = warpgroup.id()
     r = j = int32(0)  # tiles of C and steps along k so far
-    if me == PRODUCER:
+    if wg == PRODUCER:
         warpgroup.release_registers(40)
         while persistent_tile(r) < rows * cols:
             row, col = rasterize(persistent_tile(r), rows, cols, GROUP)
@@ -43,9 +43,9 @@ def gemm(gA, gB, gC, rows, cols, steps):
         warpgroup.claim_registers(232)
         while persistent_tile(r) < rows * cols:
             row, col = rasterize(persistent_tile(r), rows, cols, GROUP)
-            acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, me), b.wait(j))
+            acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, wg), b.wait(j))
             for i in range(int32(j + 1), int32(j + steps)):
-                acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, me), b.wait(i))
+                acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, wg), b.wait(i))
                 warpgroup.wait(newer=1)
                 a.release(i - 1)
                 b.release(i - 1)
@@ -53,7 +53,7 @@ def gemm(gA, gB, gC, rows, cols, steps):
             r, j = int32(r + 1), int32(j + steps)
             a.release(j - 1)
             b.release(j - 1)
-            warpgroup.store(gC, acc, (A.rows * row + ROWS * me, B.rows * col))
+            warpgroup.store(gC, acc, (A.rows * row + ROWS * wg, B.rows * col))
 
 
 def matmul(a, b, c):

@@ -44,9 +44,9 @@ def send(gC, row, col, shared_tile, tile):
 def gemm(gA, gB, gC, rows, cols, steps):
     """C = A B^T, of rows x cols pairs of tiles; `steps` tiles along k."""
     a, b, c = smem.open()
-    me, rank = warpgroup.id(), cluster.rank()
+    wg, rank = warpgroup.id(), cluster.rank()
     r = j = int32(0)  # tiles of C and steps along k so far
-    if me == PRODUCER:
+    if wg == PRODUCER:
         warpgroup.release_registers(40)
         while persistent_tile(r, BLOCKS) < rows * cols:
             pair, col = rasterize(persistent_tile(r, BLOCKS), rows, cols, GROUP)
@@ -57,13 +57,13 @@ def gemm(gA, gB, gC, rows, cols, steps):
             r, j = int32(r + 1), int32(j + steps)
     else:
         warpgroup.claim_registers(232)
-        mine = subtile(c, ROWS, me)
+        c_rows = subtile(c, ROWS, wg)
         while persistent_tile(r, BLOCKS) < rows * cols:
             pair, col = rasterize(persistent_tile(r, BLOCKS), rows, cols, GROUP)
             row = BLOCKS * pair + rank
-            acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, me), b.wait(j))
+            acc = warpgroup.mm_ABt(subtile(a.wait(j), ROWS, wg), b.wait(j))
             for i in range(int32(j + 1), int32(j + steps)):
-                acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, me), b.wait(i))
+                acc = warpgroup.mma_ABt(acc, subtile(a.wait(i), ROWS, wg), b.wait(i))
                 warpgroup.wait(newer=1)
                 a.release(i - 1)
                 b.release(i - 1)
@@ -71,8 +71,8 @@ def gemm(gA, gB, gC, rows, cols, steps):
             r, j = int32(r + 1), int32(j + steps)
             a.release(j - 1)
             b.release(j - 1)
-            send(gC, CONSUMERS * row + me, 2 * col, mine, columns(acc, HALF, 0))
-            send(gC, CONSUMERS * row + me, 2 * col + 1, mine, columns(acc, HALF, 1))
+            send(gC, CONSUMERS * row + wg, 2 * col, c_rows, columns(acc, HALF, 0))
+            send(gC, CONSUMERS * row + wg, 2 * col + 1, c_rows, columns(acc, HALF, 1))
         warpgroup.store_wait()
     cluster.sync()
 

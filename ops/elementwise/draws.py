@@ -67,10 +67,10 @@ def _exchanged(b, odd, words):
     even one; the lane of the neighbouring column has the others."""
     is_odd = b.icmp_unsigned("!=", odd, b.u32(0))
     local_half, remote_half = (b.select(is_odd, b.u32(x), b.u32(y)) for x, y in ((HIGH, LOW), (LOW, HIGH)))
-    mine = [halves_of(b, *words[n : n + 2], local_half) for n in (0, 2)]
+    lane_words = [halves_of(b, *words[n : n + 2], local_half) for n in (0, 2)]
     remote_words = [ptx.shuffle_xor(b, halves_of(b, *words[n : n + 2], remote_half), QUAD) for n in (0, 2)]
-    even = [b.select(is_odd, y, x) for x, y in zip(mine, remote_words)]
-    return even, [b.select(is_odd, x, y) for x, y in zip(mine, remote_words)]
+    even = [b.select(is_odd, y, x) for x, y in zip(lane_words, remote_words)]
+    return even, [b.select(is_odd, x, y) for x, y in zip(lane_words, remote_words)]
 
 
 def _check(name, shape, integers, layouts, columns=1):

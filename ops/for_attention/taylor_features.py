@@ -63,11 +63,11 @@ def _(x, squares):
 
         features = [[b.u32(0)] * 4 for _ in range(HALF + 1)]
         for row in (0, 1):
-            mine = registers[row], registers[row + 2]
-            even = [rotated(*mine, pairs) for pairs in range(QUAD + 1)]
+            row_registers = registers[row], registers[row + 2]
+            even = [rotated(*row_registers, pairs) for pairs in range(QUAD + 1)]
             for d in range(HALF + 1):
                 other = even[d // 2] if d % 2 == 0 else map(between, even[d // 2], even[d // 2 + 1])
-                products = [ptx.mul_pair(b, x.dtype, m, o) for m, o in zip(mine, other, strict=True)]
+                products = [ptx.mul_pair(b, x.dtype, m, o) for m, o in zip(row_registers, other, strict=True)]
                 if d == 0:
                     products = [ptx.mul_pair(b, x.dtype, p, factor) for p in products]
                 features[d][row], features[d][row + 2] = products if d < HALF else (products[0], one)

@@ -110,8 +110,11 @@ def _words(name, spaces, pairs):
 def _listed(scope, name):
     """What `name` takes, and the other products of its scope."""
     spaces_of = {form: cells(f"{scope}mma_{form}") for form in TRANSPOSED}
-    mine = spaces_of.pop(name.rpartition("_")[2])
-    takes = [_words(name, spaces, [pair for pair in mine if mine[pair] == spaces]) for spaces in dict.fromkeys(mine.values())]
+    memory_spaces = spaces_of.pop(name.rpartition("_")[2])
+    takes = [
+        _words(name, spaces, [pair for pair in memory_spaces if memory_spaces[pair] == spaces])
+        for spaces in dict.fromkeys(memory_spaces.values())
+    ]
     forms = [f"mma_{form} ({_names(spaces_of[form])})" for form in spaces_of]
     return f"takes {'; or '.join(takes)}. There are also {', '.join(forms)}"
 

@@ -137,9 +137,9 @@ def lower_store(ty, spec, rows, cols, first_row, ordered=True):
 
     def lower(b, array, value, at, *_):
         accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), ordered=ordered)
-        mine = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
+        is_holder = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
         for x, (inside, address) in zip(_split_elements(b, dtype, spec, value), accesses, strict=True):
-            b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, mine), i32))
+            b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, is_holder), i32))
 
     return lower
 

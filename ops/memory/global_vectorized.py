@@ -242,14 +242,14 @@ def lower_store_bytes(ty, spec, rows, cols, first_row):
         runs = [[elements[row, col + k] for row, col in four for k in (0, 1)] for four in words_of(exchange, half_spec)]
         words = [[b.quad(stored_dtype, *run[k : k + 4]) for k in (0, 4)] for run in runs]
         place = _check_at_run_time(b, ty, exchange, array, stored, at, rows, cols, first_row(b), stores=True)
-        mine = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
+        lane_place = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
         with b.if_else(place.is_wide) as (at_once, by_bytes):
             with at_once:
-                for (fits, address), pair in zip(_accesses(b, exchange, stored, mine), words, strict=True):
+                for (fits, address), pair in zip(_accesses(b, exchange, stored, lane_place), words, strict=True):
                     b.do(HALF_STORE, address, *pair, fits)
             with by_bytes:
                 for k in range(8):
-                    shifted = mine.shifted_by(b, b.u32(0), b.u32(k))
+                    shifted = lane_place.shifted_by(b, b.u32(0), b.u32(k))
                     strided = _accesses(b, exchange, stored, shifted, column=shifted.column)
                     for (fits, address), pair in zip(strided, words, strict=True):
                         b.do(f"{{{GUARD}{STORE[1]}}}", address, b.lshr(pair[k // 4], b.u32(8 * (k % 4))), fits)
@@ -277,8 +277,8 @@ def lower_load(ty, spec, rows, cols, first_row, aligned, ordered=True):
         else:
 
             def at_once():
-                mine = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
-                return [*itertools.chain(*load(mine))]
+                lane_place = place.shifted_by(b, exchange.first_row(b), exchange.first_column(b))
+                return [*itertools.chain(*load(lane_place))]
 
             def word_by_word():
                 zeros = [[b.u32(0)] * 4 for _ in words_of(exchange, loaded)]

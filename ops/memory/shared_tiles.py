@@ -101,15 +101,15 @@ LANE_SWAPS = {
 def _turn(b, tile, spec):
     """(does this lane take turns with a partner, instructions to the partner, rows and bytes to it, as registers)."""
     mask, partner, across = LANE_SWAPS.get((tile.dtype.itemsize, spec.layout, tile.width), (0, 0, 0))
-    mine = b.icmp_unsigned("!=", b.and_(b.lane(), b.u32(mask)), b.u32(0))
-    return mine, partner, b.select(mine, b.u32(int(across == 0)), b.u32(0)), b.select(mine, b.u32(across), b.u32(0))
+    swaps = b.icmp_unsigned("!=", b.and_(b.lane(), b.u32(mask)), b.u32(0))
+    return swaps, partner, b.select(swaps, b.u32(int(across == 0)), b.u32(0)), b.select(swaps, b.u32(across), b.u32(0))
 
 
-def _take_turns(b, mine, partner, parts):
+def _take_turns(b, swaps, partner, parts):
     """The registers of each instruction, those of lanes that take turns exchanged with the partner's."""
     if not partner:
         return parts
-    return [[b.select(mine, y, x) for x, y in zip(part, parts[k ^ partner])] for k, part in enumerate(parts)]
+    return [[b.select(swaps, y, x) for x, y in zip(part, parts[k ^ partner])] for k, part in enumerate(parts)]
 
 
 def lane_addresses(b, tile, spec, address, first_row, step, turn=None):

@@ -69,51 +69,51 @@ class ping_pong:
         warp.block.named(self.first + player, 2 * THREADS).sync(warp, 2 * THREADS, wait, description)
 
     @op
-    def begin(self, me):
+    def begin(self, player):
         """Once, before the first `take`: the first turn is player 0's (unprimed, all would wait for ever)."""
-        if me == self.players - 1:
+        if player == self.players - 1:
             self._arrive(current_warp(), 0, wait=False)
 
     @op
-    def take(self, me):
-        """Wait for the turn of player `me`."""
-        self._arrive(current_warp(), me, wait=True)
+    def take(self, player):
+        """Wait for the turn of this player, which is a number."""
+        self._arrive(current_warp(), player, wait=True)
 
     @op
-    def give(self, me):
+    def give(self, player):
         """Grant the next player its turn."""
-        self._arrive(current_warp(), me + 1, wait=False)
+        self._arrive(current_warp(), player + 1, wait=False)
 
 
-def _needs_player(name, me):
-    if not integer(me):
-        raise TypeError(f"{name}: the player's number must be an integer, got {me}")
+def _needs_player(name, player):
+    if not integer(player):
+        raise TypeError(f"{name}: the player's number must be an integer, got {player}")
 
 
 @lowers(ping_pong.begin)
-def _(turn, me):
-    _needs_player("begin", me)
+def _(turn, player):
+    _needs_player("begin", player)
 
-    def emit(b, _, me):
-        with b.if_then(b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))):
+    def emit(b, _, player):
+        with b.if_then(b.icmp_unsigned("==", b.u32(player), b.u32(turn.players - 1))):
             ptx.named_barrier(b, b.u32(turn.first), 2 * THREADS, sync=False)
 
     return void, emit
 
 
 @lowers(ping_pong.take)
-def _(turn, me):
-    _needs_player("take", me)
-    return void, lambda b, _, me: ptx.named_barrier(b, b.add(b.u32(me), b.u32(turn.first)), 2 * THREADS)
+def _(turn, player):
+    _needs_player("take", player)
+    return void, lambda b, _, player: ptx.named_barrier(b, b.add(b.u32(player), b.u32(turn.first)), 2 * THREADS)
 
 
 @lowers(ping_pong.give)
-def _(turn, me):
-    _needs_player("give", me)
+def _(turn, player):
+    _needs_player("give", player)
 
-    def emit(b, _, me):
-        is_last = b.icmp_unsigned("==", b.u32(me), b.u32(turn.players - 1))
-        after = b.select(is_last, b.u32(turn.first), b.add(b.u32(me), b.u32(turn.first + 1)))
+    def emit(b, _, player):
+        is_last = b.icmp_unsigned("==", b.u32(player), b.u32(turn.players - 1))
+        after = b.select(is_last, b.u32(turn.first), b.add(b.u32(player), b.u32(turn.first + 1)))
         ptx.named_barrier(b, after, 2 * THREADS, sync=False)
 
     return void, emit

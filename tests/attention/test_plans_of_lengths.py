@@ -333,16 +333,16 @@ def test_threads(gpu):
     gpu.launches.clear()
     start, failed = threading.Barrier(8), []
 
-    def work(me):
+    def work(number):
         start.wait()
         try:
             for thread, length in calls:
-                if thread == me:
+                if thread == number:
                     _forward(None, *arrays(thread, length))
         except Exception as error:
             failed.append(error)
 
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -201,7 +201,7 @@ def test_a_name_that_is_free_is_kept():
     ("given", "found"),
     [
         (["x", "u"], ["x", "u"]),
-        (["me", "u"], ["me_2", "u"]),  # a variable of a function in which it is used
+        (["wg", "u"], ["wg_2", "u"]),  # a variable of a function in which it is used
         (["load", "u"], ["load_2", "u"]),  # what a function calls, from elsewhere
         (["range", "u"], ["range_2", "u"]),
         (["ring", "u"], ["ring_2", "u"]),  # RING, of which a type would have the name
@@ -218,7 +218,7 @@ def test_what_changes(given, found):
 from ops import load, shared
 RING, {X} = ring({x}), 3
 smem = shared({x}=1, side=2, {y}=3)
-def f(g{X}, last_{y}, last_part): me = [load(me, RING) for i in range({x})]
+def f(g{X}, last_{y}, last_part): wg = [load(wg, RING) for i in range({x})]
 def g({y}, other): return last_{y}
 """
     marks = module_names.make_marks(given)

@@ -95,9 +95,9 @@ def test_two_warpgroups_reduce_apart(run, sample):
     @cuda.jit
     def body(x, out):
         first, second = plan.open()
-        me = warpgroup.id()
-        tile = warpgroup.load(x, T, (64 * me, 0))
-        if me == 0:
+        wg = warpgroup.id()
+        tile = warpgroup.load(x, T, (64 * wg, 0))
+        if wg == 0:
             store(out, warpgroup.reduce_sum(ops.col_sum(tile), first), (0, 0))
         else:
             for _ in range(3):

@@ -40,17 +40,17 @@ def test_every_block_stores_to_the_next_and_loads_from_it(run, sample, dtype, si
     @cuda.jit
     def body(x, down, up, vector, across):
         _, a, v = smem.open()
-        me = cluster.rank()
-        right = (me + 1) % blocks
+        rank = cluster.rank()
+        right = (rank + 1) % blocks
         cluster.sync()
-        cluster.store(cluster.map(a, right), load(x, T, (me, 0, 0)))
-        cluster.store(cluster.map(v, right), load(x, V, (me, 0, 0)))
+        cluster.store(cluster.map(a, right), load(x, T, (rank, 0, 0)))
+        cluster.store(cluster.map(v, right), load(x, V, (rank, 0, 0)))
         cluster.arrive()
         cluster.wait()
-        store(down, load(a, T), (me, 0, 0))
-        store(vector, load(v, V), (me, 0))
-        store(up, cluster.load(cluster.map(a, right), T), (me, 0, 0))
-        store(across, cluster.load(cluster.map(v, right), V), (me, 0))
+        store(down, load(a, T), (rank, 0, 0))
+        store(vector, load(v, V), (rank, 0))
+        store(up, cluster.load(cluster.map(a, right), T), (rank, 0, 0))
+        store(across, cluster.load(cluster.map(v, right), V), (rank, 0))
         cluster.sync()
 
     x = sample((blocks, 32, 64), dtype)
@@ -99,16 +99,16 @@ def test_messages(run, sample, dtype, side):
     @cuda.jit
     def body(x, y):
         a, full, free = smem.open()
-        me = cluster.rank()
+        rank = cluster.rank()
         cluster.sync()
-        peer = 1 - me
+        peer = 1 - rank
         for i in range(rounds):
             raw.expect(full, N)
             if i > 0:
                 cluster.receive(free, i)
-            cluster.store_async(cluster.map(a, peer), load(x, T, (me, 16 * i, 0)), cluster.map(full, peer))
+            cluster.store_async(cluster.map(a, peer), load(x, T, (rank, 16 * i, 0)), cluster.map(full, peer))
             cluster.receive(full, i + 1)
-            store(y, load(a, T), (me, 16 * i, 0))
+            store(y, load(a, T), (rank, 16 * i, 0))
             cluster.signal(cluster.map(free, peer))
         cluster.sync()
 
@@ -126,17 +126,17 @@ def test_what_a_signal_says(run, sample):
     @cuda.jit
     def body(x, y):
         sent, stored, full, said = smem.open()
-        me = cluster.rank()
-        peer = 1 - me
+        rank = cluster.rank()
+        peer = 1 - rank
         raw.expect(full, N)
         cluster.sync()
-        cluster.store_async(cluster.map(sent, peer), load(x, V, (me, 0)), cluster.map(full, peer))
-        cluster.store(cluster.map(stored, peer), load(x, V, (me, 0)))
+        cluster.store_async(cluster.map(sent, peer), load(x, V, (rank, 0)), cluster.map(full, peer))
+        cluster.store(cluster.map(stored, peer), load(x, V, (rank, 0)))
         cluster.signal(cluster.map(said, peer))
         cluster.receive(full, 1)
         cluster.receive(said, 1)
-        store(y, load(sent, V), (me, 0, 0))
-        store(y, load(stored, V), (me, 1, 0))
+        store(y, load(sent, V), (rank, 0, 0))
+        store(y, load(stored, V), (rank, 1, 0))
         cluster.sync()
 
     x, y = sample((2, 32)), blank((2, 2, 32))

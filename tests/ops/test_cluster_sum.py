@@ -23,7 +23,7 @@ def test_a_tile_is_finished_once(run, sample, blocks, warps, rows):
         cluster.sync()
         acc = load(x, tile, (cluster.rank(), 16 * total.warp(), 0))
         total.send(acc, parts, full)
-        if total.mine():
+        if total.is_finisher():
             store(y, total.receive(acc, parts, full), (16 * total.warp(), 0))
             who[total.warp()] = cluster.rank()
 

@@ -23,16 +23,16 @@ def multiplying(form):
     @cuda.jit
     def body(gX, gW, y):
         x, w = smem.open()
-        me = warpgroup.id()
-        if me == PRODUCER:
+        wg = warpgroup.id()
+        if wg == PRODUCER:
             for i in range(STEPS):
                 x.fill(i, gX, (0, i))
                 w.fill(i, gW, (0, i) if turned else (i, 0))
         else:
-            acc = first(subtile(x.wait(0), ROWS, me), w.wait(0))
+            acc = first(subtile(x.wait(0), ROWS, wg), w.wait(0))
             for i in range(1, STEPS):
-                acc = step(acc, x, w, i, me)
-            warpgroup.store(y, warpgroup.finish(acc, x, w, STEPS - 1), (ROWS * me, 0))
+                acc = step(acc, x, w, i, wg)
+            warpgroup.store(y, warpgroup.finish(acc, x, w, STEPS - 1), (ROWS * wg, 0))
 
     return body, W, smem
 

@@ -147,13 +147,13 @@ def test_each_consumer_takes_its_part(run, sample):
     @cuda.jit
     def body(x, y):
         (a,) = smem.open()
-        me = warpgroup.id()
-        if me == 2:
+        wg = warpgroup.id()
+        if wg == 2:
             for j in range(4):
                 a.fill(j, x, (j, 0))
         else:
             for j in range(4):
-                warpgroup.store(y, warpgroup.load(subtile(a.wait(j), 64, me), T), (128 * j + 64 * me, 0))
+                warpgroup.store(y, warpgroup.load(subtile(a.wait(j), 64, wg), T), (128 * j + 64 * wg, 0))
                 a.release(j)
 
     x, y = sample((512, 64), bf16), blank((512, 64), bf16)
@@ -194,8 +194,8 @@ def test_disjoint_parts_do_not_race(seed):
 def test_overlapping_parts_race():
     def kernel():
         (a,) = SMEM.open()
-        me = cuda.threadIdx.x // 32
-        if me == 0:
+        warp = cuda.threadIdx.x // 32
+        if warp == 0:
             store(subtile(a, 32, 1), zeros(HALF))
         else:
             store(subtile(a, 16, 3), zeros(T))

@@ -175,8 +175,8 @@ def test_producer_and_consumer(run, sample):
     @cuda.jit(launch_bounds=(384, 1))
     def body(x, out):
         (a,) = smem.open()
-        me = warpgroup.id()
-        if me == 2:
+        wg = warpgroup.id()
+        if wg == 2:
             warpgroup.release_registers(24)
             for j in range(count):
                 a.fill(j, x, (j,))
@@ -186,7 +186,7 @@ def test_producer_and_consumer(run, sample):
             for j in range(count):
                 total += row_sum(warpgroup.load(a.wait(j), T))
                 a.release(j)
-            warpgroup.store(out, total, (me, 0))
+            warpgroup.store(out, total, (wg, 0))
 
     x, out = sample((64 * count, 64), bf16), blank((2, 64))
     run(body, tensor(x, S), out, warps=12, shared=smem)

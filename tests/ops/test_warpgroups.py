@@ -71,10 +71,10 @@ def test_meet(run, sample, groups):
     @cuda.jit
     def body(x, y, z):
         (whole,) = smem.open()
-        me = warpgroup.id()
-        warpgroup.store(subtile(whole, 64, me), warpgroup.load(x, T, (64 * me, 0)))
+        wg = warpgroup.id()
+        warpgroup.store(subtile(whole, 64, wg), warpgroup.load(x, T, (64 * wg, 0)))
         warpgroup.sync_several(groups)
-        neighbour = (me + 1) % groups
+        neighbour = (wg + 1) % groups
         if cuda.threadIdx.x % 128 < 32:
             raw.tma_store(z, (neighbour, 0), subtile(whole, 64, neighbour))
             raw.store_wait()
@@ -91,12 +91,12 @@ def test_seven_meet_and_the_eighth_by_itself(run):
 
     @cuda.jit
     def body(y):
-        me = warpgroup.id()
-        if me < 7:
+        wg = warpgroup.id()
+        if wg < 7:
             warpgroup.sync_several(7)
         else:
             warpgroup.sync()
-        store(y, ones(V) * me, (me, 0))
+        store(y, ones(V) * wg, (wg, 0))
 
     y = blank((8, 16))
     run(body, y, warps=32)
@@ -121,14 +121,14 @@ def test_turns_order_the_players(run, players):
 
     @cuda.jit
     def body(log):
-        me = warpgroup.id()
-        turn.begin(me)
+        wg = warpgroup.id()
+        turn.begin(wg)
         for _ in range(rounds):
-            turn.take(me)
+            turn.take(wg)
             if cuda.threadIdx.x % 128 < 32:
-                store(log, load(log, digits, (0,)) * 4 + (me + 1), (0,))
+                store(log, load(log, digits, (0,)) * 4 + (wg + 1), (0,))
             warpgroup.sync()
-            turn.give(me)
+            turn.give(wg)
 
     log = np.zeros(16, np.float32)
     run(body, log, warps=4 * players)
@@ -144,8 +144,8 @@ def test_a_player_that_there_is_not(player):
     turn = warpgroup.ping_pong(2)
 
     @cuda.jit
-    def body(me):
-        turn.take(me)
+    def body(wg):
+        turn.take(wg)
 
     with pytest.raises(Hazard, match=rf"ping_pong\(2 players\) has no player {player}"):
         meaning(body, player, warps=4)

@@ -53,8 +53,8 @@ def attention(D, KV):
     def attend(gQ, gK, gV, gO, gL, kv_len, scale):
         q, k, v = smem.open()
         block, head, batch = cuda.blockIdx.x, cuda.blockIdx.y, cuda.blockIdx.z
-        last, me = (kv_len - 1) // KV, warpgroup.id()
-        if me == PRODUCER:
+        last, wg = (kv_len - 1) // KV, warpgroup.id()
+        if wg == PRODUCER:
             warpgroup.release_registers(24)
             for c in range(2):
                 q.fill(c, gQ, (batch, 2 * block + c, head))
@@ -63,17 +63,17 @@ def attention(D, KV):
                 v.fill(j, gV, (batch, last - j, head))
         else:
             warpgroup.claim_registers(240)
-            turn.begin(me)
-            queries = q.wait(me)
+            turn.begin(wg)
+            queries = q.wait(wg)
             s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(0)))
             k.release(0)
             p, m, alpha = softmax_step(right_fill(s, kv_len - last * KV, -math.inf), full(O.col_vec, -1e30), scale)
             l, p, o = lane_sum(p), bf16(p), zeros(O)
             for j in range(1, last + 1):
-                turn.take(me)
+                turn.take(wg)
                 s = warpgroup.mm_ABt(queries, k.wait(j))
                 o = warpgroup.mma_AB(o, p, v.wait(j - 1))
-                turn.give(me)
+                turn.give(wg)
                 s = warpgroup.wait(s, 1)
                 k.release(j)
                 p, m, alpha = softmax_step(s, m, scale)
@@ -84,8 +84,8 @@ def attention(D, KV):
             o = warpgroup.wait(warpgroup.mma_AB(o, p, v.wait(last)))
             l = finish_sum(l)
             warpgroup.store(queries, o / l)
-            warpgroup.tma_store(gO, (batch, 2 * block + me, head), queries)
-            warpgroup.store(gL, (m * scale + log2(l)) * math.log(2), (batch, head, 64 * (2 * block + me)))
+            warpgroup.tma_store(gO, (batch, 2 * block + wg, head), queries)
+            warpgroup.store(gL, (m * scale + log2(l)) * math.log(2), (batch, head, 64 * (2 * block + wg)))
             warpgroup.store_wait()
 
     return attend, Q, K, smem

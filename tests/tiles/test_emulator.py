@@ -110,13 +110,13 @@ def test_a_warps_kernel(arch, seed):
 def by_a_pair(x, y):
     """Each block sends its numbers to the other, which says when it has read them."""
     tile, full, free = MESSAGE.open()
-    me = cluster.rank()
+    rank = cluster.rank()
     cluster.sync()
     raw.expect(full, ROW.nbytes)
-    cluster.store_async(cluster.map(tile, 1 - me), load(x, F, (me, 0, 0)), cluster.map(full, 1 - me))
+    cluster.store_async(cluster.map(tile, 1 - rank), load(x, F, (rank, 0, 0)), cluster.map(full, 1 - rank))
     cluster.receive(full, 1)
-    store(y, load(tile, F), (me, 0, 0))
-    cluster.signal(cluster.map(free, 1 - me))
+    store(y, load(tile, F), (rank, 0, 0))
+    cluster.signal(cluster.map(free, 1 - rank))
     cluster.receive(free, 1)
     cluster.sync()
 

@@ -35,8 +35,8 @@ CHANGES = [  # pattern, what it becomes
     (r"readers=4", "readers=5"),
     (r"readers=4, blocks", "readers=3, blocks"),
     (r"readers=4, blocks", "readers=5, blocks"),
-    (r"turn\.give\(me\)", "turn.give(me + 1)"),
-    (r"begin\(me\)", "begin(0)"),
+    (r"turn\.give\(wg\)", "turn.give(wg + 1)"),
+    (r"begin\(wg\)", "begin(0)"),
     (r"fill\(j,", "fill(j + 1,"),
 ]
 

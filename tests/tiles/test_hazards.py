@@ -37,9 +37,9 @@ def forgotten_release(small):
 
 @broken("deadlock", r"the turn of player 0 \(`begin` grants the first.* 128 of 256 threads", 0, None, 256)
 def unprimed_ping_pong():
-    turn, me = warpgroup.ping_pong(2), warpgroup.id()
-    turn.take(me)  # guilty
-    turn.give(me)
+    turn, wg = warpgroup.ping_pong(2), warpgroup.id()
+    turn.take(wg)  # guilty
+    turn.give(wg)
 
 
 @broken("deadlock", r"phase 1 of barrier 'done', which lacks 1 of 2 arrivals \(came: warp 0 at .*raw.arrive", 0, X)

@@ -37,13 +37,13 @@ def test_turns(seed):
 
     @cuda.jit
     def play():
-        me = warpgroup.id()
-        three.begin(me)
+        wg = warpgroup.id()
+        three.begin(wg)
         for round in range(4):
-            three.take(me)
+            three.take(wg)
             if cuda.threadIdx.x // 32 % 4 == 0:
-                said.append((round, me))
-            three.give(me)
+                said.append((round, wg))
+            three.give(wg)
             if round % 2:
                 cuda.syncthreads()
 

@@ -409,15 +409,15 @@ def test_threads(monkeypatch):
     def function(problem, kind):
         return Plan([Local(problem, kind)])
 
-    def work(me):
+    def work(number):
         start.wait()
         for n in range(200):
-            x, y, out = room[me, n % 20]
-            inputs = function(me, (x, y, out), (me % 3,))
-            if inputs is not out or latest.where != (me, *map(address, (x, y, out)), me % 3):
-                wrong.append(me)
+            x, y, out = room[number, n % 20]
+            inputs = function(number, (x, y, out), (number % 3,))
+            if inputs is not out or latest.where != (number, *map(address, (x, y, out)), number % 3):
+                wrong.append(number)
 
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

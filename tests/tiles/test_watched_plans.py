@@ -126,11 +126,11 @@ def test_threads(many, monkeypatch):
         def clear(self):
             pass
 
-    def work(me):
+    def work(number):
         start.wait()
         try:
             for n in range(300):
-                batch, rows = 2 + me % 3, 2 + (n * (me + 1)) % 28
+                batch, rows = 2 + number % 3, 2 + (n * (number + 1)) % 28
                 x, y = (torch.zeros(batch, 64, 8)[:, :rows] for _ in range(2))
                 out = many(x, y, None, options=())
                 expected = (7, batch * rows, x.data_ptr(), y.data_ptr(), out.data_ptr())
@@ -140,7 +140,7 @@ def test_threads(many, monkeypatch):
             failed.append(error)
 
     monkeypatch.setattr(noted_programs, "RUNS", Mine())
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(8)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not failed, failed[:3]

@@ -67,8 +67,8 @@ def find_folder() -> Folder:
         raise CacheOff(str(error), elsewhere) from None
     if not trusted and (reason := distrust(status)):
         away = "let TILES_CACHE_DIR name a folder that is yours alone"
-        mine = POSIX and status.st_uid == os.geteuid()
-        first = f"chmod go-w {path}, or {away}" if mine else away
+        is_owner = POSIX and status.st_uid == os.geteuid()
+        first = f"chmod go-w {path}, or {away}" if is_owner else away
         raise CacheOff(f"{path} {reason}", f"{first}; or, {trusting(path)}", path)
     return Folder(path, trusted)
 
@@ -94,9 +94,9 @@ def distrust(status: os.stat_result) -> str:
     """Why what has this owner and mode may have been written by somebody else; empty if it cannot."""
     if not POSIX:
         return ""
-    owner, me, mode = status.st_uid, os.geteuid(), stat.S_IMODE(status.st_mode)
-    if owner != me:
-        return f"belongs to {user(owner)} (its mode is {mode:04o}), and this process runs as {user(me)}"
+    owner, user_id, mode = status.st_uid, os.geteuid(), stat.S_IMODE(status.st_mode)
+    if owner != user_id:
+        return f"belongs to {user(owner)} (its mode is {mode:04o}), and this process runs as {user(user_id)}"
     return f"belongs to {user(owner)}, but its mode {mode:04o} lets others write to it" if mode & OTHERS else ""
 
 

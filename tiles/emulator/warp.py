@@ -33,19 +33,19 @@ class InstructionPlace(WarpPlace):
     """A warp and the instruction that it executes. code_positions: (its program, the instruction)."""
 
     @property
-    def _shown(self):
+    def _listing_entry(self):
         program, instr = self.code_positions
         return program.listing[instr.index]
 
     @property
     def frames(self):
         """(file, line) of the Python that the instruction comes from, alone in a tuple: inlined frames are not known."""
-        return (self._shown.place,)
+        return (self._listing_entry.place,)
 
     @property
     def code(self):
         """The instruction, and its line in the text of PTX."""
-        return f"PTX line {self._shown.number} `{self._shown.text[:100]}`"
+        return f"PTX line {self._listing_entry.number} `{self._listing_entry.text[:100]}`"
 
 
 class Thread:

@@ -99,13 +99,13 @@ class Claims(Stores):
     def note(self, warp, clock, time, place, view, values, region):
         """Note a store as Stores.note does, in one of several processes. Clash: another process stores there."""
         unit, owners = self.owners[region[0]]
-        mine = _elements(view, region[0], unit, owners)
-        if mine is not None:
+        owner_blocks = _elements(view, region[0], unit, owners)
+        if owner_blocks is not None:
             (x, y, z), (width, height, _) = warp.block.cluster.blocks[0].index, warp.block.cluster.grid
             block_number = 1 + x + width * (y + height * z)
             fcntl.lockf(self.lock, fcntl.LOCK_EX)  # which a process that dies lets go
-            other_blocks = np.count_nonzero((mine != 0) & (mine != block_number))
-            mine[...] = block_number
+            other_blocks = np.count_nonzero((owner_blocks != 0) & (owner_blocks != block_number))
+            owner_blocks[...] = block_number
             fcntl.lockf(self.lock, fcntl.LOCK_UN)
             if other_blocks:
                 self.give_up()

@@ -190,12 +190,12 @@ def _called_with_torch(function, args, named):
     except ImportError:
         raise unittest.SkipTest("needs torch: on a GPU a function gets torch's arrays") from None
     keys = [*range(len(args)), *named]
-    mine = dict(zip(keys, [*args, *named.values()]))
-    theirs = {key: to_torch(a) if isinstance(a, np.ndarray) else a for key, a in mine.items()}
-    returned = function(*(theirs[k] for k in range(len(args))), **{name: theirs[name] for name in named})
-    for key, array in mine.items():
+    arguments_by_key = dict(zip(keys, [*args, *named.values()]))
+    torch_arguments = {key: to_torch(a) if isinstance(a, np.ndarray) else a for key, a in arguments_by_key.items()}
+    returned = function(*(torch_arguments[k] for k in range(len(args))), **{name: torch_arguments[name] for name in named})
+    for key, array in arguments_by_key.items():
         if isinstance(array, np.ndarray) and array.flags.writeable:
-            array[...] = to_numpy(theirs[key])
+            array[...] = to_numpy(torch_arguments[key])
 
     def to_host(x):
         """torch's arrays as NumPy's, also those in tuples and lists."""

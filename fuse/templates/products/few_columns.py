@@ -55,7 +55,7 @@ class FewColumns(ManyRows):
         ((product, weight),) = self.products.items()
         x, w, y = parameters[self.x], parameters[weight.array], parameters[self.root]
         words = ProductWriter(
-            self, parameters, local_names, ("acc", "at", "row", "me", "warp", "band", "share", "selected", "column")
+            self, parameters, local_names, ("acc", "at", "row", "wg", "warp", "band", "share", "selected", "column")
         )
         place = "row_index(ACC.col_vec) + at", "col_index(ACC.row_vec)"
         epilogue, written = words.epilogue({product: "acc"}, lambda y, name: read_expression(y, name, "ACC", "at", "0"), *place)

@@ -13,8 +13,8 @@ from ...writing.lines import format_assignments
 from .product_match import Weight
 from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, index, lead, read_expression
 
-NAMES = "u me inner batch col first band turn tile operand".split()  # variables of the kernel
-NAMES += "right low weights mine steps narrow product total sums selected column".split()
+NAMES = "u wg inner batch col first band turn tile operand".split()  # variables of the kernel
+NAMES += "right low weights warp_row steps narrow product total sums selected column".split()
 
 
 class StreamedWeight(NamedTuple):
@@ -40,13 +40,13 @@ class StreamedWeight(NamedTuple):
     def factors(self, u: str, i: str) -> str:
         """The expressions of the i-th tiles of both factors, the left one first."""
         if not self.rows_on_left:
-            return f"{self.mine(i)}, {u}.wait({i})"
+            return f"{self.consumer_part(i)}, {u}.wait({i})"
         tile = f"{self.ring}.wait({i})"  # of several panels; with (N, K) weights they do not run along k
         return f"{u}.wait({i}), {tile if self.transposed else f'cluster.unmap({tile})'}"
 
-    def mine(self, i: str) -> str:
+    def consumer_part(self, i: str) -> str:
         """The expression of the consumer's part of the i-th tile."""
-        return f"subtile({self.ring}.wait({i}), {'64' if self.transposed else 'DEPTH, 0, 64'}, me)"
+        return f"subtile({self.ring}.wait({i}), {'64' if self.transposed else 'DEPTH, 0, 64'}, wg)"
 
     @classmethod
     def from_weight(
@@ -127,9 +127,12 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     if extension:
         known[extension.joint] = products[0].acc
     known |= {side: f"{s.name}_of_rows" for side, s in zip(kernel.row_sums, sides)}
-    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + mine"
+    place = "col_index(rt(16, ROWS, fp32).row_vec)", "row_index(rt(16, ROWS, fp32).col_vec) + warp_row"
     if rows_on_left:
-        place = "row_index(rt(16, COLUMNS, fp32).col_vec) + mine", "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col"
+        place = (
+            "row_index(rt(16, COLUMNS, fp32).col_vec) + warp_row",
+            "col_index(rt(16, COLUMNS, fp32).row_vec) + COLUMNS * col",
+        )
     epilogue, written = words.epilogue(known, _read_operand_with_rows_on_left if rows_on_left else _read_operand, *place)
 
     shared_names = [x.name, *(v.name for v in vectors), *(["u"] if kernel.prepares_rows else [])]
@@ -194,17 +197,17 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
 
 def _read_operand_with_rows_on_left(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, for a tile whose rows are rows of x."""
-    return read_expression(y, name, "rt(16, COLUMNS, fp32)", "mine", "COLUMNS * col")
+    return read_expression(y, name, "rt(16, COLUMNS, fp32)", "warp_row", "COLUMNS * col")
 
 
 def _read_operand(y: Term, name: str) -> str:
     """The expression that reads another operand of the epilogue, transposed as the accumulator is."""
     if y.operation == "repeat_columns":
-        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(mine, each)[0]), cols=0)"
+        return f"load({name}, rt(16, ROWS, fp32).row_vec, (0, divmod(warp_row, each)[0]), cols=0)"
     if not any(y.axes[-2:]):
         return read_expression(y, name, "", "", "")
     if is_matrix(y):
-        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'mine')}))"
+        return f"transpose(load({name}, rt(ROWS, 16, fp32), {index(y, '0', 'warp_row')}))"
     if has_columns(y):
-        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'mine')})"
+        return f"load({name}, rt(16, ROWS, fp32).col_vec, {index(y, '0', 'warp_row')})"
     return f"load({name}, rt(16, ROWS, fp32).row_vec, {index(y, '0', '0')}, cols={y.ndim - 2})"

@@ -154,7 +154,7 @@ class PipelinedMatrix(NamedTuple):
         """The index at which a tile begins."""
         return f"({self.lead}{f'{self.column}, {k}' if self.transposed else f'{k}, {self.column}'})"
 
-    def mine(self, arrived: str, depth: str) -> str:
+    def warp_part(self, arrived: str, depth: str) -> str:
         """The expression of the warp's part of a tile that has arrived."""
         return f"subtile({arrived}, {'PART, part' if self.transposed else f'{depth}, 0, PART, part'})" if self.part else arrived
 
@@ -205,12 +205,12 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
         vectors.append(PrefetchedVector(parameters[v], array(parameters[v]), v))
 
     words = ProductWriter(kernel, parameters, local_names, (*NAMES, *(p.acc for p in products)))
-    mine = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
+    warp_rows = f"subtile({x.tiles}.wait(i, NEWER), BAND, band)"
     prologue, operand, summed = words.prologue({kernel.x: "wide"} if kernel.plain else {})
     if kernel.plain:
         prologue, operand = [f"wide = load({x.name}, LEFT)", *prologue] if summed else [], x.name
     else:
-        mine, operand = f"load({mine}, LEFT)", f"{dtype}({operand})"
+        warp_rows, operand = f"load({warp_rows}, LEFT)", f"{dtype}({operand})"
         if several or kernel.narrow:
             prologue, operand = [*prologue, f"operand = {operand}"], "operand"
     narrow = None
@@ -240,7 +240,7 @@ def _template_gaps(kernel: SinceAmpere, parameters: dict[Term, str], local_names
     return {
         "schedule": s, "dtype": dtype, "x": x, "products": products, "rings": rings, "narrow": narrow, "vectors": vectors,
         "row_sums": [WarpRowSum(*one) for one in summed], "needs_left_tile": bool(vectors or summed or not kernel.plain),
-        "prologue": prologue, "operand": operand, "warp_rows": mine, "shared_names": shared_names,
+        "prologue": prologue, "operand": operand, "warp_rows": warp_rows, "shared_names": shared_names,
         "epilogue": epilogue, "written": written,
         "result": array(result), "arguments": arguments, "launch": f"{grid}, 32 * WARPS, shared=smem",
         "batch": batch, "partials": folds, "at": index(kernel.root, "row", "col"),

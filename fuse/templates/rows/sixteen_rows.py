@@ -31,8 +31,8 @@ class RegisterRows(RowMapWriter):
 
     def write(self) -> None:
         self.write_prologue()
-        mine = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
-        self.text.kernel += [f"col = {mine}", *[PLACE] * self.needs_column_index]
+        first_column = "TILE.cols * int32(cuda.threadIdx.x // 32)" if self.kernel.warps > 1 else "0"
+        self.text.kernel += [f"col = {first_column}", *[PLACE] * self.needs_column_index]
         self.width(False)
         self.text.kernel += [self.load(x) for x in self.kernel.leaves if x.ndim]
         for level in self.levels():
