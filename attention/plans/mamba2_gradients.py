@@ -113,8 +113,8 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     if is_varlen(problem):
         steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
     gates = GateInputs(gate, unweighted, raw | {"gGates": problem["dt"]})
-    more = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
-    steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, more)
+    extra_arrays = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
+    steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     steps += _differentiate_steps(problem, gate, raw, dots, outputs, scratch)
     steps += _sum_partials(problem, skip_arrays, outputs)
     if "dz" in outputs:

@@ -45,8 +45,8 @@ def serves_linear_shared_heads(problem: Problem, arrays: Arrays, vector_bytes: i
 
 
 class BlockWork(NamedTuple):
-    """What thread blocks divide. key_heads: of all sequences. chunks: of each, on average. blocks: of 64 columns of the value
-    heads of a key head. resident_ctas: how many thread blocks the GPU runs at once."""
+    """The work that thread blocks divide. key_heads: of all sequences. chunks: of each, on average. blocks: of 64 columns of
+    the value heads of a key head. resident_ctas: how many thread blocks the GPU runs at once."""
 
     key_heads: int
     chunks: int
@@ -78,13 +78,13 @@ def choose_shares(*work: int) -> int:
 @watched_function
 @functools.lru_cache(1024)
 def choose_parts(shares: int, *work: int) -> int:
-    """BlockWork.choose_parts."""
+    """BlockWork.choose_parts, for the fields of a BlockWork as `work`."""
     return BlockWork(*work).choose_parts(shares)
 
 
 class GateInputs(NamedTuple):
-    """The gates of a call. weighted: their kind, with the weights of keys; unweighted: without these. arrays: what they are
-    made of, by the names of the kernels' parameters."""
+    """The gates of a call. weighted: their kind, with the weights of keys; unweighted: without these. arrays: the inputs that
+    they are computed from, by the names of the kernels' parameters."""
 
     weighted: Gate
     unweighted: Gate
@@ -92,17 +92,18 @@ class GateInputs(NamedTuple):
 
 
 def plan_shared_heads(
-    problem: Problem, arrays: Arrays, gates: GateInputs, scale: float, scratch: ScratchAllocator, more: Arrays
+    problem: Problem, arrays: Arrays, gates: GateInputs, scale: float, scratch: ScratchAllocator, extra_arrays: Arrays
 ) -> list[Step]:
-    """The launches but those for the gradients of gates and D. arrays: as in recurrent_gradients.plan_chunk_gradients. more: D,
-    and the arrays that these gradients are made of, if they are wanted, by the names of the kernel's parameters."""
+    """The launches but those for the gradients of gates and D. arrays: as in recurrent_gradients.plan_chunk_gradients.
+    extra_arrays: D, and the sums from which these gradients are computed, if they are wanted, by the names of the kernel's
+    parameters."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     batch, length = problem("batch", "seqlen")
     width, chunks, stored = -(-value_dim // COLUMNS), count_chunk_indices(problem), arrays.get("chunk_states")
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
     shared: Arrays = gates.arrays | {"gCuSeqlens": problem["cu_seqlens"]}
-    buffers: Arrays = shared | more | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
+    buffers: Arrays = shared | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
     reverse = StateScan(problem, intern_value(ReversedGate, gates.unweighted), shared | {"gQ": q, "gK": q, "gV": dout}, scale)
     scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
     if stored:
@@ -120,9 +121,9 @@ def plan_shared_heads(
     shares = choose_shares(*work)
     partial, names = shares > 1, ("dq", "dk")
     outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
-    skip = "head" if "gSkipSums" in more else "column" if "gColumnSums" in more else ""
+    skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.weighted, skip, partial, is_varlen(problem)
-    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in more)
+    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays)
     parts = choose_parts(shares, *work)
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
     steps.append(
