@@ -1,12 +1,12 @@
-"""Split-KV absorbed MLA of a few query tokens over latents of fp8, for sm_89 and later: half the bytes, where memory sets the
-speed.
+"""Split-KV absorbed MLA of a few query tokens over latents of fp8, for sm_89 and later, or of int8: half the bytes, where
+memory sets the speed.
 
-The algorithm is mla_ampere.py's. Latents are in shared memory in fp8, and each product converts them to fp16, exactly. A key's
-descale multiplies its scores and its weights, not its latent, which so is not rounded again."""
+The algorithm is mla_ampere.py's. Latents are in shared memory as they are, and each product converts them to fp16, exactly. A
+key's descale multiplies its scores and its weights, not its latent, which so is not rounded again."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
@@ -29,7 +29,7 @@ from ops import (
     unzipped,
     zeros,
 )
-from tiles import dtype, fp8e4m3, fp16, fp32, inlined, pipeline, rt, shared, st, sv
+from tiles import dtype, fp8e4m3, fp16, fp32, inlined, int8, pipeline, rt, shared, st, sv
 from tiles.cp_async import VECTOR_SIZES as ALL_VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
@@ -52,7 +52,7 @@ KEYS, COMMITS = 16, 3  # keys of a warp's scores; commit groups of a tile: desca
 class Config:
     """A kernel's configuration, as of mla_ampere.py. dtype: of the queries, the rotated columns and the output. warps: of a
     block, each with the scores of 16 keys of a tile. ctas_per_sm: blocks that a multiprocessor is to hold, so that one has
-    products while the warps of another are at a barrier."""
+    products while the warps of another are at a barrier. latent: the dtype of latents, fp8e4m3 or int8."""
 
     dtype: dtype
     window: KeyWindow
@@ -63,6 +63,7 @@ class Config:
     warps: int
     stages: int
     ctas_per_sm: int
+    latent: dtype = fp8e4m3
 
     @property
     def kv(self):
@@ -80,7 +81,8 @@ class Config:
         return record(**self.window.params, **self.cache.params, **self.result.params)
 
     def __str__(self):
-        kind = f"mla {self.dtype} of fp8 {self.window} {self.cache} {self.result}"
+        stored = "fp8" if self.latent is fp8e4m3 else self.latent
+        kind = f"mla {self.dtype} of {stored} {self.window} {self.cache} {self.result}"
         return f"{kind}, {self.tile_rows} x {self.kv}" + " PDL" * self.overlaps_previous
 
 
@@ -100,6 +102,7 @@ def config_for(
     pdl: bool,
     rows: int,
     shared_limit: int = LARGE,
+    latent: dtype = fp8e4m3,
 ) -> Config:
     """The configuration for `rows` rows of a sequence, on a GPU whose blocks may use `shared_limit` bytes of shared memory."""
     shapes = SHAPES_BY_LIMIT[max(limit for limit in SHAPES_BY_LIMIT if limit <= shared_limit)]
@@ -107,26 +110,21 @@ def config_for(
     shape = (
         PAGED_SHAPE if type(cache) is PagedLoader and shared_limit >= LARGE and tile_rows == TILE_ROWS else shapes[tile_rows]
     )
-    return Config(input_dtype, window, cache, result, pdl, tile_rows, *shape)
+    return Config(input_dtype, window, cache, result, pdl, tile_rows, *shape, latent)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations that an architecture with instructions for fp8 is served with."""
-    if target.has_fp8:
-        yield from dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, VECTOR_SIZES))
+    """The configurations that an architecture is served with; those of fp8 where it has instructions for it."""
+    configs = dict.fromkeys(config_for(*args) for args in config_arguments(target, everything, VECTOR_SIZES))
+    for latent in (fp8e4m3, int8) if target.has_fp8 else (int8,):
+        yield from (replace(config, latent=latent) for config in configs)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, KV, WARPS, STAGES, INPUT, PARAMS = (
-        config.tile_rows,
-        config.kv,
-        config.warps,
-        config.stages,
-        config.dtype,
-        config.params,
-    )
+    ROWS, KV, WARPS, STAGES = config.tile_rows, config.kv, config.warps, config.stages
+    INPUT, STORED, PARAMS = config.dtype, config.latent, config.params
     WARP_COLUMNS, AHEAD = LATENT // WARPS, STAGES - 1  # columns of O that a warp has; tiles that are being copied
     S, O = rt(ROWS, KEYS, fp32), rt(ROWS, WARP_COLUMNS, fp32)
     Q, PANEL = rt(ROWS, ROTARY, fp32), ROTARY
@@ -135,7 +133,7 @@ def make(config: Config):
     smem = shared(
         q=st(ROWS, LATENT, fp16),
         q_rotary=st(ROWS, ROTARY, INPUT),
-        latent=pipeline(st(KV, LATENT, fp8e4m3, 64), STAGES, WARPS),
+        latent=pipeline(st(KV, LATENT, STORED, 64), STAGES, WARPS),
         rotary=pipeline(st(KV, ROTARY, INPUT, 64), STAGES, WARPS),
         descale=pipeline(sv(KV, fp32), STAGES, WARPS),
         weights=st(WARPS * ROWS, KEYS, fp16),
@@ -161,7 +159,7 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def attend(
-        gQ: array(5, INPUT), gLatent: array(4, fp8e4m3), gRotary: array(4, INPUT), gDescale: array(2), params: PARAMS,
+        gQ: array(5, INPUT), gLatent: array(4, STORED), gRotary: array(4, INPUT), gDescale: array(2), params: PARAMS,
         row_tiles: INT, splits: INT, sequences: INT, tokens: INT, group: INT, scale: FLOAT, slack: FLOAT,
     ):  # fmt: skip
         """Compute what mla_ampere.py's kernel computes, with the same parameters. gDescale: (batch or page, row)."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from tiles.calls.plan import Fill, Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
+from tiles.dtypes import fp8e4m3, int8
 from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
@@ -33,7 +34,7 @@ from .decoding import check_splits
 
 MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths
 
-REMEDIES = {"int8": "latents of one byte are float8_e4m3fn, with rotary= and descale=; of 16 bits bfloat16 or float16"}
+REMEDIES = {"int8": "latents of one byte, (B, Sk, 512), are passed with rotary= and descale="}
 MLA_DECODE = Schema(
     "mla_decode",
     """
@@ -52,7 +53,7 @@ QUANTISED = Schema(
     "mla_decode_fp8",
     """
     q            (batch, seqlen_q, heads, head_dim)    tile
-    latent       (batch_cache, seqlen_k, head_dim_v)   fp8
+    latent       (batch_cache, seqlen_k, head_dim_v)   byte
     lengths      (batch)                               key_lengths
     rotary       (batch_cache, seqlen_k, rotary_dim)   tile
     descale      (batch_cache, seqlen_k)               float32
@@ -61,7 +62,6 @@ QUANTISED = Schema(
     out          (batch, seqlen_q, heads, head_dim_v)  tile         output
     lse          (batch, heads, seqlen_q)              float32      output  return_lse
     """,
-    remedies=REMEDIES,
     head_dim_v=LATENT,
 )
 
@@ -101,10 +101,10 @@ def mla_decode(
     lengths: (B), int32 or int64, on q's device. The host never reads them, so a CUDA graph that holds the call serves
     sequences as they grow.
 
-    rotary, descale: for a cache of float8_e4m3fn, which has latents alone, (B, Sk, 512). The latents are multiplied by descale,
-    (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's dtype. Queries
-    and weights are rounded to float16. The three may be views of one array of bytes, such as rows of 656 bytes of which 512, 4
-    and 128 are in use. It needs Ada, Hopper or later.
+    rotary, descale: for a cache of float8_e4m3fn or int8, which has latents alone, (B, Sk, 512). The latents are multiplied by
+    descale, (B, Sk) in float32, one number a token; the rotated columns are an array of their own, (B, Sk, 64), in q's dtype.
+    Queries and weights are rounded to float16. The three may be views of one array of bytes, such as rows of 656 bytes of which
+    512, 4 and 128 are in use. fp8 needs Ada, Hopper or later; int8 has no kernel of Hopper's family.
 
     pages: (B, most pages), int32 or int64. Then latent is a pool, (pages, page size, 576), and key j of sequence b is row j %
     size of page pages[b, j // size]; the same holds for rotary and descale. Any page size. Entries after a sequence's last page
@@ -112,8 +112,8 @@ def mla_decode(
 
     To write new latents, call attention.append with the rotated columns as the keys of one head and the others as its values:
     attention.append(latent[:, :, None, 512:], latent[:, :, None, :512], rotated, latents, lengths=before, rotary=(cos, sin)).
-    So the pools of a PagedCache may be two such views of one pool of latents. Latents of fp8, with their descales, and rotated
-    columns are written by a call each, as keys without values:
+    So the pools of a PagedCache may be two such views of one pool of latents. Latents of one byte, with their descales, and
+    rotated columns are written by a call each, as keys without values:
     attention.append(latent[:, :, None], None, latents, None, lengths=before, k_descale=descale[..., None]).
 
     causal: the last token is at the last key, and token t sees keys up to lengths[b] - Sq + t. Otherwise a token sees all keys.
@@ -131,7 +131,7 @@ def mla_decode(
     options = flag, check_splits(splits), check_number("scale", scale), check_flag("return_lse", return_lse), family
     if (rotary is None) != (descale is None):
         name, other = ("rotary", "descale") if rotary is None else ("descale", "rotary")
-        raise TypeError(f"{name}: must be passed together with {other}, with a cache of float8_e4m3fn: {name}=None")
+        raise TypeError(f"{name}: must be passed together with {other}, with latents of float8_e4m3fn or int8: {name}=None")
     if rotary is None:
         if is_fp8(latent):
             values = f"latent.dtype={latent.dtype}, latent.shape={tuple(latent.shape)}"
@@ -186,15 +186,16 @@ def _mla_decode(problem: Problem, options: MlaOptions) -> Plan:
 
 @program(QUANTISED, no_gradient="attention.mla_decode has no gradient: attention.forward has")
 def _mla_decode_fp8(problem: Problem, options: MlaOptions) -> Plan:
-    """The Plan of a call of mla_decode on a cache of float8_e4m3fn."""
+    """The Plan of a call of mla_decode on a cache of float8_e4m3fn or int8."""
     if problem("head_dim", "head_dim_v", "rotary_dim") != (COLUMNS, LATENT, ROTARY):
-        rule = f"q must have {COLUMNS} columns, a cache of float8_e4m3fn {LATENT}, and rotary {ROTARY}"
+        rule = f"q must have {COLUMNS} columns, latents of one byte {LATENT}, and rotary {ROTARY}"
         raise problem.error("latent", rule, "q", "latent", "rotary")
     _check_heads(problem)
     vector_bytes = problem.bytes_at_once(*(name for name in ("q", "latent", "rotary", "out") if name in problem))
     chosen = choose_family(problem, options.family, vector_bytes == mla_hopper.VECTOR_BYTES)
     gpu, form = machine(problem.device), problem["latent"].form
-    if not gpu.target.has_fp8:
+    stored = DTYPES[form.dtype]
+    if stored is fp8e4m3 and not gpu.target.has_fp8:
         raise ValueError(f"latent: float8_e4m3fn needs a GPU of compute capability 8.9 or later; latent is on {gpu}")
     if form.strides[-1] != 1 and form.extent:
         raise problem.error("latent", f"last axis must be contiguous: latent.strides={form.strides} bytes", "latent")
@@ -206,7 +207,9 @@ def _mla_decode_fp8(problem: Problem, options: MlaOptions) -> Plan:
     arrays = {f"g{name.title()}": _one_head(problem[name], 2) for name in ("latent", "rotary")}
     arrays |= {"gQ": _one_head(problem["q"], 2), "gDescale": problem["descale"]}
     cache = select_loader(problem, vector_bytes, "latent")
-    if chosen == HOPPER_FAMILY and (options.family is not None or rows > 2 * mla_fp8.TILE_ROWS):
+    if stored is int8 and options.family == HOPPER_FAMILY:
+        raise ValueError(f"family: must be None or 'sm_80' for latents of int8: family={options.family!r}")
+    if stored is fp8e4m3 and chosen == HOPPER_FAMILY and (options.family is not None or rows > 2 * mla_fp8.TILE_ROWS):
 
         def hopper_config_for(window, result):
             return mla_hopper.gather_config(dtype, True, window, cache[0], result)
@@ -214,7 +217,7 @@ def _mla_decode_fp8(problem: Problem, options: MlaOptions) -> Plan:
         return _plan(problem, mla_hopper, hopper_config_for, cache, arrays, vector_bytes, options)
 
     def config_for(window, result):
-        return mla_fp8.config_for(dtype, window, cache[0], result, pdl, rows, gpu.shared_bytes)
+        return mla_fp8.config_for(dtype, window, cache[0], result, pdl, rows, gpu.shared_bytes, stored)
 
     return _plan(problem, mla_fp8, config_for, cache, arrays, vector_bytes, options)
 

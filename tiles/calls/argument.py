@@ -21,6 +21,7 @@ HOLDS = {
     "int8": ("int8",),
     "tile8": ("float8_e4m3fn",),
     "half": ("bfloat16", "float16"),
+    "byte": ("float8_e4m3fn", "int8"),
     "cache": ("bfloat16", "float16", "float8_e4m3fn", "int8"),
     "log": REAL,
     "rate": REAL,

@@ -38,6 +38,7 @@ What it holds:
     float16   that
     fp8       that of e4m3, float8_e4m3fn
     int8      that
+    byte      fp8 or int8
     tile8     the same, as tiles that kernels move, like `tile`
     half      bfloat16 or float16; results are bfloat16
     cache     what a cache keeps of tiles: bfloat16, float16, fp8 or int8
@@ -78,7 +79,7 @@ LAYOUTS = tuple(ORDER)
 VALUES = {"log": LOG, "rate": RATE, "ends": ENDS, "ends_q": ENDS_Q, "ends_k": ENDS_K, "ends_new": ENDS_NEW}
 VALUES |= {"key_lengths": KEY_LENGTHS, "key_starts": KEY_STARTS}
 ONE = {"1": 1}  # the extent of the axis `1`
-TILES = "tile", "tile8", "fp8"  # what the arrays hold that kernels compute with
+TILES = "tile", "tile8", "fp8", "byte"  # what the arrays hold that kernels compute with
 WIDE_REMEDY = "convert it: x.astype(tiles.bf16.np), or torch's x.bfloat16(), or call it under torch.autocast"
 
 

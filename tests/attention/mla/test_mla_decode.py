@@ -15,7 +15,7 @@ from attention.cache import PagedCache
 from attention.kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
 from attention.parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
 from attention.public import mla_decoding
-from tiles import fp8e4m3
+from tiles import fp8e4m3, int8
 from tiles.targets import parse_target
 
 FP16, SCALE = np.dtype(np.float16), 192**-0.5
@@ -35,11 +35,11 @@ def case(lengths, tokens=1, heads=16, room=None, dtype=BF16):
     return draw((batch, tokens, heads, COLUMNS), dtype, seed=8), spoiled(latent, unused)  # other numbers than keys
 
 
-def quantise(latent):
-    """((the latents in fp8, their descales, the rotated columns), the same dequantised in float32)"""
+def quantise(latent, stored=fp8e4m3):
+    """((the latents in fp8 or int8, their descales, the rotated columns), the same dequantised in float32)"""
     latents = latent[..., :LATENT].astype(np.float32)
-    descale = np.abs(latents).max(-1) / 448
-    latent_fp8 = (latents / descale[..., None]).astype(fp8e4m3.np)
+    descale = np.abs(latents).max(-1) / stored.ends[1]
+    latent_fp8 = stored.round(latents / descale[..., None]).astype(stored.np)
     meant = np.concatenate([latent_fp8.astype(np.float32) * descale[..., None], latent[..., LATENT:].astype(np.float32)], -1)
     return (latent_fp8, descale, np.ascontiguousarray(latent[..., LATENT:])), meant
 
@@ -57,11 +57,11 @@ def known(q, latent, lengths, causal):
 
 def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, family=None):
     """Run and judge by the rule: out and lse against float64, no NaN, every element written. family: "fp8" is Hopper's kernel
-    of a quantised cache, "fp8 sm_80" the other one."""
+    of a quantised cache, "fp8 sm_80" and "int8 sm_80" the other one."""
     cache, kwargs = (latent,), {"lengths": np.array(lengths, np.int32)}
-    narrow = family is not None and "fp8" in family
+    narrow = family is not None and ("fp8" in family or "int8" in family)
     if narrow:
-        cache, latent = quantise(latent)
+        cache, latent = quantise(latent, int8 if "int8" in family else fp8e4m3)
     if size is not None:
         cache, kwargs["pages"] = in_pages(cache, lengths, size)
     if narrow:
@@ -97,7 +97,8 @@ def test_heads_and_tokens_are_rows(heads, tokens, family):
 
 
 @pytest.mark.parametrize(
-    ("family", "size"), [("sm_80", 1), ("sm_90", 128), ("sm_90", 1), ("sm_90", 20), ("fp8", 1), ("fp8", 64), ("fp8 sm_80", 24)]
+    ("family", "size"),
+    [("sm_80", 1), ("sm_90", 128), ("sm_90", 1), ("sm_90", 20), ("fp8", 1), ("fp8", 64), ("fp8 sm_80", 24), ("int8 sm_80", 24)],
 )
 def test_pages(place, family, size):
     """Pages in any order, NaN in unused rows: the same bits as without pages if tiles are the same, as with 18 rows."""
@@ -279,7 +280,9 @@ def test_mistakes_about_a_quantised_cache_name_the_argument():
     refused(TypeError, "^rotary: must be passed together with descale", latent=latent_fp8, descale=descale)
     refused(TypeError, "^descale: must be passed together with rotary", latent=latent_fp8, rotary=rotary)
     refused(TypeError, "^latent: dtype must be one of", **fp8 | {"latent": draw((1, 5, LATENT))})
-    refused(TypeError, "^latent: .* latents of one byte are float8_e4m3fn", **fp8 | {"latent": latent_fp8.astype(np.int8)})
+    latent_int8 = np.zeros((1, 5, LATENT), np.int8)
+    refused(TypeError, "^latent: .* latents of one byte, .* are passed with rotary= and descale=", latent=latent_int8)
+    refused(ValueError, "^family: must be None or 'sm_80'", family="sm_90", **fp8 | {"latent": latent_int8})
     whole = np.concatenate([latent_fp8, latent_fp8[..., :ROTARY]], -1)
     refused(
         TypeError,
