@@ -50,7 +50,7 @@ def test_what_is_shipped_for_it(arch):
         configs = list(module.space(target, True))
         assert configs and {config.overlaps_previous for config in configs} == {early}
     assert any(c.product.cache_dtype is fp8e4m3 for c in decode_ampere.space(target, False)) == fp8 == card_of(arch).fp8
-    assert bool([*mla_quantised.space(target, True)]) == fp8
+    assert {config.latent for config in mla_quantised.space(target, True)} == {int8, *[fp8e4m3] * fp8}
     names = {f"{name} {config}" for name, _, config in inspect.configurations(False, arch, ("append",))}
     assert any("fp8" in name or "e4m3" in name for name in names) == fp8, names
 
