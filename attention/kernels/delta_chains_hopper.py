@@ -8,8 +8,8 @@ and in reverse
     dU = P^T dO + exp(b_last - b) K dS      Z = dU - L^T (beta dU)      dV = beta Z
     dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
 
-Neither waits for the other, and their columns of values do not either: a block has 64 columns of one of them. What does not
-depend on S or dS is in memory (delta_inverse_hopper.py), so a step is three products that wait for one another, and others in
+The two are independent, and so are their columns of values: a block has 64 columns of one of them. L^T and P, which do not
+depend on S or dS, are in memory (delta_inverse_hopper.py), so a step is three products that wait for one another, and others in
 the gaps between them. S, E and dV of every chunk are stored, and dS where segments end: from there on
 delta_segment_gradients_hopper.py walks through all segments at once."""
 
@@ -29,11 +29,11 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
-REVERSE, DIRECTIONS = 0, 2  # the number of the direction that takes longer, and begins first; how many there are
+REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
 BLOCKS = 2  # of columns of values, in each direction
 CONSUMER, PRODUCER = 0, 1  # warpgroups
 STAGES = 3  # chunks in flight
-FENCED = True  # another fence covers what a meeting or a release would fence
+FENCED = True  # no fence at a synchronisation or a release, because another one is there already
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def make(config: Config):
 
     @inlined
     def advance_state(s_t, j, rings):
-        """The state after the j-th chunk from that before it, which is handed on to be stored, as the chunk's E is."""
+        """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
+        producer, which stores them."""
         k, v, x, vectors, states, out = rings
         keys = k.wait(j)
         rounded = INPUT(s_t)
@@ -131,7 +132,7 @@ def make(config: Config):
     @inlined
     def advance_gradient(ds_t, from_outputs, j, last, rings, scale):
         """(dS before the j-th chunk from the end, P^T dO of the next one, or of this one if it is the `last`) from dS after the
-        chunk and from its P^T dO. Its dV is handed on to be stored."""
+        chunk and from its P^T dO. Passes its dV to the producer, which stores it."""
         k, do, x, vectors, q, p, out = rings
         keys = k.wait(j)
         du = warpgroup.mm_ABt(INPUT(ds_t), keys)
@@ -171,7 +172,7 @@ def make(config: Config):
         the gradients of the states after and before the sequence, transposed; gSegmentStates: of those after each of its
         `segments`, the last one first."""
         k, v, x, vectors, q, p, states, out = smem.open()
-        do = v  # a block has dO in the place of V if its direction is REVERSE
+        do = v  # blocks of the reverse recurrence have dO in the ring of V
         index, block = divmod(cuda.blockIdx.x, BLOCKS)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)

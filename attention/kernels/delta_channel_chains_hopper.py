@@ -8,8 +8,8 @@ and in reverse, with P without the scale,
     dU = scale P^T dO + K~ dS        Z = dU - L^T (beta dU)        dV = beta Z
     dS before = exp(b_last) dS + scale exp(b) Q^T dO - K^^T dV
 
-Neither waits for the other, and their columns of values do not either: a block has 64 columns of one of them. What does not
-depend on S or dS is in memory (delta_channel_inverse_hopper.py), so a step is four products that wait for one another. S, E,
+The two are independent, and so are their columns of values: a block has 64 columns of one of them. All that does not depend on
+S or dS is in memory (delta_channel_inverse_hopper.py), so a step is four products that wait for one another. S, E,
 dS and Z of every chunk are stored, where delta_channel_gradients_hopper.py reads them."""
 
 import functools

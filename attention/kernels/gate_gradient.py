@@ -2,11 +2,11 @@
 
     r_t  = q_t . dq_t - k_t . dk_t        dg_t = sum_(i >= t) r_i + carried + exp(b_last) <S, dS>
 
-over the tokens i of the chunk of t. carried: the sum of what k_i . dk_i has from dS, the gradient of the state after the chunk.
-S: the state before it. A gate that forward takes for FLOOR, as -inf, has no gradient.
+over the tokens i of the chunk of t. carried: the sum of the parts of k_i . dk_i that come from dS, the gradient of the state
+after the chunk. S: the state before it. A gate below FLOOR, as -inf, has a gradient of 0.
 
-A block's warps have a head each, which lie side by side in memory. A gate of a head is that of all of its tokens: its gradient
-is the sum of theirs, of which a warp has a part; partial_sums.py adds these in a fixed order."""
+A block's warps have a head each, which are adjacent in memory. If there is one gate for each head, its gradient is the sum over
+all tokens, of which a warp sums a part; partial_sums.py adds these parts in a fixed order."""
 
 import functools
 from collections.abc import Iterator
@@ -56,8 +56,8 @@ def make(config: Config):
         parts: INT,
     ):  # fmt: skip
         """A block has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads. gQueryDots,
-        gKeyDots: `parts` of each row sum, for each token and head. gCarriedDots, gStateDots: those of what is carried and of
-        <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
+        gKeyDots: `parts` of each row sum, for each token and head. gCarriedDots, gStateDots: the parts of `carried` and
+        of <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
         index, group = divmod(cuda.blockIdx.x, groups)
         (sequence, split), total = divmod(index, splits), float32(0)
         head = int32(WARPS * group + cuda.threadIdx.x // LANES)

@@ -11,8 +11,8 @@ Two warpgroups compute what does not depend on the state: the preparer q' and k*
 preparer is at the next chunk, whose gates it sums up before its keys have come. Consumers, of 64 value columns each, update the
 state. They hold it transposed, 64 x Dk, and O too.
 
-The residuals that rounding takes from q' and from P are multiplied as well. Without that, factoring would add half as much
-error again as all other roundings together."""
+The rounding errors of q' and of P (their residuals) are multiplied as well. Without that, factoring would add half as much
+error as all other roundings together."""
 
 import functools
 import itertools
@@ -64,11 +64,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 
 class GlaDecay(channel_decay.ChannelDecay):
-    """The decays of GLA's kernel, which also stores the residual of q', what rounding takes from it."""
+    """The decays of GLA's kernel, which also stores the residual of q', its rounding error."""
 
     @inlined
     def store_extra(self, q_residual, query, key, decay, strong):
-        """Store the residual of q'. A strong chunk has its scores in that place, or the keys that they are computed from."""
+        """Store the residual of q', unless the chunk is strong: then its scores, or the keys for them, have this memory."""
         if not strong:
             store(q_residual, query - fp32(self.dtype(query)))
 
@@ -133,7 +133,7 @@ def make(config: Config):
 
     @inlined
     def sum_gates(g, gate_sums, constants, seq, j, warp):
-        """Write b of a chunk. (Is it strong? Is it halved?)"""
+        """Write b of a chunk; returns (is it strong?, is it halved?)."""
         gates, remaining = g.wait(j), seq.remaining(j)
         sums = gates if IN_PLACE else gate_sums
         seq_layout.zero_other_rows(gates, remaining)
@@ -149,7 +149,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
-        columns wide. gStates: that before each chunk, if it is stored."""
+        columns wide. gStates: the state before each chunk, if it is stored."""
         q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)

@@ -111,7 +111,7 @@ def make(config: Config):
 
     @inlined
     def sum_gates(g, gate_sums, constants, seq, j, warp):
-        """Write b of the j-th chunk, if there is one: a consumer does so, which has to wait for T in any case."""
+        """Write b of the j-th chunk, if there is one. A consumer calls this, as it waits for T in any case."""
         if j < seq.num_chunks():
             gates, sums, remaining = g.wait(j), gate_sums.claim(j), seq.remaining(j)
             seq_layout.zero_other_rows(gates, remaining)
@@ -122,7 +122,7 @@ def make(config: Config):
 
     @inlined
     def publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block):
-        """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
+        """Publish a chunk's decayed keys, the decay of its state and its flag, and have TMA load the next chunk."""
         k_decayed, state_decay, flag, gate_sums = published
         k_decayed.publish(j)
         state_decay.publish(j)
@@ -135,7 +135,8 @@ def make(config: Config):
 
     @inlined
     def normalize(q, k, normalized, j, n, warp):
-        """Divide the queries and keys of the j-th chunk by their L2 norms, if there is one: a consumer does so, likewise."""
+        """Divide the queries and keys of the j-th chunk by their L2 norms, if there is such a chunk. A consumer calls this,
+        too."""
         if norm.enabled and j < n:
             normalized.claim(j)
             norm.normalize(q.wait(j), warp)
@@ -171,7 +172,7 @@ def make(config: Config):
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
-            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are loaded, and not used
             for j in range(n):
                 queries, keys, sum_tile = q.wait(j), k.wait(j), gate_sums.wait(j)
                 sums = g.wait(j) if IN_PLACE else sum_tile

@@ -91,7 +91,7 @@ def make(config: Config):
 
     @inlined
     def publish_decays(published, rings, arrays, j, n, seq, head, key_head, block):
-        """Publish what consumers read of a chunk's decays, and have TMA load the next chunk."""
+        """Publish a chunk's decayed keys, the decay of its state and its flag, and have TMA load the next chunk."""
         k_decayed, state_decay, flag, g = published
         k_decayed.publish(j)
         state_decay.publish(j)
@@ -124,7 +124,7 @@ def make(config: Config):
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
             high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
             blocks = viewed(triangles, BLOCK_KEYS), block_decays
-            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are loaded, and not used
             constants = biases, rates
             channel_gates.load_constants(constants, params, head, warp)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)

@@ -9,13 +9,14 @@ the chunk's gates, w the weights of its keys (1, or Mamba-2's dt) and M = tril(e
 
 over the value heads of the key head. A thread block has some of these, of one chunk after another: it loads Q and K of a chunk
 once, computes Q K^T once, and keeps dQ, dK and the sum of dP in registers. One consumer has the rows of queries, dQ and dP; the
-other those of keys, dK and dV. Both states are in memory, transposed, in the input's dtype (results.ChunkStates): nothing goes
-from one chunk to another, so that no block waits for another one. A head of more than 64 columns is as many blocks of columns,
-which are heads with the same gates here. Every exponent is a sum of gates, so never positive, or the logarithm of a weight.
+other those of keys, dK and dV. Both states are in memory, transposed, in the input's dtype (results.ChunkStates), so that
+chunks are independent, and no block waits for another one. A head of more than 64 columns is divided into blocks of 64, which
+this kernel treats as heads with the same gates. Every exponent is a sum of gates, so never positive, or the logarithm of a
+weight.
 
-Of the gates' gradients (gradients.py) the consumers store the row sums of dP * P and of its transpose, to which they add what
-q . dq and v . dv / w have from the states, and the sum of the latter, times w, for each chunk; producers multiply <S, dS>. Of
-D's gradient they store the sums of dO V over the chunk, of a head or of each column."""
+For the gates' gradients (gradients.py) the consumers store the row sums of dP * P and of its transpose, to which they add the
+states' parts of q . dq and of v . dv / w, and the sum of the latter part, times w, for each chunk; producers compute <S, dS>.
+For D's gradient they store the sums of dO V over the chunk, of a head or of each column."""
 
 import functools
 import itertools
@@ -55,14 +56,14 @@ CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b a
 KEY_STAGES = 2  # chunks whose Q and K are in flight
 STAGES = CUMSUM_WARPS  # heads whose V, dO and states are in flight: each of those warps has the same slots of S and dS
 STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
-SKIPS = "", "head", "column"  # what has a D of its own; "": there is none
+SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. skip: one of SKIPS. partial:
     are dQ and dK float32, to be added over the blocks that share the value heads of a key head? varlen: are sequences packed
-    (cu_seqlens)? with_gates: is what the gates' gradients are made of stored, too?"""
+    (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too?"""
 
     key_dim: int
     dtype: dtype
@@ -127,7 +128,7 @@ def make(config: Config):
 
     @inlined
     def find_block(slot, n, first, width):
-        """(which of its chunks, head, which block of its columns) a thread block has in a slot."""
+        """(the number of the chunk, the head, the number of the block of columns) of a slot of a thread block."""
         i, block = divmod(int32(slot), n)
         head, column = divmod(int32(first + block), width)
         return i, head, column
@@ -172,8 +173,8 @@ def make(config: Config):
         gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gSkipSums: array(2), gColumnSums: array(3),
         gCuSeqlens: ENDS, length: INT, parts: INT, shares: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a sequence and share has as many of its chunks. A key head's `group` value heads, of
-        `width` blocks of columns each, are divided into `shares`; gDQ, gDK have as many heads for each key head. gStates,
+        """The chunks of a sequence are divided evenly among the `parts` blocks of each share. A key head's `group` value heads,
+        of `width` blocks of columns each, are divided into `shares`; gDQ, gDK have as many heads for each key head. gStates,
         gDStates: S^T and dS^T of each chunk. gQueryDots, gKeyDots: of each token and (head, block of columns); gCarriedDots and
         gStateDots: of each chunk, head and (block of columns, warp) or block of columns. gSkipSums: of each (chunk, warp, block
         of columns) and head; gColumnSums: of each head, (chunk, warp) and column."""

@@ -52,4 +52,4 @@ def nothing_known(monkeypatch):
     """Empty caches of calls and plans, which are cleared again afterwards."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
-    monkeypatch.setattr(program, "TRACED_PLANS", LruTable(program.PLAN_KINDS))
+    monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))

@@ -94,7 +94,7 @@ def noting_driver(monkeypatch):
     monkeypatch.setitem(KIND_OF, Lent, kind)
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
+    monkeypatch.setattr(programs, "WATCHED_PLANS", LruTable(programs.PLAN_KINDS))
     for module in devices, launching, in_memory:
         monkeypatch.setattr(module, "device", lambda ordinal: gpu)
     monkeypatch.setattr(
@@ -170,7 +170,7 @@ def lent(draw, argument, shape, dtype, layout, pointer, gaps, past):
 
 def fresh(call, *inputs):
     """The result of the call with empty caches."""
-    tables = {name: getattr(programs, name) for name in ("GUARDED_CALLS", "REMEMBERED", "TRACED_PLANS")}
+    tables = {name: getattr(programs, name) for name in ("GUARDED_CALLS", "REMEMBERED", "WATCHED_PLANS")}
     vars(programs).update({name: LruTable(8) for name in tables})
     try:
         return call(*inputs)

@@ -375,4 +375,4 @@ def test_who_cannot_be_watched_plans_each_call(gpu, monkeypatch, planner):
     for length in range(1, 9):
         arrays = tokens(1, 1, 8, 64), *(tokens(1, length, 8, 64, MEMORY + n * ROOM) for n in (1, 2)), None, None
         assert gpu.call(_forward, arrays, (False, None, False, None), "bshd") == ([], [((1, 1, 8, 64), "bfloat16")])
-    assert not len(programs.TRACED_PLANS)
+    assert not len(programs.WATCHED_PLANS)

@@ -245,7 +245,7 @@ def test_memory_stays(gpu, monkeypatch):
     """Memory stays bounded over thousands of numbers of rows, linecache included."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(programs, table, programs.LruTable(64))
-    monkeypatch.setattr(programs, "TRACED_PLANS", programs.LruTable(64))
+    monkeypatch.setattr(programs, "WATCHED_PLANS", programs.LruTable(64))
     function, numbers = function_of("rms_norm_linear", False), [*range(1, 9001)]
     random.Random(0).shuffle(numbers)
     for rows in numbers[:3000]:

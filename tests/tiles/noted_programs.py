@@ -43,7 +43,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM[0], raising=False)
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
+    monkeypatch.setattr(programs, "WATCHED_PLANS", LruTable(programs.PLAN_KINDS))
     STREAM[0] = 7
     RUNS.clear()
 

@@ -44,7 +44,7 @@ def launch_nothing(monkeypatch):
     """launch_nothing(x, decay=, A=, cu_seqlens=): a launch of nothing."""
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(programs, table, LruTable(programs.ENTRIES))
-    monkeypatch.setattr(programs, "TRACED_PLANS", LruTable(programs.PLAN_KINDS))
+    monkeypatch.setattr(programs, "WATCHED_PLANS", LruTable(programs.PLAN_KINDS))
     monkeypatch.delenv("TILES_CHECK", raising=False)
     RUNS.clear()
     function = program(SCHEMA)(lambda problem: Plan([NotedStep()]))

@@ -100,14 +100,14 @@ def test_it_is_written_a_few_times(many, monkeypatch):
 
 def test_another_thread_finds_more_that_differs_meanwhile(many, monkeypatch):
     """What is written for some lengths is of these, though those that are known to differ have become more."""
-    plans, init, specialize = [], watched_plans.TracedPlan.__init__, Trace.specialize
+    plans, init, specialize = [], watched_plans.WatchedPlan.__init__, Trace.specialize
 
     def meanwhile(self, *args):
         for one in plans:
             one.free = [*one.variables]
         return specialize(self, *args)
 
-    monkeypatch.setattr(watched_plans.TracedPlan, "__init__", lambda self, *args: plans.append(self) or init(self, *args))
+    monkeypatch.setattr(watched_plans.WatchedPlan, "__init__", lambda self, *args: plans.append(self) or init(self, *args))
     monkeypatch.setattr(Trace, "specialize", meanwhile)
     for rows in range(2, 20):
         called(many, 2, rows)

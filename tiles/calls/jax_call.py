@@ -31,7 +31,7 @@ def serves(arrays: tuple, program: ProgramProtocol) -> bool:
 
 
 def call(program: ProgramProtocol, stream: Any, arrays: tuple, options: tuple, layout: str) -> Any:
-    """What the program gives, traced. Shapes and dtypes are checked now, all else when the call is made."""
+    """The program's results as JAX traces them. Shapes and dtypes are checked now, all else when the call is made."""
     jax, schema = sys.modules["jax"], program.schema
     if stream is not None:
         raise TypeError("stream: must be None under jax.jit: calls run on XLA's stream")

@@ -52,16 +52,16 @@ from .plan import ArrayView, LruTable, Plan, PreparedCall
 from .planner_options import option_types, to_records
 from .remembered_calls import NOT_SERVED
 from .schema import Schema
-from .watched_plans import TracedPlan, Variable
+from .watched_plans import Variable, WatchedPlan
 
 ENTRIES = 4096  # forms of calls that are remembered, of all programs together: 4 to 12 KB each, by the launches they take
 PLAN_KINDS = 1024  # kinds of forms, alike but for lengths, that are remembered, and options of calls with guarded functions
-PLANS_PER_KIND = 32  # traced plans of each kind
+PLANS_PER_KIND = 32  # watched plans of each kind
 EXPECTED = 3  # guarded functions that are tried before a call is read, of those with the same options: each takes 0.3 us
 SCRATCH_ALIGNMENT = 256  # bytes: scratch arrays of one allocation begin at multiples of this, as allocated ones do
 
 
-GUARDED_CALLS, REMEMBERED, TRACED_PLANS = LruTable(PLAN_KINDS), LruTable(ENTRIES), LruTable(PLAN_KINDS)
+GUARDED_CALLS, REMEMBERED, WATCHED_PLANS = LruTable(PLAN_KINDS), LruTable(ENTRIES), LruTable(PLAN_KINDS)
 
 
 def program(
@@ -165,9 +165,9 @@ class Program:
             if remembered is None:
                 prepared = self._prepare_call(arrays, kinds, lengths, descriptions, options, layout, eager and stream is None)
             else:
-                prepared, call, traced = remembered
+                prepared, call, watched_plan = remembered
                 if eager and stream is None and call is not False:
-                    self._guard(call, prepared, traced, arrays, kinds, lengths, options, layout)
+                    self._guard(call, prepared, watched_plan, arrays, kinds, lengths, options, layout)
         current = 0 if prepared.device is None else prepared.kind.stream(arrays[0], prepared.device)
         handle = current if stream is None else stream_handle(stream)
         for a, b, low, high in prepared.disjoint:
@@ -206,7 +206,7 @@ class Program:
         self,
         call: Callable | None,
         prepared: PreparedCall,
-        traced: TracedPlan | None,
+        watched_plan: WatchedPlan | None,
         arrays: tuple,
         kinds: Any,
         lengths: tuple,
@@ -214,18 +214,18 @@ class Program:
     ) -> None:
         """Generate a guarded function for a call whose form, options and layout came before. call: the function that was
         generated for it, None if there is none yet. If it was tried, and declined, it is for another mode of this thread. If
-        more than EXPECTED forms alternate, a function of their lengths serves them, if there is one. traced: the plan of that
-        function."""
+        more than EXPECTED forms alternate, a function of their lengths serves them, if there is one. watched_plan: the plan of
+        that function."""
         expected = GUARDED_CALLS.get((self, *call_key)) or ()
         if (
-            traced
+            watched_plan
             and len(expected) == EXPECTED
-            and (several := traced.write_guarded_call(self.names, prepared, arrays, lengths, expected))
+            and (several := watched_plan.write_guarded_call(self.names, prepared, arrays, lengths, expected))
         ):
             return self._expect(several, *call_key)
         if call is None or call in expected:
             call = remembered_calls.build_guarded_call(self.names, prepared, arrays, lengths)
-            REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False, traced))
+            REMEMBERED.put((self, kinds, lengths, *call_key), (prepared, call or False, watched_plan))
         if call:
             self._expect(call, *call_key)
 
@@ -270,28 +270,28 @@ class Program:
     ) -> PreparedCall:
         """The PreparedCall of this form: from a function of lengths, or planned, and traced for other lengths."""
         key = self, kinds, options, layout
-        cached_plans: tuple[TracedPlan, ...] = TRACED_PLANS.get(key) or ()
-        traced: TracedPlan | None
-        for traced in cached_plans:
-            prepared = traced.function(lengths)
+        cached_plans: tuple[WatchedPlan, ...] = WATCHED_PLANS.get(key) or ()
+        watched_plan: WatchedPlan | None
+        for watched_plan in cached_plans:
+            prepared = watched_plan.function(lengths)
             if prepared:
-                if traced is not cached_plans[0]:  # growing lengths use the same one again
-                    TRACED_PLANS.put(key, (traced, *[other for other in cached_plans if other is not traced]))
+                if watched_plan is not cached_plans[0]:  # growing lengths use the same one again
+                    WATCHED_PLANS.put(key, (watched_plan, *[other for other in cached_plans if other is not watched_plan]))
                 if eager and descriptions is None:
                     declined = GUARDED_CALLS.get((self, options, layout)) or ()
-                    if call := traced.write_guarded_call(self.names, prepared, arrays, lengths, declined):
+                    if call := watched_plan.write_guarded_call(self.names, prepared, arrays, lengths, declined):
                         self._expect(call, options, layout)
                 break
         else:
             read_one_by_one = descriptions is not None
             descriptions = descriptions or self._describe_arrays(arrays)
-            prepared, traced = self._plan_and_compile(descriptions, options, layout), None
+            prepared, watched_plan = self._plan_and_compile(descriptions, options, layout), None
             if len(cached_plans) < PLANS_PER_KIND and self._is_function_of_lengths(descriptions, prepared):
                 with suppress(TypeError, ValueError):  # Untraceable: the planner works on numbers, but not on Lengths
-                    traced = self._trace_plan(descriptions, not read_one_by_one, options, layout)
-                    traced.last = lengths
-                    TRACED_PLANS.put(key, (*cached_plans, traced))
-        REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, traced))
+                    watched_plan = self._trace_plan(descriptions, not read_one_by_one, options, layout)
+                    watched_plan.last = lengths
+                    WATCHED_PLANS.put(key, (*cached_plans, watched_plan))
+        REMEMBERED.put((self, kinds, lengths, options, layout), (prepared, None, watched_plan))
         return prepared
 
     def _plan_and_compile(self, descriptions: list, options: tuple, layout: str) -> PreparedCall:
@@ -359,8 +359,8 @@ class Program:
             and all(array.pointer for array in descriptions if array)
         )
 
-    def _trace_plan(self, descriptions: list, in_elements: bool, options: tuple, layout: str) -> TracedPlan:
-        """The TracedPlan of the planner's run for these arrays, with their lengths as variables."""
+    def _trace_plan(self, descriptions: list, in_elements: bool, options: tuple, layout: str) -> WatchedPlan:
+        """The WatchedPlan of the planner's run for these arrays, with their lengths as variables."""
         trace, names, forms = Trace(), [], {}
         variables: list[Variable] = []
 
@@ -385,7 +385,7 @@ class Program:
                 shape=tuple(shape), strides=tuple([unit * stride for stride in strides]), misalignment=misalignment
             )
             forms[name] = self.schema.with_lengths(name, full_form, layout)
-        return TracedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, descriptions[0], options, layout))
+        return WatchedPlan(trace, f"{', '.join(names)},", variables, self._plan(forms, descriptions[0], options, layout))
 
     def _check_overlap(self, descriptions: list, a: int, b: int) -> None:
         """ValueError if the arrays in these places share memory."""

@@ -7,7 +7,7 @@ is folded into, what autocast casts. Results that the options ask for are new te
 several. What is `updated` is written in place, and declared so. There is no gradient: a tensor that requires grad, or has a
 tangent, is refused, not detached.
 
-A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is register_op when the first call needs it, and
+A call on plain tensors bypasses all of this (`traced` costs it 0.4 us). An op is registered when the first call needs it, and
 torch is never imported here.
 """
 
@@ -190,7 +190,8 @@ def ascii_name(name: str) -> str:
 
 
 class _Op:
-    """The op of a program, register_op while this lives. All methods take the op's arguments: tensors, options, layout."""
+    """The op of a program, registered while this object lives. All methods take the op's arguments: tensors, options,
+    layout."""
 
     def __init__(self, program: ProgramProtocol):
         self.torch = torch = imported_module("torch")

@@ -33,7 +33,7 @@ class Variable(NamedTuple):
         return length if self.part == remembered_calls.MISALIGNMENT else length[self.axis]
 
 
-class TracedPlan:
+class WatchedPlan:
     """A plan as a function of lengths. It holds for calls in which the planner would take the same branches.
 
     last: the lengths of the last call that it served. free: the variables in which its calls were seen to differ. calls: the
