@@ -49,7 +49,7 @@ def _torch(x: Any) -> bool:
 
 
 abs = _map("abs")
-"""|x|, the absolute value."""
+"""|x|, the absolute value of x."""
 exp = _map("exp")
 """e^x."""
 exp2 = _map("exp2")
