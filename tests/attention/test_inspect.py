@@ -79,20 +79,17 @@ SAMPLE = [  # kernels with the most registers, or whose tiles are the largest
         decode_ampere,
         decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, shared_limit=MEDIUM),
     ),
-    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
     ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
     ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
     ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_wide_hopper, backward_wide_hopper.config_for(256, bf16, CAUSAL)),
     ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
     ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, True)),
-    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
     ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
     ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
     ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
-    ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]
 REST = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", linear_token_loop, linear_token_loop.Config(64, "token", normalize=True)),
@@ -117,6 +114,9 @@ REST = [  # each GPU with several kernels, and each form with some GPU; `inspect
     ("sm_80", norm_gradients, norm_gradients.NormRowGradients(LayerNorm(), 256, bf16, False)),
     ("sm_90a", channel_pairs_ampere, channel_pairs_ampere.Config(bf16, varlen=True)),
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
+    ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
+    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
+    ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]
 
 
