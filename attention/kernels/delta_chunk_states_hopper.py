@@ -1,11 +1,12 @@
 """What gradients of the delta rule need of the forward pass, for Hopper (parts/recurrent/delta_chunks.py has the equations): of
-each chunk the state S before it, the errors E, R^T and the vectors of its tokens.
+each chunk the state S before it, the errors E, -L^T and the vectors of its tokens.
 
     Y = V - exp(b) K S        E = Y - L (beta Y)        S after = exp(b_last) S + (exp(b_last - b) K)^T (beta E)
 
-As in delta_states_hopper.py, a solver computes L beta and R ahead, as they do not depend on the state, and of a loader's warps
-one starts the TMA loads and the others compute the vectors. Consumers have 64 columns of values each and hold the state
-transposed, Y and E as well. Decays stand where no exponent is positive."""
+As in delta_states_hopper.py, a solver computes L ahead, as it does not depend on the state. Of a loader's warps one starts the
+TMA loads, one stores what the others have computed, as nobody else is to wait for memory, and two compute the vectors.
+Consumers have 64 columns of values each and hold the state transposed, Y and E as well. Decays stand where no exponent is
+positive."""
 
 import functools
 import itertools
@@ -15,14 +16,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, subtile, warpgroup
+from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, LEAST_BETA, ChunkVectors, TwoParts
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -32,7 +33,8 @@ STAGES = 3  # chunks in flight
 WARPS = warpgroup.WARPGROUP
 AHEAD = 2  # chunks by which the solver may be ahead of consumers
 VECTORS = 8  # chunks whose vectors are in shared memory
-VECTOR_WARPS = WARPS - 1  # of the loader, that compute vectors, of a chunk each in turn
+VECTOR_WARPS = WARPS - 2  # of the loader, that compute vectors, of a chunk each in turn
+FENCED = True  # another fence covers what a ring would fence; who stores a tile by TMA fences itself
 
 
 @dataclass(frozen=True)
@@ -53,18 +55,13 @@ class Config:
 
     @property
     def values(self):
-        """A chunk of V in shared memory, 64 tokens by the columns of both consumers."""
+        """A chunk of V or E in shared memory, 64 tokens by the columns of both consumers."""
         return st(CHUNK, CONSUMERS * COLUMNS, self.dtype)
 
     @property
-    def value(self):
-        """A consumer's 64 columns of a chunk of E, which TMA stores."""
-        return st(CHUNK, COLUMNS, self.dtype)
-
-    @property
     def state(self):
-        """A consumer's 64 columns of the state, transposed, which TMA stores."""
-        return st(COLUMNS, self.key_dim, self.dtype)
+        """The state, transposed, which TMA stores."""
+        return st(CONSUMERS * COLUMNS, self.key_dim, self.dtype)
 
     def __str__(self):
         return f"states before chunks, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}{', varlen' * self.varlen}"
@@ -82,19 +79,20 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
     chunk_vectors = ChunkVectors(GATED)
+    SOLUTION = st(2 * CHUNK, CHUNK, INPUT)
     TRANSPOSED, seq_layout, two_parts = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen), TwoParts(INPUT)
-    solver = ChunkSolver(chunk_vectors, two_parts)
+    solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
     LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     readers = CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
-        x=ring(st(2 * CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
-        vectors=ring(chunk_vectors.spec, VECTORS, readers + WARPS, writers=1),
+        x=ring(SOLUTION, AHEAD, readers + 1, writers=WARPS),
+        vectors=ring(chunk_vectors.spec, VECTORS, readers + WARPS + 1, writers=1),
+        states=ring(config.state, 1, 1, writers=readers),
+        out=ring(config.values, 1, 1, writers=readers),
         high=TRIANGLE,
         low=TRIANGLE,
-        state=st(CONSUMERS * COLUMNS, config.key_dim, INPUT),
-        out=st(CONSUMERS * CHUNK, COLUMNS, INPUT),
     )
 
     @inlined
@@ -107,13 +105,13 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
-        gGates: array(3), gInitialState: array(4), gErrors: tiled(config.value, rows=2), gStates: tiled(config.state, rows=2),
-        gSolutions: array(4, INPUT), gVectors: array(3), gTailK: tiled(config.key, unit=1),
+        gGates: array(3), gInitialState: array(4), gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
+        gSolutions: tiled(SOLUTION, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gTailK: tiled(config.key, unit=1),
         gTailV: tiled(config.values, unit=1), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """A block has a head of a sequence. gInitialState: transposed. gErrors .. gVectors: of each chunk and head. gStates: S
-        transposed. gSolutions: R^T, high above low."""
-        k, v, x, vectors, high, low, state, out = smem.open()
+        transposed. gSolutions: -L^T, high above low."""
+        k, v, x, vectors, states, out, high, low = smem.open()
         wg = warpgroup.id()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
@@ -126,58 +124,67 @@ def make(config: Config):
                     k.fill(j, array, (batch, row, key_head))
                     array, batch, row = seq_layout.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
                     v.fill(j, array, (batch, row, head))
+            elif warp == 1:
+                for j in range(n):
+                    chunk = int32(first_chunk + j)
+                    tma_store(gStates, (chunk, head), states.wait(j))
+                    store_wait()
+                    states.release(j)
+                    tma_store(gVectors, (chunk, head), vectors.wait(j))
+                    tma_store(gSolutions, (chunk, head), x.wait(j))
+                    store_wait()
+                    vectors.release(j)
+                    x.release(j)
+                    tma_store(gErrors, (chunk, head), out.wait(j))
+                    store_wait()
+                    out.release(j)
             else:
-                for j in range(warp - 1, n, VECTOR_WARPS):
-                    token, chunk = seq.chunk_start(j), int32(first_chunk + j)
-                    solver.store_vectors(vectors.claim(j), gVectors, gBeta, gGates, seq, token, chunk, head)
+                for j in range(warp - 2, n, VECTOR_WARPS):
+                    target, token = vectors.claim(j), seq.chunk_start(j)
+                    solver.store_beta(target, gBeta, seq, token, head)
+                    solver.store_decays(target, gGates, seq, token, head)
                     vectors.publish(j)
         elif wg == SOLVER:
             warpgroup.release_registers(SOLVER_REGISTERS)
-            sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
+            _, _, _, n, _ = locate_block(gCuSeqlens, length, heads)
             for j in range(n):
                 keys = k.wait(j)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
                 k.release(j)
                 vector_tile = vectors.wait(j)
                 solution = solver.solve(s, vector_tile, (high, low))
+                x_high, x_low = solver.split_solution(solution, vector_tile)
+                vectors.release(j)
                 target = x.claim(j)
-                x_high, x_low = two_parts.split(solution)
                 warpgroup.store(subtile(target, CHUNK, 0), x_high)
                 warpgroup.store(subtile(target, CHUNK, 1), x_low)
                 x.publish(j)
-                r_high, r_low = solver.split_reverse(solution, vector_tile)
-                vectors.release(j)
-                chunk = int32(first_chunk + j)
-                warpgroup.store(gSolutions, r_high, (chunk, head, 0, 0), aligned=True)
-                warpgroup.store(gSolutions, r_low, (chunk, head, CHUNK, 0), aligned=True)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
-            state_tile, out_tile = subtile(state, COLUMNS, wg), subtile(out, CHUNK, wg)
+            sequence, head, _, n, _ = locate_block(gCuSeqlens, length, heads)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, COLUMNS * wg, 0), aligned=False)
             for j in range(n):
-                chunk = int32(first_chunk + j)
-                warpgroup.send(gStates, (chunk, head, wg), state_tile, s_t, 1)
                 keys, vector_tile = k.wait(j), vectors.wait(j)
-                u = warpgroup.mm_ABt(state_tile, keys)
-                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED))
-                v.release(j)
+                rounded = INPUT(s_t)
+                u = warpgroup.mm_ABt(rounded, keys)
+                warpgroup.store(subtile(states.claim(j), COLUMNS, wg), rounded)
+                states.publish(j, FENCED)
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
                 y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
-                y_high, y_low = two_parts.split(y)
+                beta = chunk_vectors.cols(vector_tile, BETA)
+                y_high, y_low = two_parts.split(y * beta)
                 x_high, x_low = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
                 e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, y_high, x_high), y_high, x_low), y_low, x_high)
-                e = warpgroup.wait(e)
-                x.release(j)
-                u = chunk_vectors.decay_cols(e * chunk_vectors.cols(vector_tile, BETA), vector_tile, DECAY_TO_END)
                 s_t = chunk_vectors.decay_state(s_t, vector_tile)
+                factors = chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
+                e = warpgroup.wait(e)
+                s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
+                x.release(j)
+                warpgroup.store_transposed(subtile(out.claim(j), CHUNK, 0, COLUMNS, wg), e)
+                out.publish(j)  # its fence is that of loads of V, too
                 vectors.release(j)
-                s_t = warpgroup.mma_AB(s_t, INPUT(u), keys)
-                warpgroup.store_wait(1)
-                warpgroup.sync()
-                warpgroup.store_transposed(out_tile, e)
-                warpgroup.tma_store(gErrors, (chunk, head, 0, wg), out_tile)
+                v.release(j)
                 s_t = warpgroup.wait(s_t)
                 k.release(j)
-            warpgroup.store_wait()
 
     return scan, smem

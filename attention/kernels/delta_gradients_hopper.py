@@ -1,17 +1,18 @@
 """Gradients of the delta rule for Hopper: one walk over the chunks of a head, from the last one to the first
 (parts/recurrent/delta_chunks.py has the equations),
 
-    dU = P^T dO + exp(b_last - b) K dS        Z = dU + R^T dU        dV = beta Z        dbeta = rowsum(Z * E)
+    dU = P^T dO + exp(b_last - b) K dS        Z = dU - L^T (beta dU)        dV = beta Z        dbeta = rowsum(dV * E) / beta
     dS before = exp(b_last) dS + (scale exp(b) Q)^T dO - (exp(b) K)^T dV
     dP = scale M * dO U^T                     G = -stril(M * dV U^T)
     dQ = scale exp(b) dO S^T + dP K
     dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
 
 Two warpgroups, the consumers, hold dS transposed, 64 columns of values each, and dU and Z as well: the product of one step,
-rounded, is the left operand of the next one without leaving the registers. They store dS and dV in shared memory. From there a
-third warpgroup computes what is summed over values, dP, G, dQ and dK, while the consumers are ahead by up to a chunk. So dS, Z
-and dP never go through global memory. What all three sum of rows and columns is stored by warps of the fourth. L and what it
-multiplies are two parts each, high and low."""
+rounded, is the left operand of the next one without leaving the registers. The first also computes P, the second G, whose
+product has beta dbeta on its diagonal. They store dS and dV in shared memory. From there a third warpgroup computes what is
+summed over values, dP, dQ and dK, while the consumers are ahead by up to a chunk. So dS, Z and dP never go through global
+memory. Warps of the fourth store what the others have computed, as nobody else is to wait for memory. L and what it multiplies
+are two parts each, high and low."""
 
 import functools
 import itertools
@@ -22,9 +23,10 @@ from numba import cuda
 from numpy import int32
 
 from ops import (
-    col_sum,
+    col_index,
     columns,
     divmod,
+    equal,
     load,
     row_sum,
     store,
@@ -34,6 +36,7 @@ from ops import (
     tma_store,
     truncate,
     warpgroup,
+    where,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
@@ -41,16 +44,18 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
-from ..parts.recurrent.gates import COL_VEC
+from ..parts.recurrent.gates import COL_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
 VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
-SCORER = CONSUMERS - 1  # the consumer that computes P
+OF_SCORES, OF_VALUES = range(CONSUMERS)  # the consumer that computes P, and that which computes G
 DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
 REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
 WARPS = warpgroup.WARPGROUP
 STATE_WARPS = CONSUMERS * WARPS  # that multiply S by dS
+OUTPUTS = 2  # dQ and dK, stored one after the other
+FENCED = True  # another fence covers what a ring would fence; who stores a tile by TMA fences itself
 
 
 @dataclass(frozen=True)
@@ -116,18 +121,18 @@ def make(config: Config):
         q=ring(config.key, 1, all_warps),
         k=ring(config.key, 2, all_warps),
         do=ring(config.values, 1, all_warps),
-        e=ring(config.values, 1, all_warps),
+        e=ring(config.values, 1, 2 * WARPS),
         s=ring(config.state, 1, all_warps if WITH_GATES else WARPS),
         p=ring(SCORES, 1, consumer_warps, writers=WARPS),
-        r=ring(SOLUTION, 1, consumer_warps),
-        vectors=ring(vectors_of.spec, 2, all_warps),
-        ds=ring(config.state, 1, all_warps, writers=consumer_warps),
-        dv=ring(config.values, 1, WARPS + 1, writers=consumer_warps),
-        value_sums=ring(sv(CHUNK * (STATE_WARPS + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
+        x=ring(SOLUTION, 1, consumer_warps),
+        vectors=ring(vectors_of.spec, 2, all_warps + 1),
+        ds=ring(config.state, 1, all_warps if WITH_GATES else WARPS, writers=consumer_warps),
+        dv=ring(config.values, 1, 2 * WARPS + 1, writers=consumer_warps),
+        g=ring(SCORES, 1, WARPS, writers=WARPS),
+        value_sums=ring(sv(CHUNK * (1 + 2 * WITH_GATES), fp32), 1, 1, writers=consumer_warps),
         key_sums=ring(sv(CHUNK * 3, fp32), 1, 1, writers=WARPS),
+        out=ring(config.key, 1, 1, writers=WARPS),
         dp=SCORES,
-        g=SCORES,
-        out=config.key,
     )
 
     @inlined
@@ -157,8 +162,8 @@ def make(config: Config):
 
     @inlined
     def dot_rows(x, tile):
-        """rowsum(x * tile), by panels of 64 columns; a fence keeps them apart, or registers would spill."""
-        dots = row_sum(columns(x, 64, 0) * fp32(warpgroup.load(subtile(tile, CHUNK, 0, 64, 0), PANEL_ROWS)))
+        """rowsum(x * tile), by panels of 64 columns."""
+        dots = row_sum(columns(x, 64, 0) * load_panel(tile, 0))
         if KEY_PANELS > 1:
             dots = dots + row_sum(columns(x, 64, 1) * load_panel(tile, 1))
         return dots
@@ -184,7 +189,7 @@ def make(config: Config):
         them. gLastState, gFirstState: the gradients of the states after and before each sequence, transposed. gDots,
         gCarriedDots, gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gTailQ .. gTailDV: see
         packed_tails.py. segments: 1; without this number registers spill where sequences are packed."""
-        q, k, do, e, s, p, r, vectors, ds, dv, value_sums, key_sums, dp_tile, g_tile, out = smem.open()
+        q, k, do, e, s, p, x, vectors, ds, dv, g, value_sums, key_sums, out, dp_tile = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
@@ -200,17 +205,21 @@ def make(config: Config):
                     vectors.fill(j, gVectors, (chunk, head))
                     array, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
                     q.fill(j, array, (batch, row, key_head))
-                    r.fill(j, gSolutions, (chunk, head))
+                    x.fill(j, gSolutions, (chunk, head))
                     e.fill(j, gErrors, (chunk, head))
                     s.fill(j, gStates, (chunk, head))
             elif warpgroup.rank() == 1:
                 for j in range(n):
-                    token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), value_sums.wait(j)
+                    token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
+                    chunk_vectors, parts = vectors.wait(j), value_sums.wait(j)
                     for i in range(WARPS):
                         at = seq.batch, int32(token + 16 * i), head
-                        store(truncate(gDBeta, 1, seq.end), add_up(parts, i, WARPS, STATE_WARPS), at, cols=1)
+                        beta = load(subtile(chunk_vectors, 16, int32(WARPS * BETA + i)), COL_VEC)
+                        dbeta = load(subtile(parts, 16, i), COL_VEC) / beta
+                        store(truncate(gDBeta, 1, seq.end), dbeta, at, cols=1)
                     if WITH_GATES:
-                        gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS * STATE_WARPS, 1, STATE_WARPS))
+                        gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS, 1, STATE_WARPS))
+                    vectors.release(j)
                     value_sums.release(j)
             elif warpgroup.rank() == 2:
                 for j in range(n):
@@ -218,6 +227,14 @@ def make(config: Config):
                     tma_store(array, (batch, row, head), dv.wait(j))
                     store_wait()
                     dv.release(j)
+                    array, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, int32(last_token - CHUNK * j), sequence)
+                    tma_store(array, (batch, row, head), out.wait(OUTPUTS * j))
+                    store_wait()
+                    out.release(OUTPUTS * j)
+                    array, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, int32(last_token - CHUNK * j), sequence)
+                    tma_store(array, (batch, row, head), out.wait(OUTPUTS * j + 1))
+                    store_wait()
+                    out.release(OUTPUTS * j + 1)
             elif WITH_GATES:
                 for j in range(n):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
@@ -231,59 +248,50 @@ def make(config: Config):
             warpgroup.claim_registers(DKDQ_REGISTERS)
             sequence, slot, head, seq, n, last_chunk, last_token = place(gCuSeqlens, length, segments, heads)
             for j in range(n):
-                token = int32(last_token - CHUNK * j)
-                keys, queries, douts, errors = k.wait(j), q.wait(j), do.wait(j), e.wait(j)
+                douts, errors = do.wait(j), e.wait(j)
                 dp = warpgroup.mm_ABt(douts, errors)
-                dq = warpgroup.mm_AB(douts, s.wait(j))
-                chunk_vectors = vectors.wait(j)
+                written = warpgroup.mm_AB(errors, ds.wait(j))
+                chunk_vectors, keys, queries = vectors.wait(j), k.wait(j), q.wait(j)
                 dp = warpgroup.wait(dp, newer=1)
                 dp = vectors_of.decay_scores(dp, chunk_vectors, vectors_of.cols(chunk_vectors, BETA) * scale)
                 warpgroup.store(dp_tile, INPUT(warpgroup.causal(dp, 0, 0.0)))
-                dq = vectors_of.decay_rows(warpgroup.wait(dq) * scale, chunk_vectors, DECAY)
-                do.release(j)
                 warpgroup.sync()
-                dq = warpgroup.mma_AB(dq, dp_tile, keys)
-                if WITH_GATES:  # before the next product, or registers would spill
-                    dq = warpgroup.wait(dq)
-                    sums = key_sums.claim(j)
-                    warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
-                    written = warpgroup.mm_AB(errors, ds.wait(j))
-                else:
-                    written = warpgroup.mm_AB(errors, ds.wait(j))
-                    dq = warpgroup.wait(dq, newer=1)
-                array, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
-                warpgroup.send(array, (batch, row, head), out, dq)
-                written = warpgroup.wait(written) * vectors_of.rows(chunk_vectors, BETA)
+                factors = vectors_of.decay_rows(vectors_of.rows(chunk_vectors, BETA), chunk_vectors, DECAY_TO_END)
+                written = warpgroup.wait(written) * factors
                 ds.release(j)
-                written = vectors_of.decay_rows(written, chunk_vectors, DECAY_TO_END)
+                e.release(j)
                 if WITH_GATES:
+                    sums = key_sums.claim(j)
                     warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(written, keys))
                 written = warpgroup.mma_AtB(written, dp_tile, queries)
-                dvs = dv.wait(j)
-                g = warpgroup.mm_ABt(dvs, errors)
+                states = s.wait(j)
+                dq = warpgroup.mm_AB(douts, states)
                 written = warpgroup.wait(written, newer=1)
+                dq = warpgroup.wait(dq) * vectors_of.decay_rows(scale, chunk_vectors, DECAY)
+                do.release(j)
+                dq = warpgroup.wait(warpgroup.mma_AB(dq, dp_tile, keys))
+                if WITH_GATES:
+                    warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
+                warpgroup.store(out.claim(OUTPUTS * j), dq)
+                out.publish(OUTPUTS * j)  # its fence is that of loads of queries, too
                 q.release(j)
-                g = warpgroup.wait(g)
-                e.release(j)
-                g = vectors_of.decay_scores(g, chunk_vectors, 0.0 - vectors_of.cols(chunk_vectors, BETA))
-                warpgroup.store(g_tile, INPUT(warpgroup.causal(g, -1, 0.0)))
-                warpgroup.sync()
-                read = warpgroup.mm_AB(dvs, s.wait(j))
-                written = warpgroup.mma_AtB(written, g_tile, keys)
-                read = vectors_of.decay_rows(warpgroup.wait(read, newer=1) * (-1.0), chunk_vectors, DECAY)
+                read = warpgroup.mm_AB(dv.wait(j), states)
+                read = warpgroup.wait(read) * vectors_of.decay_rows(-1.0, chunk_vectors, DECAY)
                 s.release(j)
                 dv.release(j)
+                g_tile = g.wait(j)
                 read = warpgroup.mma_AB(read, g_tile, keys)
-                written = warpgroup.wait(written, newer=1)
-                read = warpgroup.wait(read)
+                written = warpgroup.mma_AtB(written, g_tile, keys)
+                read = warpgroup.wait(read, newer=1)
+                written = warpgroup.wait(written)
+                g.release(j)
                 if WITH_GATES:
                     warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(written - read, keys))
                     key_sums.publish(j)
-                array, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
-                warpgroup.send(array, (batch, row, head), out, written + read)
+                vectors.release(j)  # its fence is that of all loads of this warp
                 k.release(j)
-                vectors.release(j, None, True)
-            warpgroup.store_wait()
+                warpgroup.store(out.claim(OUTPUTS * j + 1), written + read)
+                out.publish(OUTPUTS * j + 1, FENCED)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             sequence, slot, head, seq, n, last_chunk, last_token = place(gCuSeqlens, length, segments, heads)
@@ -291,50 +299,57 @@ def make(config: Config):
             ds_t = load(gLastState, STATE, (slot, head, row, 0), aligned=False)
             for j in range(n):
                 keys, chunk_vectors = k.wait(j), vectors.wait(j)
-                if wg == SCORER:  # before dS is stored, or registers would spill
+                if wg == OF_SCORES:
                     s_qk = warpgroup.wait(warpgroup.mm_ABt(q.wait(j), keys))
                     s_qk = vectors_of.decay_scores(s_qk, chunk_vectors, scale)
                     warpgroup.store(p.claim(j), INPUT(warpgroup.causal(s_qk, 0, 0.0)))
-                    p.publish(j)
-                warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), ds_t)
+                rounded = INPUT(ds_t)
+                du = warpgroup.mm_ABt(rounded, keys)
+                warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), rounded)
                 ds.publish(j)
+                if wg == OF_SCORES:
+                    p.publish(j, FENCED)
                 douts = subtile(do.wait(j), CHUNK, 0, COLUMNS, wg)
-                du = warpgroup.mm_ABt(subtile(ds.wait(j), COLUMNS, wg), keys)
                 du = vectors_of.decay_cols(warpgroup.wait(du), chunk_vectors, DECAY_TO_END)
                 du = warpgroup.mma_AtB(du, douts, p.wait(j))
-                do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED, fenced=False)) * scale
-                do_t = INPUT(vectors_of.decay_cols(do_t, chunk_vectors, DECAY))
+                do_t = fp32(warpgroup.load_transposed(douts, TRANSPOSED, fenced=False))
+                do_t = INPUT(do_t * vectors_of.decay_cols(scale, chunk_vectors, DECAY))
                 ds_t = warpgroup.mma_AB(vectors_of.decay_state(ds_t, chunk_vectors), do_t, q.wait(j))
                 du = warpgroup.wait(du, newer=1)
                 p.release(j)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
-                high, low = parts_of.split(du)
-                r_high, r_low = subtile(r.wait(j), CHUNK, 0), subtile(r.wait(j), CHUNK, 1)
-                z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, r_high), high, r_low), low, r_high)
+                high, low = parts_of.split(du * vectors_of.cols(chunk_vectors, BETA))
+                x_high, x_low = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
+                z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, x_high), high, x_low), low, x_high)
                 z = warpgroup.wait(z)
-                r.release(j)
+                x.release(j)
                 dv_t = z * vectors_of.cols(chunk_vectors, BETA)
                 dv_tile = subtile(dv.claim(j), CHUNK, 0, COLUMNS, wg)
                 warpgroup.store_transposed(dv_tile, dv_t)
+                dv_t = INPUT(dv_t * vectors_of.decay_cols(-1.0, chunk_vectors, DECAY))
+                ds_t = warpgroup.mma_AB(ds_t, dv_t, keys)
                 dv.publish(j)
                 do.release(j)
-                dv_t = INPUT(vectors_of.decay_cols(dv_t * (-1.0), chunk_vectors, DECAY))
-                ds_t = warpgroup.mma_AB(ds_t, dv_t, keys)
-                me = warpgroup.id()  # not `wg`: what is held over the loop would spill registers
-                errors = subtile(e.wait(j), CHUNK, 0, COLUMNS, wg)
-                errors = fp32(warpgroup.load_transposed(errors, TRANSPOSED, fenced=False))
                 sums = value_sums.claim(j)
-                store(subtile(sums, CHUNK, int32(WARPS * me + warpgroup.rank())), col_sum(z * errors))
+                if wg == OF_VALUES:
+                    score = warpgroup.wait(warpgroup.mm_ABt(dv.wait(j), e.wait(j)))
+                    dv.release(j)
+                    e.release(j)
+                    on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
+                    warpgroup.store(subtile(sums, CHUNK, 0), row_sum(where(on_diagonal, score, 0.0)))
+                    score = vectors_of.decay_scores(score, chunk_vectors, 0.0 - vectors_of.cols(chunk_vectors, BETA))
+                    warpgroup.store(g.claim(j), INPUT(warpgroup.causal(score, -1, 0.0)))
+                    g.publish(j)
                 if WITH_GATES:
+                    me = warpgroup.id()  # not `wg`: what is held over the loop would spill registers
                     dots = dot_rows_of_tiles(subtile(s.wait(j), COLUMNS, me), subtile(ds.wait(j), COLUMNS, me))
-                    store(subtile(sums, 16, int32(CHUNK * STATE_WARPS // 16 + WARPS * me + warpgroup.rank())), dots)
+                    store(subtile(sums, 16, int32(WARPS + WARPS * me + warpgroup.rank())), dots)
                 value_sums.publish(j)
                 vectors.release(j)  # its fence is that of all loads of this warp
                 if WITH_GATES:
                     s.release(j)
-                e.release(j)
-                ds.release(j)
+                    ds.release(j)
                 ds_t = warpgroup.wait(ds_t)
                 k.release(j)
             row = int32(COLUMNS * warpgroup.id() + 16 * warpgroup.rank())  # anew, to save registers

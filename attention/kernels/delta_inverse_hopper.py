@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE
+from ops import divmod, store_wait, subtile, tma_store, warpgroup
+from ops.for_attention.triangular_inverse import LOWER_TRIANGLE
 from tiles import bf16, dtype, fp16, ring, shared, st
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
@@ -50,19 +50,27 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, KEY, SINGLE = config.dtype, st(CHUNK, config.key_dim, config.dtype), 0
+    SCORES = st(CHUNK, CHUNK, INPUT)
     seq_layout, chunk_vectors, two_parts = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
     solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
-    smem = shared(q=ring(KEY, 1), k=ring(KEY, 1), vectors=chunk_vectors.spec, high=TRIANGLE, low=TRIANGLE)
+    smem = shared(
+        q=ring(KEY, 1),
+        k=ring(KEY, 1),
+        p=SCORES,
+        vectors=chunk_vectors.spec,
+        high=LOWER_TRIANGLE,
+        low=LOWER_TRIANGLE,
+    )
 
     @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
     def invert(
-        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gSolutions: array(4, INPUT),
-        gScores: array(4, INPUT), gVectors: array(3), gCounts: SEMAPHORES, length: INT, chunks: INT, heads: INT,
-        group: INT, scale: FLOAT,
+        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gSolutions: tiled(SCORES, rows=2),
+        gScores: tiled(SCORES, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gCounts: SEMAPHORES, length: INT,
+        chunks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has one of the `chunks` of a sequence, of one head. gSolutions: -L^T, high above low. gScores: P.
         gCounts: set to 0, for each chunk two of each key head."""
-        q, k, vectors, high, low = smem.open()
+        q, k, p, vectors, high, low = smem.open()
         index, head = divmod(cuda.blockIdx.x, heads)
         sequence, j = divmod(index, chunks)
         key_head, member = divmod(head, group)
@@ -72,21 +80,31 @@ def make(config: Config):
         k.fill(SINGLE, gK, (seq.batch, token, key_head))
         q.fill(SINGLE, gQ, (seq.batch, token, key_head))
         if warpgroup.rank() == 0:
-            solver.store_vectors(vectors, gVectors, gBeta, gGates, seq, token, chunk, head)
+            solver.store_decays(vectors, gGates, seq, token, head)
+        elif warpgroup.rank() == 1:
+            solver.store_beta(vectors, gBeta, seq, token, head)
             if member == 0:
                 gCounts[chunk, int32(2 * key_head)] = int32(0)
                 gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+        keys, queries = k.wait(SINGLE), q.wait(SINGLE)
+        s, s_qk = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
+        s = warpgroup.wait(s, newer=1)
+        s_qk = warpgroup.wait(s_qk)
         warpgroup.sync()
-        keys = k.wait(SINGLE)
-        s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-        p = warpgroup.wait(warpgroup.mm_ABt(q.wait(SINGLE), keys))
-        q.release(SINGLE)
-        k.release(SINGLE)
-        p = chunk_vectors.decay_scores(p, vectors, scale)
-        warpgroup.store(gScores, INPUT(warpgroup.causal(p, 0, 0.0)), (chunk, head, 0, 0), aligned=True)
+        s_qk = chunk_vectors.decay_scores(s_qk, vectors, scale)
+        warpgroup.store(p, INPUT(warpgroup.causal(s_qk, 0, 0.0)))
         solution = solver.solve(s, vectors, (high, low))
         first, second = solver.split_solution(solution, vectors)
-        warpgroup.store(gSolutions, first, (chunk, head, 0, 0), aligned=True)
-        warpgroup.store(gSolutions, second, (chunk, head, CHUNK, 0), aligned=True)
+        # whose products are done
+        high_part, low_part = subtile(queries, CHUNK, 0, CHUNK, 0), subtile(keys, CHUNK, 0, CHUNK, 0)
+        warpgroup.store(high_part, first)
+        warpgroup.store(low_part, second)
+        warpgroup.sync()
+        if warpgroup.rank() == 0:
+            tma_store(gScores, (chunk, head), p)
+            tma_store(gVectors, (chunk, head), vectors)
+            tma_store(gSolutions, (chunk, head), high_part)
+            tma_store(gSolutions, (chunk, head, 1), low_part)
+            store_wait()
 
     return invert, smem

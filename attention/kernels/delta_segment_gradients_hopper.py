@@ -12,7 +12,7 @@ transposed, 64 columns of values each; besides, the first computes dP, the secon
 diagonal. A third one computes dQ and dK. What all sum of rows is stored by warps of the fourth.
 
 Where a few value heads share a key head, their blocks add up dQ and dK in the output, one after the other: each chunk and key
-head has a count of those that have."""
+head has counts of those that have."""
 
 import functools
 import itertools
@@ -50,11 +50,9 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
 from ..parts.recurrent.gates import COL_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
-from .delta_gradients_hopper import CONSUMERS, DKDQ, PRODUCER, REGISTERS, STATE_WARPS, WARPS, GradientTiles
+from .delta_gradients_hopper import CONSUMERS, DKDQ, FENCED, OUTPUTS, PRODUCER, REGISTERS, STATE_WARPS, WARPS, GradientTiles
 
 DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
-OUTPUTS = 2  # dQ and dK, stored one after the other
-FENCED = True  # who stores a tile by TMA fences itself
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, WITH_GATES, ADDS, chunk_vectors = config.dtype, config.with_gates, config.adds_heads, ChunkVectors(config.gated)
+    ONE_TURN = WITH_GATES  # for dQ and dK together: the warp that stores waits less, but a head follows the one before later
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
     PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
     seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
@@ -139,25 +138,21 @@ def make(config: Config):
         return dots
 
     @inlined
-    def store_output(out, gOut, at, index, counts, member):
+    def store_output(out, gOut, at, index, member):
         """One warp stores dQ or dK of a chunk, number `index` of those that come: the first of the value heads that share it
-        stores, the others add, in their order. The tile is given back before the next head's turn, which waits for memory."""
-        tile = out.wait(index)
-        if ADDS:
-            count, count_coord = counts
-            wait_count(count, count_coord, int32(member))
-            if member == 0:
-                tma_store(gOut, at, tile)
-            else:
-                tma_add(gOut, at, tile)
-            store_wait()
-            out.release(index)
-            stores_done()
-            count_up(count, count_coord)
+        stores, the others add."""
+        if ADDS and member > 0:
+            tma_add(gOut, at, out.wait(index))
         else:
-            tma_store(gOut, at, tile)
-            store_wait()
-            out.release(index)
+            tma_store(gOut, at, out.wait(index))
+        store_wait()
+        out.release(index)
+
+    @inlined
+    def pass_turn(gCounts, at):
+        """It is the next value head's turn, once what this warp has stored is in memory, for which it waits."""
+        stores_done()
+        count_up(gCounts, at)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
@@ -202,9 +197,17 @@ def make(config: Config):
             elif warpgroup.rank() == 2:
                 for j in range(n):
                     at = seq.batch, int32(last_token - CHUNK * j), int32(key_head if ADDS else head)
-                    chunk, key_slot = int32(last_chunk - j), int32(OUTPUTS * key_head)
-                    store_output(out, gDQ, at, OUTPUTS * j, (gCounts, (chunk, key_slot)), member)
-                    store_output(out, gDK, at, OUTPUTS * j + 1, (gCounts, (chunk, int32(key_slot + 1))), member)
+                    of_dq = int32(last_chunk - j), int32(OUTPUTS * key_head)
+                    of_dk = int32(last_chunk - j), int32(OUTPUTS * key_head + 1)
+                    if ADDS:
+                        wait_count(gCounts, of_dq, int32(member))
+                    store_output(out, gDQ, at, OUTPUTS * j, member)
+                    if ADDS and not ONE_TURN:
+                        pass_turn(gCounts, of_dq)
+                        wait_count(gCounts, of_dk, int32(member))
+                    store_output(out, gDK, at, OUTPUTS * j + 1, member)
+                    if ADDS:
+                        pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
             elif WITH_GATES:
                 for j in range(n):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)

@@ -1,6 +1,6 @@
 """Inverses of unit lower triangular matrices: of 16 x 16 by a warp, and of 64 x 64, a chunk of the delta rule, by a warpgroup.
 
-    smem = shared(.., high=TRIANGLE, low=TRIANGLE)
+    smem = shared(.., high=TRIANGLE, low=TRIANGLE)      or LOWER_TRIANGLE
     x = inverse_transposed(a, high, low)
 
 X (I + A)^T = I is solved by blocks of 16 columns, from the left to the right,
@@ -34,6 +34,7 @@ HALF = 8  # rows and columns of a matrix inside the base tile
 BLOCK = rt(BASE, BASE, fp32)
 TRIANGLE = st(64, 64, bf16, width=32)  # in panels of 16 columns, so that a block is a tile of its own
 TRIANGLES = st(128, 64, bf16, width=32)  # two of them, for high and low parts
+LOWER_TRIANGLE = st(64, 48, bf16, width=32)  # without the last panel, which has no block below the diagonal
 
 
 # ---- a block, by a warp --------------------------------------------------------------------------------------------
@@ -137,8 +138,8 @@ def divided(a, inverse):
 @inlined
 def inverse_transposed(a, high, low):
     """The warps' rows, rt(16, 64, fp32), of (I + A)^-T, where A is the part below the diagonal of `a`, the warps' rt(16, 64,
-    fp32); the rest is not looked at. high, low: shared TRIANGLEs for the warpgroup to use. Its warps meet twice. Factors have
-    16 bits, sums are fp32."""
+    fp32); the rest is not looked at. high, low: shared TRIANGLEs, lower ones or not, for the warpgroup to use. Its warps meet
+    twice. Factors have 16 bits, sums are fp32."""
     inverse = inverse_unit_lower(warpgroup.diagonal_block(a))
     parts = split(-inverse)
     warpgroup.sync()

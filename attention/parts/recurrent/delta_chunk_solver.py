@@ -21,47 +21,36 @@ def away_from_zero(beta, least=TINY):
 
 @static
 class ChunkSolver:
-    """Computes the vectors, -L beta and R of a chunk. least_beta: stands for smaller betas; 0: betas stay as they are."""
+    """Computes the vectors and L of a chunk. least_beta: stands for smaller betas, as L is divided by beta."""
 
     chunk_vectors: ChunkVectors
     two_parts: TwoParts
-    least_beta: float = 0.0
+    least_beta: float
 
     @inlined
-    def store_vectors(self, target, gVectors, gBeta, gGates, seq, token, chunk, head):
-        """One warp stores the vectors of the chunk that starts at `token`, in a shared vector and in memory."""
-        at = seq.batch, token, head
-        beta = transpose(load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, at, cols=1))
-        if self.least_beta:
-            beta = away_from_zero(beta, self.least_beta)
-        store(subtile(target, CHUNK, BETA), beta)
-        store(gVectors, beta, (chunk, head, 0))
+    def store_beta(self, target, gBeta, seq, token, head):
+        """One warp stores beta of the chunk that starts at `token` among the chunk's vectors, a shared vector."""
+        beta = load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
+        store(subtile(target, CHUNK, BETA), away_from_zero(beta, self.least_beta))
+
+    @inlined
+    def store_decays(self, target, gGates, seq, token, head):
+        """One warp stores the sums of the chunk's gates and the decays there, if it has gates."""
         if self.chunk_vectors.gated:
-            gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
+            gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
             b = cumsum(clamp_gates(transpose(gates)) * LOG2_E)
             store(subtile(target, CHUNK, SUM), b)
-            store(gVectors, b, (chunk, head, CHUNK * SUM))
-            decay = exp2(b)
-            store(subtile(target, CHUNK, DECAY), decay)
-            store(gVectors, decay, (chunk, head, CHUNK * DECAY))
-            decay = exp2(tile_min(b) - b)
-            store(subtile(target, CHUNK, DECAY_TO_END), decay)
-            store(gVectors, decay, (chunk, head, CHUNK * DECAY_TO_END))
+            store(subtile(target, CHUNK, DECAY), exp2(b))
+            store(subtile(target, CHUNK, DECAY_TO_END), exp2(tile_min(b) - b))
 
     @inlined
     def solve(self, s, vectors, triangles):
         """(-L beta)^T, by a warpgroup. s: K K^T. vectors: the chunk's. triangles: two shared TRIANGLEs."""
         high, low = triangles
-        a = self.chunk_vectors.decay_scores(s, vectors, away_from_zero(self.chunk_vectors.cols(vectors, BETA)))
+        a = self.chunk_vectors.decay_scores(s, vectors, self.chunk_vectors.cols(vectors, BETA))
         return warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0)
 
     @inlined
     def split_solution(self, solution, vectors):
         """The two parts of -L^T, from what `solve` returns. Kernels that multiply by it apply beta themselves."""
-        return self.two_parts.split(solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA)))
-
-    @inlined
-    def split_reverse(self, solution, vectors):
-        """The two parts of R^T, from what `solve` returns."""
-        reverse = solution / away_from_zero(self.chunk_vectors.rows(vectors, BETA))
-        return self.two_parts.split(reverse * self.chunk_vectors.cols(vectors, BETA))
+        return self.two_parts.split(solution / self.chunk_vectors.rows(vectors, BETA))
