@@ -41,8 +41,8 @@ The kernels for Hopper compute one inverse for E and Z. L = N (I + beta N)^-1 is
     (I + N beta)^-1 = I - L beta        (I + beta N)^-1 = I - beta L
     E = Y - L (beta Y)                  Z = dU - L^T (beta dU)
 
-so that the identity, which is exact, is not multiplied. L follows from (I + N beta)^-1, whose columns are divided by beta. L and
-the matrices that it multiplies are sums of two parts; Z and U have one part in Z U^T, as above."""
+so that the identity, which is exact, is not multiplied. L follows from (I + N beta)^-1, whose columns are divided by beta. L
+and the matrices that it multiplies are sums of two parts; Z and U have one part in Z U^T, as above."""
 
 import itertools
 from collections.abc import Callable, Iterator
