@@ -150,7 +150,7 @@ def make(config: Config):
 
     @inlined
     def pass_turn(gCounts, at):
-        """It is the next value head's turn, once what this warp has stored is in memory, for which it waits."""
+        """Wait until what this warp has stored is in memory, and let the next value head have its turn."""
         stores_done()
         count_up(gCounts, at)
 
