@@ -130,7 +130,6 @@ class Config:
             for d in range(HALF + 1):
                 products = differentiate_products(warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), X), x, d)
                 dx = dx + products * (squares if d == 0 else 1.0)
-            cuda.syncwarp()  # all lanes have read the tile before one of them overwrites it
             return dx
 
         return fill, differentiate_features
