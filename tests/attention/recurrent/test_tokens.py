@@ -54,6 +54,7 @@ def test_segments_have_each_token_once(varlen, reverse, segments):
             first = layout.chunk_index(seq.start, n, length)
             numbers = [seq.chunk_number(j) for j in range(seq.num_chunks())]
             assert numbers == sorted(numbers, reverse=reverse) and sorted(numbers) == list(range(len(numbers)))
+            assert len(numbers) <= -(-(end - start) // (CHUNK * segments))  # none has more than others need
             for number, (token, its) in zip(numbers, chunks(seq), strict=True):
                 assert len(its) and (token - start) % CHUNK == 0 and layout.chunk_index(token, n, length) == first + number
                 places.add(first + number)
