@@ -1,5 +1,6 @@
 """The plan of linear attention's gradients by one walk in reverse (linear_gradients_hopper.py): a pass that computes the states
-before all chunks, the walk, and small kernels that sum the gradients of gates and those of shared heads."""
+before all chunks, the walk, and a small kernel that sums the gradients of gates. Gradients of shared heads are not summed here:
+where they are requested, shared_heads_gradients.py plans the call."""
 
 from typing import NamedTuple
 
@@ -28,9 +29,7 @@ from .recurrent_chunks import (
 from .recurrent_gradients import (
     choose_gate,
     count_chunk_indices,
-    partial_gradients,
     plan_gate_sums,
-    sum_heads,
     wants_value_heads,
 )
 
@@ -53,8 +52,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=False)
     with_gates, stored_states = arrays["ddecay"] is not None, arrays.get("chunk_states")
-    sums_heads = heads > key_heads and not wants_value_heads(arrays)
-    assert arrays["dv"] is not None
+    assert arrays["dv"] is not None and (heads == key_heads or wants_value_heads(arrays))
     # for packed sequences the kernel has gates of tokens only, as others would spill registers
     walk_gate, walk_gates = choose_gate(problem, arrays["decay"], by_cp_async=is_varlen(problem))
     config = intern_value(
@@ -62,7 +60,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         pad_key_dim(key_dim, KEY_DIMS),
         DTYPES[problem.dtype],
         walk_gate,
-        sums_heads or wants_value_heads(arrays),
+        wants_value_heads(arrays),
         arrays["dv"].form.dtype == "float32",
         is_varlen(problem),
         with_gates,
@@ -85,13 +83,10 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         steps.append(forward.launch(intern_value(ChunkStates), segments, segments, outputs_of_scan))
     reverse_steps, last_gradient = reverse.states_before_segments(end_states["dstate"], segments, scratch)
     steps += reverse_steps
-    outputs = {name: partial_gradients(problem, scratch) if sums_heads else arrays[name] for name in ("dq", "dk")}
     buffers: Arrays = {"gGates": walk_gates, "gCuSeqlens": problem["cu_seqlens"]}
     buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last_gradient}
-    buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
+    buffers |= {"gDQ": arrays["dq"], "gDK": arrays["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
-    if sums_heads:
-        finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
         sequences * heads * segments,
         length=problem.extents["seqlen"],

@@ -39,12 +39,6 @@ def test_value_heads_that_share_keys(place, family, decay, gates):
     check_heads_first(place, args, family=family)
 
 
-@pytest.mark.parametrize("decay", ["token", "head", "none"])
-def test_many_value_heads_that_share_keys(place, decay):
-    """The kernel that goes through them in one thread block, all chunks at once."""
-    check(place, case(66, decay, heads=4, key_heads=1, value_dim=80), scale=-0.3)
-
-
 @pytest.mark.parametrize(("scale", "family"), [(0.0, "sm_90"), (-0.3, "sm_80"), (7.0, "sm_90")])
 def test_any_scale(place, scale, family):
     check(place, case(65, "token", key_heads=2), scale=scale, family=family)
@@ -79,12 +73,14 @@ def test_as_compiled(as_compiled):
     check(OnInterpreter(), case(66, heads=1))
 
 
-@pytest.mark.parametrize(("family", "decay", "segments"), [("sm_90", "token", 3), ("sm_80", "none", 5), ("sm_90", "head", 5)])
-def test_segments(place, monkeypatch, nothing_known, family, decay, segments):
+@pytest.mark.parametrize(
+    ("family", "decay", "segments", "key_heads"), [("sm_90", "token", 3, 2), ("sm_80", "none", 5, 1), ("sm_90", "head", 5, 1)]
+)
+def test_segments(place, monkeypatch, nothing_known, family, decay, segments, key_heads):
     """Of which the last in memory, the first of reversed scans, has a shorter chunk, and states are composed by the last pass
     or before it. Each chunk has a state of its own, whose product with its gradient gates' gradients need."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
-    check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32), family=family)
+    check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32, key_heads=key_heads), family=family)
 
 
 # ---- states that forward stored ----------------------------------------------------------------------------------------
@@ -237,7 +233,7 @@ def test_accumulation(place, family, decay):
     for (name, x), y in zip(want.items(), actual, strict=True):
         assert y is into[name]
         got = place.get(y) - before[name][..., 3:]
-        if name in ("dq", "dk", "dv"):
+        if name != "dinitial_state":  # on Hopper by another kernel, as heads are not added up before they are rounded
             assert relative_rms(got, x) < 0.004, name
         else:
             np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-5 * abs(x).max(), err_msg=name)
