@@ -33,9 +33,20 @@ from tiles.targets import LARGE, Target
 
 from ..parts.recurrent.block_exponent import BlockExponent
 from ..parts.recurrent.gate_formulas import FORMULAS
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, DecayGate, FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
-from ..parts.recurrent.gradients import gradient_fields
-from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
+from ..parts.recurrent.gates import (
+    COL_VEC,
+    ROW_VEC,
+    TILE,
+    DecayGate,
+    FormulaGate,
+    Gate,
+    HeadGate,
+    Mamba2Decay,
+    Mamba2Gate,
+    TokenGate,
+)
+from ..parts.recurrent.gradients import ReversedGate, gradient_fields
+from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, ScanStates, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
@@ -151,10 +162,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     config = Config(*size, input_dtype, gate, result, varlen)
                     if config.supports_result:
                         yield config
-                if size[0] <= WIDE_KEY_DIM:  # what the walk of gradients reads
+                if size[0] <= WIDE_KEY_DIM:  # what other kernels of gradients read
                     for varlen in (False, True) if everything else (False,):
                         gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
-                        yield Config(*size, input_dtype, gate, ChunkStates(), varlen)
+                        yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, ReversedGate(gate)))
+            elif kind is Mamba2Gate and size[0] <= WIDE_KEY_DIM and (everything or size == (WIDE_KEY_DIM, 2)):
+                gate, unweighted = Mamba2Gate(softplus=True), ReversedGate(Mamba2Decay(softplus=True))
+                for varlen in (False, True) if everything else (False,):
+                    yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, unweighted))
+                yield Config(*size, input_dtype, unweighted, ScanStates())
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
 

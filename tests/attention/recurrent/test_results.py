@@ -3,9 +3,9 @@
 import pytest
 
 from attention.kernels import chunk_ampere, chunk_hopper
-from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Decay, Mamba2Gate, TokenGate
 from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
-from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanStates
+from attention.parts.recurrent.results import ChunkStates, ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
 from tiles.targets import parse_target
 
@@ -42,9 +42,10 @@ def test_spaces(module, arch):
     shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
     assert {type(config.gate) for config in shipped} == {*kinds, FormulaGate, ReversedGate}
-    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate}
+    of_steps, of_chunks = ({Mamba2Decay}, {ChunkStates}) if module is chunk_hopper else (set(), set())
+    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate} | of_steps
     results = {ScanStates, ScanNormalizer, ScanOutputs, QueryGradients, KeyGradients, GroupedStates, UnroundedOutputs}
-    assert {type(config.result) for config in shipped} == results
+    assert {type(config.result) for config in shipped} == results | of_chunks
     assert all(config.supports_result for config in shipped)
     assert all(config.supports_segments for config in shipped if not config.result.has_outputs)
     assert {config.key_dim for config in shipped} == set(chunk_hopper.KEY_DIMS)
