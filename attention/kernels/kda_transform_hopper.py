@@ -1,10 +1,12 @@
 """What KDA's chunks need and do not get from the state, of all chunks at once, for Hopper (kda_hopper.py has the equations):
-q', k', k* and exp(b_last - r) of channel_decay.py, the scores tril(q' k*^T) and the UT transform T. kda_walk_hopper.py reads
-them.
+q' and k' of channel_decay.py, and, as U = T (V - k' S') occurs in two products only, T as a factor of what it meets there:
 
-A block is one warpgroup, the preparer of kda_hopper.py, and has some chunks of a head, one after the other. q' and k* take
-the place of q and k in shared memory, from where TMA stores them. The next chunk is loaded while this one's triangle is
-inverted."""
+    exp(b_last - r) k*^T T        tril(q' k*^T) T
+
+kda_walk_hopper.py reads them.
+
+A block is one warpgroup and has some chunks of a head, one after the other. q' and k* take the place of q and k in shared
+memory. The next chunk is loaded while this one's triangle is inverted, but for its keys, which k* is in the way of."""
 
 import functools
 from collections.abc import Iterator
@@ -13,14 +15,14 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, rows, subtile, truncate, viewed, warpgroup, zeros
+from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
-from tiles import fp32, inlined, ring, rt, shared, st
+from tiles import fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
-from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
+from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
@@ -44,9 +46,19 @@ class Config(channel_config.Config):
         return self.key if self.gates is fp32 else st(16, 16, self.dtype)
 
     @property
+    def solved_keys(self):
+        """The tile of T^T k*: that of k' once it is stored, or 16-bit gates' sums once they are used."""
+        return self.key if self.gates is fp32 else st(CHUNK, self.key_dim, self.dtype, width=self.gate_sums.width)
+
+    @property
     def square(self):
-        """The tile of T or of scores for a chunk."""
+        """The tile of scores for a chunk."""
         return st(CHUNK, CHUNK, self.dtype)
+
+    @property
+    def state_decays(self):
+        """The vectors exp(r) and exp(b_last), a number for each channel."""
+        return sv(2 * self.key_dim, fp32)
 
     def __str__(self):
         return f"UT transforms, {super().__str__()}"
@@ -68,7 +80,7 @@ def make(config: Config):
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(config.key, unit=1), tiled(config.key, rows=2)
-    KEY, SQUARES = config.key, tiled(config.square, rows=2)
+    KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     smem = shared(
         q=ring(config.key, 1, WARPS),
         k=ring(config.key, 1, WARPS),
@@ -76,8 +88,7 @@ def make(config: Config):
         k_decayed=config.decayed_keys,
         square=config.square,
         triangles=TRIANGLES,
-        state_decay=config.state_decay,
-        flag=FLAG,
+        state_decays=config.state_decays,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
         biases=channel_gates.biases,
@@ -86,41 +97,51 @@ def make(config: Config):
 
     @inlined
     def fill(rings, arrays, j, n, seq, head, key_head):
-        """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
-        (q, k, g), (gQ, gK, gGates) = rings, arrays
+        """Have TMA load the queries and gates of the j-th of a sequence's n chunks, if there is one."""
+        (q, g), (gQ, gGates) = rings, arrays
         if j < n:
-            token = seq.chunk_start(j)
-            g.fill(j, gGates, (seq.batch, token, head))
-            k.fill(j, gK, (seq.batch, token, key_head))
-            q.fill(j, gQ, (seq.batch, token, key_head))
+            g.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
+            q.fill(j, gQ, (seq.batch, seq.chunk_start(j), key_head))
+
+    @inlined
+    def fill_keys(k, gK, j, n, seq, key_head):
+        """Likewise its keys."""
+        if j < n:
+            k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
+
+    @inlined
+    def store_state_decays(state_decays, b_last, warp, strong):
+        """Write exp(r) and exp(b_last) of the warp's channels."""
+        store(subtile(state_decays, decay.warp_tile.cols, warp), exp2(b_last * (0.0 if strong else 0.5)))
+        store(subtile(state_decays, decay.warp_tile.cols, int32(WARPS + warp)), exp2(b_last))
 
     @inlined
     def send_decayed(tiles, arrays, at):
-        """Store q', k', k*, exp(b_last - r) and the flag of a chunk."""
-        (queries, decayed_keys, keys, state_decay, flag), (gQueries, gDecayedKeys, gKeys, gStateDecays, gFlags) = tiles, arrays
+        """Store q', k', exp(r) and exp(b_last) of a chunk."""
+        (queries, decayed_keys, state_decays), (gQueries, gDecayedKeys, gStateDecays) = tiles, arrays
         warpgroup.tma_store(gQueries, at, queries)
         warpgroup.tma_store(gDecayedKeys, at, decayed_keys)
-        warpgroup.tma_store(gKeys, at, keys)
-        warpgroup.tma_store(gStateDecays, at, state_decay)
-        warpgroup.tma_store(gFlags, at, flag)
+        warpgroup.tma_store(gStateDecays, at, state_decays)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def transform(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
-        gKeys: CHUNK_KEYS, gStateDecays: tiled(config.state_decay, 3, None, 2), gFlags: tiled(FLAG, 3, None, 2),
-        gScores: SQUARES, gTransforms: SQUARES, gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
+        gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
+        gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
         params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gQueries .. gTransforms: q', k', k*,
-        exp(b_last - r), the flag, the scores and T^T of each chunk and head. `group` value heads share a key head."""
-        q, k, g, k_decayed, square, triangles, state_decay, flag, gate_sums, block_decays, biases, rates = smem.open()
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gQueries .. gStateDecays: of each chunk
+        and head, q', k', exp(b_last - r) T^T k*, T^T tril(q' k*^T)^T, exp(r) and exp(b_last). `group` value heads share a key
+        head."""
+        q, k, g, k_decayed, square, triangles, state_decays, gate_sums, block_decays, biases, rates = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
-        rings, arrays = (q, k, g), (gQ, gK, gGates)
-        decayed_arrays = gQueries, gDecayedKeys, gKeys, gStateDecays, gFlags
+        rings, arrays = (q, g), (gQ, gGates)
+        decayed_arrays = gQueries, gDecayedKeys, gStateDecays
         fill(rings, arrays, int32(0), n, seq, head, key_head)
+        fill_keys(k, gK, int32(0), n, seq, key_head)
         high, low, constants = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1), (biases, rates)
         blocks = viewed(triangles, BLOCK_KEYS), block_decays
         store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
@@ -128,27 +149,34 @@ def make(config: Config):
         betas = truncate(gBeta, 1, seq.end)
         beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
         for j in range(n):
-            queries, keys, gates, at = q.wait(j), k.wait(j), g.wait(j), (int32(first + j), head)
-            if IN_PLACE:
-                decayed_keys = k_decayed
-            else:
-                decayed_keys = viewed(gates, KEY)
-            decayed = queries, decayed_keys, keys, state_decay, flag
-            seq_layout.zero_other_rows(keys, seq.remaining(j))
+            queries, gates, at = q.wait(j), g.wait(j), (int32(first + j), head)
+            sums = gates if IN_PLACE else gate_sums
+            warpgroup.store_wait()  # of the chunk before, from the place of sums among others
+            warpgroup.sync()
             seq_layout.zero_other_rows(gates, seq.remaining(j))
+            channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
+            keys = k.wait(j)
+            seq_layout.zero_other_rows(keys, seq.remaining(j))
             norm.normalize(queries, warp)
             norm.normalize(keys, warp)
             norm.sync()
             beta = BETA.compute(beta)
-            sums = gates if IN_PLACE else gate_sums
-            channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
+            if IN_PLACE:
+                decayed_keys, solved_keys = k_decayed, k_decayed
+            else:
+                decayed_keys, solved_keys = (
+                    viewed(gates, KEY),
+                    viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS),
+                )
+            decayed = queries, decayed_keys, state_decays
             b_last = decay.load_last_sums(sums, warp)
             strong, halved = decay.vote(sums, b_last, warp)
             if halved:
                 scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
-                warpgroup.send(gScores, at, square, scores)
+                warpgroup.store(square, scores)
+                warpgroup.sync()  # all warps have read what they overwrite now
             decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
-            decay.store_state_decay(state_decay, flag, b_last, warp, strong, halved)
+            store_state_decays(state_decays, b_last, warp, strong)
             if halved:
                 send_decayed(decayed, decayed_arrays, at)
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
@@ -156,22 +184,29 @@ def make(config: Config):
                 warpgroup.sync()
                 scores = block_scores.compute((queries, decayed_keys), blocks, warp)
                 send_decayed(decayed, decayed_arrays, at)
-                warpgroup.send(gScores, at, square, INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0)))
+                warpgroup.store(square, warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
                 a = rows(scores, TOKEN_GROUP, 1)
             else:
                 send_decayed(decayed, decayed_arrays, at)
                 a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
                 scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                warpgroup.send(gScores, at, square, INPUT(warpgroup.causal(scores, 0, 0.0)))
+                warpgroup.store(square, warpgroup.causal(scores, 0, 0.0))
             warpgroup.store_wait()
             warpgroup.sync()
             q.release(j)
-            k.release(j)
             g.release(j)
             fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
-            t_transposed = inverse_transposed(a * beta, high, low) * beta
+            t_transposed = INPUT(inverse_transposed(a * beta, high, low) * beta)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
-            warpgroup.send(gTransforms, at, square, INPUT(t_transposed))
+            solved, solved_scores = warpgroup.mm_AB(t_transposed, keys), warpgroup.mm_ABt(t_transposed, square)
+            solved, solved_scores = warpgroup.wait(solved, newer=1), warpgroup.wait(solved_scores)
+            warpgroup.sync()
+            k.release(j)
+            fill_keys(k, gK, int32(j + 1), n, seq, key_head)
+            warpgroup.store(solved_keys, solved * load(subtile(state_decays, KEY_DIM, 0), decay.channel_vec))
+            warpgroup.store(square, solved_scores)
+            warpgroup.tma_store(gSolvedKeys, at, solved_keys)
+            warpgroup.tma_store(gSolvedScores, at, square)
         warpgroup.store_wait()
 
     return transform, smem

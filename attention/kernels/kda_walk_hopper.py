@@ -1,8 +1,10 @@
 """KDA on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (kda_hopper.py has the equations).
+U = T (V - k' S') occurs in two products, whose other factors have T in them already (kda_transform_hopper.py):
 
-    U = T (V - k' S')        O = scale (q' S' + tril(q' k*^T) U)        S = exp(b_last - r) (S' + k*^T U)
+    D = V - k' S'        O = scale (q' S' + P~ D)        S = exp(b_last) S + k~^T D
+    S' = exp(r) S        P~ = tril(q' k*^T) T            k~ = exp(b_last - r) T^T k*
 
-kda_transform_hopper.py has computed all that does not depend on S, so that a chunk is four products, and its chain three."""
+so that a chunk is four products, and its chain two."""
 
 import functools
 import itertools
@@ -12,19 +14,18 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
+from ops import load, subtile, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.channel_decay import FLAG, ChannelDecay
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 from .kda_hopper import KEY_DIMS
 
 CONSUMER, SENDER, LOADER = range(3)  # warpgroups
 REGISTERS = 40, 40, 240  # of a thread of loader, sender and consumer
-STAGES = {64: 4, 128: 2}  # padded key dim: chunks in flight
+STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 SENT = 2  # tiles of outputs on their way
 WARPS = warpgroup.WARPGROUP
 
@@ -40,7 +41,7 @@ class Config:
 
     @property
     def key(self):
-        """The tile of q', k' or k* for a chunk."""
+        """The tile of q', k' or k~ for a chunk."""
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
@@ -50,13 +51,13 @@ class Config:
 
     @property
     def square(self):
-        """The tile of T or of scores for a chunk."""
+        """The tile of P~ for a chunk."""
         return st(CHUNK, CHUNK, self.dtype)
 
     @property
-    def state_decay(self):
-        """The vector exp(b_last - r), one number for each channel."""
-        return sv(self.key_dim, fp32)
+    def state_decays(self):
+        """The vectors exp(r) and exp(b_last), a number for each channel."""
+        return sv(2 * self.key_dim, fp32)
 
     def __str__(self):
         return f"walk of KDA, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
@@ -75,31 +76,34 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
-    state, decay = TransposedState(config.key_dim, INPUT, seq_layout), ChannelDecay(config.key_dim, INPUT, 1)
+    state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    CHUNK_KEYS, SQUARES = tiled(config.key, rows=2), tiled(config.square, rows=2)
+    CHUNK_KEYS, KEY_DIM, DECAY_TO_REFERENCE, DECAY = tiled(config.key, rows=2), config.key_dim, 0, 1
     smem = shared(
         q=ring(config.key, stages, WARPS),
         k_decayed=ring(config.key, stages, WARPS),
         k=ring(config.key, stages, WARPS),
         v=ring(config.value, stages, WARPS),
-        t=ring(config.square, stages, WARPS),
         p=ring(config.square, stages, WARPS),
-        state_decay=ring(config.state_decay, stages, WARPS),
-        flag=ring(FLAG, stages, WARPS),
+        state_decays=ring(config.state_decays, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
     )
 
+    @inlined
+    def load_decay(decays, index):
+        """One of the vectors of `state_decays`."""
+        return load(subtile(decays, KEY_DIM, index), STATE.row_vec)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS, gKeys: CHUNK_KEYS, gStateDecays: tiled(config.state_decay, 3, None, 2),
-        gFlags: tiled(FLAG, 3, None, 2), gScores: SQUARES, gTransforms: SQUARES, gV: tiled(config.value, unit=1),
+        gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS, gSolvedKeys: CHUNK_KEYS, gSolvedScores: tiled(config.square, rows=2),
+        gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, heads: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of a sequence, and the state after it. gQueries .. gTransforms: of each chunk and head, as
+        """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
         kda_transform_hopper.py stores them. Each of the value `heads` is `blocks` blocks of columns wide."""
-        q, k_decayed, k, v, t, p, state_decay, flag, out = smem.open()
+        q, k_decayed, k, v, p, state_decays, out = smem.open()
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -111,13 +115,11 @@ def make(config: Config):
                 for j in range(n):
                     at = int32(first + j), head
                     k_decayed.fill(j, gDecayedKeys, at)
-                    state_decay.fill(j, gStateDecays, at)
-                    flag.fill(j, gFlags, at)
+                    state_decays.fill(j, gStateDecays, at)
                     q.fill(j, gQueries, at)
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
-                    t.fill(j, gTransforms, at)
-                    k.fill(j, gKeys, at)
-                    p.fill(j, gScores, at)
+                    k.fill(j, gSolvedKeys, at)
+                    p.fill(j, gSolvedScores, at)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             for j in range(n):
@@ -129,10 +131,9 @@ def make(config: Config):
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             outputs = INPUT(zeros(OUTPUTS))
             for j in range(n):
-                factor, strong = state_decay.wait(j), decay.is_strong(flag.wait(j))
-                s_t = decay.decay_state(s_t, factor, not strong)
-                rounded = INPUT(s_t)
-                u = warpgroup.mm_ABt(rounded, k_decayed.wait(j))
+                decays = state_decays.wait(j)
+                rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
+                d = warpgroup.mm_ABt(rounded, k_decayed.wait(j))
                 o = warpgroup.mm_ABt(rounded, q.wait(j))
                 if j > 0:
                     warpgroup.store_transposed(out.claim(j - 1), outputs)
@@ -140,20 +141,15 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
                 v.release(j)
                 values = seq_layout.zero_other_columns(values, seq.remaining(j))
-                u = INPUT(values - warpgroup.wait(u, newer=1))
+                d = INPUT(values - warpgroup.wait(d, newer=1))
                 k_decayed.release(j)
-                u = warpgroup.mm_AB(u, t.wait(j))
-                o = warpgroup.wait(o, newer=1)
+                o = warpgroup.wait(o)
                 q.release(j)
-                u = INPUT(warpgroup.wait(u))
-                t.release(j)
-                s_t = warpgroup.mma_AB(decay.decay_state(s_t, factor, strong), u, k.wait(j))
-                o = warpgroup.mma_ABt(o, u, p.wait(j))
+                s_t = warpgroup.mma_AB(s_t * load_decay(decays, DECAY), d, k.wait(j))
+                o = warpgroup.mma_AB(o, d, p.wait(j))
+                state_decays.release(j)
                 s_t = warpgroup.wait(s_t, newer=1)
                 k.release(j)
-                s_t = decay.decay_state(s_t, factor, not strong)
-                state_decay.release(j)
-                flag.release(j)
                 outputs = INPUT(warpgroup.wait(o) * scale)
                 p.release(j)
             if n > 0:

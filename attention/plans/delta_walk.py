@@ -22,7 +22,6 @@ from ..kernels import (
     kda_transform_hopper,
     kda_walk_hopper,
 )
-from ..parts.recurrent.channel_decay import FLAG
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .raw_inputs import RawOptions
@@ -48,7 +47,7 @@ def serves_walk(problem: Problem) -> bool:
 def serves_channel_walk(problem: Problem) -> bool:
     """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
     (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
-    nbytes = batch * length * heads * (3 * key_dim + 2 * CHUNK) * 2
+    nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
     return serves_walk(problem) and blocks >= MIN_OCCUPANCY * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
 
 
@@ -190,9 +189,8 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     def chunk_scratch(extent: int) -> Operand:
         return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
 
-    buffers: Arrays = {name: chunk_scratch(key_dim) for name in ("gQueries", "gDecayedKeys", "gKeys")}
-    buffers |= {"gStateDecays": scratch(chunks, heads, key_dim), "gFlags": scratch(chunks, heads, FLAG.length)}
-    buffers |= {"gScores": chunk_scratch(CHUNK), "gTransforms": chunk_scratch(CHUNK)}
+    buffers: Arrays = {name: chunk_scratch(key_dim) for name in ("gQueries", "gDecayedKeys", "gSolvedKeys")}
+    buffers |= {"gSolvedScores": chunk_scratch(CHUNK), "gStateDecays": scratch(chunks, heads, 2 * key_dim)}
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
