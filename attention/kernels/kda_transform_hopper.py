@@ -105,7 +105,7 @@ def make(config: Config):
 
     @inlined
     def fill_keys(k, gK, j, n, seq, key_head):
-        """Likewise its keys."""
+        """Have TMA load the keys of the j-th of a sequence's n chunks, if there is one."""
         if j < n:
             k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
 

@@ -78,6 +78,13 @@ def test_decays_of_models(place, key_dim, value_dim, dtype, extremes):
     agree(place, q, k, v, beta, draw_model_decays(decay.shape, extremes))
 
 
+def test_a_walk_with_decays_of_models(place, monkeypatch):
+    """Chunks of which some are strong, and some halved, by the launch before a walk."""
+    monkeypatch.setattr("attention.public.delta_rules.serves_channel_walk", lambda _: True)
+    q, k, v, beta, decay = inputs(1, 130, 1, 64, 64)
+    agree(place, q, k, v, beta, draw_model_decays(decay.shape, True))
+
+
 def test_repeated_keys(place):
     """A and its powers are as large as they can be, and the factored keys that A is computed from are rounded."""
     q, k, v, beta, decay = inputs(1, 200, 1, 64, 64, gate=1e-3)
