@@ -67,7 +67,8 @@ class Config(channel_config.Config):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims."""
     sizes = tuple((key_dim, 0) for key_dim in KEY_DIMS)
-    return channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0))
+    for config in channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0)):
+        yield replace(config, consumers=0)
 
 
 @functools.cache
