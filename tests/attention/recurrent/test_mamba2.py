@@ -68,8 +68,8 @@ def test_limits_of_steps(place, softplus, family):
     ("limits", "message"),
     [
         (0.1, "dt_limit: must be a pair of numbers: dt_limit=0.1"),
-        ((-1, 2), "dt_limit: must be two numbers, from 0 and ascending"),
-        ((2, 1), "dt_limit: must be two numbers, from 0 and ascending"),
+        ((-1, 2), "dt_limit: must be two numbers, 0 <= low <= high"),
+        ((2, 1), "dt_limit: must be two numbers, 0 <= low <= high"),
         ((0.0, None), "dt_limit: must be two numbers"),
     ],
 )
