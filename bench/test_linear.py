@@ -57,6 +57,11 @@ def _by_channel(*sizes):
     return _gates(*sizes, 128)
 
 
+def _models_gates(*sizes):
+    """-5 sigmoid(normal), the decays of Kimi Linear's channels."""
+    return -5 * torch.sigmoid(torch.randn(*sizes, 128, device="cuda"))
+
+
 def _ssd(batch, length, heads):
     """Twice the heads, of 64 columns, and one group of 128 states for all: x, dt, A, B, C"""
     dt, rate = torch.rand(batch, length, 2 * heads, device="cuda") / 8, -torch.rand(2 * heads, device="cuda") - 0.5
@@ -123,6 +128,14 @@ MEMBERS = {  # name: inputs, ours, peer, float64, sizes
     ),
     "KDA": (
         _with(_by_channel, _beta),
+        lambda q, k, v, g, beta: attention.delta_rule(q, k, v, beta, decay=g),
+        fla("kda", "chunk_kda"),
+        _steps,
+        [WIDE],
+    ),
+    "GLA, gates of models": (_with(_models_gates), attention.gla, fla("gla", "chunk_gla"), _steps, [WIDE]),
+    "KDA, gates of models": (
+        _with(_models_gates, _beta),
         lambda q, k, v, g, beta: attention.delta_rule(q, k, v, beta, decay=g),
         fla("kda", "chunk_kda"),
         _steps,
