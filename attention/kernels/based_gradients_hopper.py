@@ -58,7 +58,7 @@ LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index 
 LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
 PANEL = 32  # features whose gradients are computed at a time
 STATE = rt(16, FEATURES, fp32)
-SCORES, OUT = rt(16, CHUNK, fp32), rt(16, COLUMNS, fp32)
+SCORES = rt(16, CHUNK, fp32)
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Config:
         return shared(**rings, state=self.features, features=self.features, df=gradients, **extra_tiles)
 
     def make_parts(self):
-        """(fill, differentiate_features), functions of both walks."""
-        INPUT, X = self.dtype, rt(16, BASE, self.dtype)
+        """(fill, differentiate_features, zero_padding), functions of both walks."""
+        INPUT, X, seq_layout = self.dtype, rt(16, BASE, self.dtype), SequenceLayout(self.varlen)
         differentiate_products = make_differentiate_products(INPUT)
 
         @inlined
@@ -132,12 +132,20 @@ class Config:
                 dx = dx + products * (squares if d == 0 else 1.0)
             return dx
 
-        return fill, differentiate_features
+        @inlined
+        def zero_padding(gDX, gCuSeqlens, sequence, length, head):
+            """Store 0 to dq or dk of the padding, the tokens after the last sequence."""
+            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+            for j in range(padding.num_chunks()):
+                at = padding.batch, padding.chunk_start(j), head, 0
+                warpgroup.store(truncate(gDX, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
+
+        return fill, differentiate_features, zero_padding
 
 
 @dataclass(frozen=True)
 class BasedQueryGradients(Config):
-    """The walk from the first chunk on."""
+    """The configuration of the walk that computes dq, from the first chunk to the last."""
 
     label = "queries"
 
@@ -150,7 +158,7 @@ class BasedQueryGradients(Config):
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
         smem = config.shared_memory()
-        fill, differentiate_features = config.make_parts()
+        fill, differentiate_features, zero_padding = config.make_parts()
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_queries(
@@ -213,17 +221,14 @@ class BasedQueryGradients(Config):
                     k.release(j)
                     v.release(j)
                     do.release(j)
-                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-                for j in range(padding.num_chunks()):
-                    at = padding.batch, padding.chunk_start(j), head, 0
-                    warpgroup.store(truncate(gDQ, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
+                zero_padding(gDQ, gCuSeqlens, sequence, length, head)
 
         return differentiate_queries, smem
 
 
 @dataclass(frozen=True)
 class BasedKeyGradients(Config):
-    """The walk from the last chunk on."""
+    """The configuration of the walk that computes dk and dv, from the last chunk to the first."""
 
     label = "keys and values"
 
@@ -236,7 +241,7 @@ class BasedKeyGradients(Config):
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
         smem = config.shared_memory(weighted=config.key)
-        fill, differentiate_features = config.make_parts()
+        fill, differentiate_features, zero_padding = config.make_parts()
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_keys(
@@ -304,11 +309,8 @@ class BasedKeyGradients(Config):
                 if NORMALIZE:
                     unused = load(gDZ, SQUARE.col_vec, (sequence, head, BASE * HALF), cols=2)
                     store_sums(gDInitialZ, sequence, head, n_later, z, zz, 1.0, unused)
-                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-                for j in range(padding.num_chunks()):
-                    at = padding.batch, padding.chunk_start(j), head, 0
-                    warpgroup.store(truncate(gDK, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
-                    warpgroup.store(truncate(gDV, 1, padding.end), zeros(OUT), at, rows=1, cols=3)
+                zero_padding(gDK, gCuSeqlens, sequence, length, head)
+                seq_layout.zero_padding(gDV, gCuSeqlens, sequence, length, head, 0)
 
         return differentiate_keys, smem
 
