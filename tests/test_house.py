@@ -324,20 +324,10 @@ def test_the_page_names_every_folder():
 
 
 def cited_results():
-    """The files of bench/results that README, docs and the notes link to, and those that such a file links to in turn."""
-    folder, cited = ROOT / "bench" / "results", set[Path]()
-    pages = [
-        ROOT / "README.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "bench").glob("*.md"),
-        *(ROOT / "bench/notes").glob("*.md"),
-    ]
-    while pages:
-        linked = {folder / name for name in re.findall(r"([\w.-]+\.(?:md|json))[)#]", pages.pop().read_text())}
-        new = {file for file in linked - cited if file.exists()}
-        cited |= new
-        pages += [file for file in new if file.suffix == ".md"]
-    return cited
+    """The files of bench/results that README, docs and the notes link to."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "bench/notes").glob("*.md")]
+    names = (name for page in pages for name in re.findall(r"results/(20[\w.-]+)", page.read_text()))
+    return {ROOT / "bench/results" / name for name in names}
 
 
 def test_results_are_cited():
