@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from attention.inspect import KERNELS
 from tests.mutation import by_hand, killers, run
 from tests.mutation.rules import mutations
 from tests.mutation.sources import PACKAGES, ROOT, SourceFile, sources
@@ -71,6 +72,14 @@ def test_every_source_has_tests_of_its_own():
         )
         for test in tests:
             assert any(killers.fnmatch.fnmatchcase(file, test) for file in killers.files_of_tests()), f"no test file is {test}"
+
+
+@pytest.mark.parametrize("family", ["linear", "delta", "short_conv", "gated_norm", "based", "hedgehog", "tokens"])
+def test_kernels_of_the_recurrent_family_have_tests_of_that_family(family):
+    """A row for softmax's gradients fits the names of others, too, and its tests launch none of these kernels."""
+    for name in KERNELS[family].split():
+        tests = killers.own_tests(f"attention/kernels/{name}.py")
+        assert not [test for test in tests if "/softmax/" in test], name
 
 
 # ---- the rules -------------------------------------------------------------------------------------------------------
