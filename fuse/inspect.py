@@ -26,14 +26,14 @@ from .planning.cost import card_of
 
 ARCHS = "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a"
 ROWS = 1, 17, 64, 4096
-LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "D/2": 2048, "R": 16, "E": 8, "1": 1}  # by the letters in docstrings
+LENGTHS = {"K": 4096, "N": 6144, "D": 4096, "D/2": 2048, "R": 16, "E": 8, "1": 1, "K/128": 32}  # by the letters in docstrings
 OF_HEADS = {"...": 8, "H": 8, "D": 128, "D/2": 64, "Dv": 128, "R": 512}  # in operators with queries, S
 WITH_ROWS = "...", "M", "S", "T"
 # x (..., K), gate, up (K, N) of fp8
-SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?{0}(?:, {0})*,?)\)(?: of (\w+))?".format(r"(?:[A-Z]v?(?:/2)?|1)"))
+SAYS = re.compile(r"((?:\w+, )*\w+) \(((?:\.\.\., )?{0}(?:, {0})*,?)\)(?: of (\w+))?".format(r"(?:[A-Z]v?(?:/2|/128)?|1)"))
 # operators whose gradients run by parts (docs/fuse.md), or by attention's kernels
-BY_PARTS = "fp8_linear int8_linear lora_linear_by_index mixture_of_experts residual_rms_norm_quantise".split()
-BY_PARTS += "mla_attention qk_norm_attention qk_norm_rotary_attention".split()
+BY_PARTS = "fp8_group_linear fp8_linear int8_group_linear int8_linear lora_linear_by_index mixture_of_experts".split()
+BY_PARTS += "residual_rms_norm_quantise mla_attention qk_norm_attention qk_norm_rotary_attention".split()
 DTYPES = {"fp8": "float8_e4m3fn", "int8": "int8", "int64": "int64"}
 
 
@@ -77,8 +77,9 @@ def has_documented_shapes(name: str) -> bool:
 
 
 def of_weights(shape: str) -> bool:
-    """Is an array of this shape, as the docstring gives it, a matrix of weights, which has no rows of the input?"""
-    return shape.count(",") == 1 and not any(rows in shape for rows in WITH_ROWS)
+    """Is an array of this shape, as the docstring gives it, a matrix of weights, which has no rows of the input, and is no
+    matrix of scales, K/128?"""
+    return shape.count(",") == 1 and "/" not in shape and not any(rows in shape for rows in WITH_ROWS)
 
 
 def letters(operator: Fused) -> dict[str, str]:

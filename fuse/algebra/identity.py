@@ -337,7 +337,7 @@ def _bound_of_number(value: float) -> DegreeBound:
     return DegreeBound(0, exact.numerator.bit_length(), 0, exact.denominator.bit_length() - 1)
 
 
-SELECTIONS = "transpose half causal stacked heads split merge_heads flat pick select_columns repeat_columns".split()
+SELECTIONS = "transpose half repeat causal stacked heads split merge_heads flat pick select_columns repeat_columns".split()
 SELECTIONS += "pick_of_parts concat where".split()  # each element is an element of an operand, or 0
 
 

@@ -90,7 +90,19 @@ def _move_number_of_weights(x: Term) -> Iterator[Term]:
 
 def _move_column_scales(x: Term) -> Iterator[Term]:
     """x @ (w * c) = (x @ w) * c: a scale of the weights' columns is applied after the product."""
-    return _move_scales_of_weights(x, along_k=False)
+    return iter(()) if _has_scales_of_groups(x) else _move_scales_of_weights(x, along_k=False)
+
+
+def _move_column_scales_of_groups(x: Term) -> Iterator[Term]:
+    """x @ (w * s * c) = (x @ (w * s)) * c, where s are scales of groups."""
+    return _move_scales_of_weights(x, along_k=False) if _has_scales_of_groups(x) else iter(())
+
+
+def _has_scales_of_groups(x: Term) -> bool:
+    """Is the term a product whose weights have scales of groups among their factors?"""
+    weights = x.args[1] if x.operation == "matmul" else x
+    inner = weights.args[0] if weights.operation == "transpose" else weights
+    return any(one.operation == "repeat" for _, one in factors(inner))
 
 
 def _move_scales_of_weights(x: Term, along_k: bool = True) -> Iterator[Term]:
@@ -125,6 +137,15 @@ def _widen_bytes(x: Term) -> Iterator[Term]:
             yield terms.matmul(a, terms.apply("widened", w))
         elif w.operation == "transpose" and w.args[0].stored_dtype("") in BYTES:
             yield terms.matmul(a, terms.transpose(terms.apply("widened", w.args[0])))
+
+
+def _scale_groups(x: Term) -> Iterator[Term]:
+    """x @ (w * repeat(s)) = x @ widened(w * repeat(s)): a kernel ahead of the product multiplies weights by the scales of
+    groups."""
+    if x.operation == "matmul" and (scaled := graph.group_scaled(x.args[1])):
+        lies_transposed = scaled.matrix.operation == "transpose"
+        widened = terms.apply("widened", (scaled.transposed if lies_transposed else scaled).term)
+        yield terms.matmul(x.args[0], terms.transpose(widened) if lies_transposed else widened)
 
 
 def _reassociate(x: Term) -> Iterator[Term]:
@@ -249,12 +270,22 @@ RULES = (
         keeps_operands=True,
     ),
     Rule(
+        "a scale of columns moves to results, scales of groups stay",
+        "x @ (w * s * c) = (x @ (w * s)) * c",
+        _move_column_scales_of_groups,
+        loses="x @ (w * s)",
+        keeps_operands=True,
+    ),
+    Rule(
         "a scale of weights moves to rows or results",
         "x @ (s * w * c) = ((x * s) @ w) * c",
         _move_scales_of_weights,
         loses="x * s",
     ),
     Rule("weights of fp8 or int8 are converted to 16 bits before the product", "x @ w = x @ widened(w)", _widen_bytes, True),
+    Rule(
+        "weights are multiplied by scales of groups before the product", "x @ (w * s) = x @ widened(w * s)", _scale_groups, True
+    ),
     Rule("a number moves into a narrow factor", "c * (t @ b) = (c * t) @ b", _move_into_narrow, loses="c * t"),
     Rule("products are associative", "(x @ a) @ b = x @ (a @ b)", _reassociate, loses="x @ a or a @ b"),
     Rule(

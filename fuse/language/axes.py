@@ -41,6 +41,7 @@ def unify(one: Axis | None, other: Axis | None) -> Axis | None:
     one, other = one.root, other.root
     if one is not other:
         one.alias_of = other
+        unify_groups(one.factors, other.factors)
         other.factors, other.doubled, other.tiled_axis = (
             other.factors or one.factors,
             other.doubled or one.doubled,
@@ -49,6 +50,23 @@ def unify(one: Axis | None, other: Axis | None) -> Axis | None:
         halves = one.half, other.half
         other.half = unify(*halves)
     return other
+
+
+def unify_groups(one: tuple[Axis | int, ...], other: tuple[Axis | int, ...]) -> None:
+    """Unify the axes that count the groups of one axis, which is groups times the extent of a group in both ways, as
+    (groups, 128) says. Where one has greater groups, its groups times their ratio are the other's."""
+    pairs = [(a.root, n) for a, n in filter(_counts_groups, (one, other))]
+    if len(pairs) < 2:
+        return
+    (groups, n), (smaller, m) = sorted(pairs, key=lambda pair: -pair[1])
+    if n == m:
+        unify(groups, smaller)
+    elif n % m == 0 and not smaller.factors:
+        smaller.factors = groups, n // m
+
+
+def _counts_groups(factors: tuple[Axis | int, ...]) -> bool:
+    return len(factors) == 2 and isinstance(factors[0], Axis) and isinstance(factors[1], int)
 
 
 def half_of(axis: Axis) -> Axis:

@@ -122,6 +122,8 @@ def evaluate(roots: Sequence[Term], inputs: Mapping[str, Any], arithmetic: Arith
             value = args[0].swapaxes(-1, -2)
         elif x.operation == "half":
             value = np.split(args[0], 2, -1)[x.attr]
+        elif x.operation == "repeat":
+            value = np.repeat(args[0], *x.attr)
         elif x.operation == "causal":
             value = arithmetic.causal(*args)
         elif x.operation == "dropout":

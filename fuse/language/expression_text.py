@@ -69,6 +69,8 @@ class ExpressionWriter:
             return "{}.T" if x.ndim == 2 else "transpose({})"
         if x.operation == "split":
             return f"split_heads({{}}, {x.attr})"
+        if x.operation == "repeat":
+            return f"repeat({{}}, {', '.join(map(str, x.attr))})"
         return f"halves({{}})[{x.attr}]" if x.operation == "half" else FORMS[x.operation]
 
     def assignments(

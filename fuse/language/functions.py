@@ -18,7 +18,7 @@ from .maps import CASTS, MAPS, of_torch
 from .terms import Term
 
 __all__ = """abs attention cast causal concatenate dropout exp exp2 gelu halves log matmul_by max maximum mean merge_heads
-    minimum pick relu rsqrt sigmoid silu softmax split_heads sqrt sum tanh top transpose var
+    minimum pick relu repeat rsqrt sigmoid silu softmax split_heads sqrt sum tanh top transpose var
     weighted where""".split()
 
 
@@ -140,6 +140,15 @@ def merge_heads(x: Any) -> Any:
     if isinstance(x, Term):
         return term_views.merge_heads(x)
     return x.swapaxes(-3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
+
+
+def repeat(x: Any, count: int, axis: int = -1) -> Any:
+    """Each column, or with axis=-2 each row, `count` times, one after the other, as by torch's repeat_interleave: x (..., M, N)
+    gives (..., M, count * N) or (..., count * M, N). So scales of groups are said: x @ (w * repeat(scale, 128, -2)), with w
+    (K, N) and scale (K / 128, N). ValueError, TypeError: count is no positive integer, or axis another one."""
+    if isinstance(x, Term):
+        return term_operations.repeat(x, count, axis)
+    return x.repeat_interleave(count, axis) if _torch(x) else np.repeat(x, count, axis)
 
 
 def transpose(x: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import term_operations, term_views, terms
 from .axes import Axis, extent
@@ -53,6 +53,37 @@ def has_columns(x: Term) -> bool:
 def is_index(x: Term) -> bool:
     """Is the term an argument of integers, one for each row?"""
     return x.operation == "input" and x.ndim == 1 and x.axes[0] is not None and x.attr[1] in INDEX
+
+
+class GroupScaled(NamedTuple):
+    """A matrix with a scale for each group of its rows (axis -2) or of its columns (-1): matrix * repeat(scales, group,
+    axis)."""
+
+    matrix: Term
+    scales: Term
+    group: int
+    axis: int
+
+    @property
+    def transposed(self) -> GroupScaled:
+        """The transpose of the matrix, with its scales."""
+        return GroupScaled(terms.transpose(self.matrix), terms.transpose(self.scales), self.group, -3 - self.axis)
+
+    @property
+    def term(self) -> Term:
+        return self.matrix * term_operations.repeat(self.scales, self.group, self.axis)
+
+
+def group_scaled(x: Term) -> GroupScaled | None:
+    """The GroupScaled that a term is, or whose transpose it is; None if it is something else."""
+    inner = x.args[0] if x.operation == "transpose" else x
+    if inner.operation != "mul" or inner.ndim != 2:
+        return None
+    for repeated, matrix in (inner.args, inner.args[::-1]):
+        if repeated.operation == "repeat" and is_matrix(matrix) and repeated.ndim == 2:
+            scaled = GroupScaled(matrix, repeated.args[0], *repeated.attr)
+            return scaled if inner is x else scaled.transposed
+    return None
 
 
 def softmax_of(x: Term) -> Term | None:
@@ -113,6 +144,8 @@ def rebuild(x: Term, args: Sequence[Term]) -> Term:
         return terms.reduce(x.operation, args[0])
     if x.operation == "half":
         return term_operations.half(args[0], x.attr)
+    if x.operation == "repeat":
+        return term_operations.repeat(args[0], *x.attr)
     if x.operation == "split":
         return term_views.split_like(args[0], x)
     if x.operation == "total":

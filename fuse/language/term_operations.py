@@ -55,6 +55,22 @@ def half(x: Any, index: int) -> Term:
     return make_term("half", (x,), index, (*x.extents[:-1], x.extents[-1] // 2), (*x.axes[:-1], half_of(columns)))
 
 
+def repeat(x: Any, count: int, axis: int = -1) -> Term:
+    """Each column (axis -1) or row (axis -2) `count` times, one after the other. TypeError, ValueError: see
+    functions.repeat."""
+    x = as_term(x)
+    place = axis - x.ndim if axis >= 0 else axis
+    if place not in (-1, -2) or x.ndim < -place:
+        raise TypeError(f"repeat: repeats columns, axis=-1, or rows, axis=-2, got {axis=} of an array of shape {x.extents}")
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"repeat: count must be a positive integer that is known before the call, got {count!r:.80}")
+    repeated = x.axes[place] and x.axes[place].root
+    names, extents = [*x.axes], [*x.extents]
+    names[place] = TABLES[-1].products.setdefault((repeated, count), Axis(*([repeated] if repeated else []), count))
+    extents[place] *= count
+    return make_term("repeat", (x,), (count, place), tuple(extents), tuple(names))
+
+
 def causal(x: Any) -> Term:
     """Scores (..., s, t), -inf where query i does not see key j, j > i + t - s."""
     x = as_term(x)

@@ -14,6 +14,7 @@ subterms are shared. There are few operations, so that rules and templates are f
 and in term_operations.py
 
     concat, half                       along the last axis
+    repeat                             of columns or rows
     causal, dropout                    masks of scores; of anything
     pick, is_column, matmul_by, select_columns    by an index
     weighted, repeat_columns           weights of experts
@@ -59,6 +60,7 @@ class Term:
         number                its value
         length, is_column     an axis and its extent
         half                  0 for the first, 1 for the second
+        repeat                how many times, and the axis, -1 or -2
         split, merge_heads    how many heads
         total                 the axes that are summed over
         partial_sums, split_outputs    how many of them there are"""
@@ -231,7 +233,7 @@ class TermTable:
         self.extents_read: set[Axis | None] = set()
         self.enables_gqa = False
         self.terms: dict[tuple, Term] = {}
-        self.products: dict[tuple[Axis, ...], Axis] = {}
+        self.products: dict[tuple[Axis | int | None, ...], Axis] = {}
         self.part_axes: dict[Axis, Axis] = {}
         self.splits: list[tuple[Axis, Axis, Axis]] = []  # columns, as heads and columns of each
         self.indexed_stacks: dict[Term, Term] = {}  # by an index: a stack of matrices

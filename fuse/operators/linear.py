@@ -1,7 +1,7 @@
-"""Projections: after a norm, with low-rank adapters, with weights of fp8 and int8."""
+"""Projections: after a norm, with low-rank adapters, with weights of fp8 and int8, whose scales are of columns or of groups."""
 
 from ..calls.fused import kernel
-from ..language.functions import matmul_by, mean, rsqrt, transpose
+from ..language.functions import matmul_by, mean, repeat, rsqrt, transpose
 
 
 @kernel
@@ -42,3 +42,21 @@ def int8_linear(x, w, scale):
     """x @ (w * scale): a projection with int8 weights and a scale for each column. The weights are read as int8, half the bytes
     of bf16, and fastest as nn.Linear holds them. x (..., K), w (K, N) of int8, scale (N,)."""
     return x @ (w * scale)
+
+
+@kernel
+def fp8_group_linear(x, w, scale):
+    """x @ (w * scale[k // group]): a projection with fp8 (e4m3) weights and a scale for each column and each group along k
+    (group-wise quantisation). Up to 64 rows are one kernel, which reads the weights as fp8, if they lie as nn.Linear holds
+    them, scale as (K/128, N) in memory, and groups are multiples of 64. x (..., K), w (K, N) of fp8, scale (K/128, N): groups
+    of 128, of 64 with (K / 64, N), and so on."""
+    return x @ (w * repeat(scale, w.shape[0] // scale.shape[0], -2))
+
+
+@kernel
+def int8_group_linear(x, w, scale):
+    """x @ (w * scale[k // group]): a projection with int8 weights and a scale for each column and each group along k
+    (group-wise quantisation). Up to 64 rows are one kernel, which reads the weights as int8, if they lie as nn.Linear holds
+    them, scale as (K/128, N) in memory, and groups are multiples of 64. x (..., K), w (K, N) of int8, scale (K/128, N): groups
+    of 128, of 64 with (K / 64, N), and so on."""
+    return x @ (w * repeat(scale, w.shape[0] // scale.shape[0], -2))

@@ -16,6 +16,7 @@ from ..language.terms import PARTS, Term
 from ..templates.attention import AttentionCall
 from ..templates.products.few_columns import MOST_COLUMNS, FewColumns
 from ..templates.products.few_rows import FewRows
+from ..templates.products.group_scales import GroupScales
 from ..templates.products.many_rows import ManyRows
 from ..templates.products.product import Product
 from ..templates.products.since_ampere import SinceAmpere
@@ -35,6 +36,7 @@ NOT_IN_ROW_MAPS = (
     "transpose",
     "concat",
     "half",
+    "repeat",
     "causal",
     "pick",
     "total",
@@ -173,6 +175,7 @@ class PlanSearch:
             split_kernels = SplitKVAttention.split_kernels_for(roots[0], self.card.processors)
             kernels.extend([*split_kernels] or AttentionCall.kernels_for(roots[0]))
             kernels.extend(Halves.kernels_for(roots[0], self.card.wgmma))
+            kernels.extend(GroupScales.kernels_for(roots[0]))
         if len(roots) != 1 or roots[0].ndim not in (2, 3):
             return kernels
         if not self.card.wgmma:

@@ -11,10 +11,12 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
     "dropout_residual_layer_norm": [("m", K), ("m", K), (K,), (K,), (1,)],
     "expert_linear": [(2, "m", K), (2, K, N)],
     "expert_mlp": [(2, "m", K), (2, K, N), (2, K, N), (2, N, K)],
+    "fp8_group_linear": [("m", 128), (128, N), (2, N)],
     "fp8_linear": [("m", K), (K, N), (N,)],
     "gated_mlp": [("m", K), (K, N), (K, N)],
     "gated_mlp_gelu": [("m", K), (K, N), (K, N)],
     "gated_mlp_down": [("m", K), (K, N), (K, N), (N, K)],
+    "int8_group_linear": [("m", 128), (128, N), (2, N)],
     "int8_linear": [("m", K), (K, N), (N,)],
     "layer_norm_linear": [("m", K), (K,), (K,), (K, N)],
     "linear_cross_entropy": [("m", K), (K, N), ("m",)],
@@ -35,7 +37,9 @@ SHAPES = {  # of the arguments, but for the rows of what has them, "m"
 INDEX = np.dtype(np.int64)
 DTYPES = {
     ("dropout_residual_layer_norm", 4): INDEX,
+    ("fp8_group_linear", 1): fp8e4m3.np,
     ("fp8_linear", 1): fp8e4m3.np,
+    ("int8_group_linear", 1): int8.np,
     ("int8_linear", 1): int8.np,
     ("linear_cross_entropy", 2): INDEX,
     ("lora_linear_by_index", 4): INDEX,

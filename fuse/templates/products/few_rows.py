@@ -17,6 +17,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...language.axes import Axis
 from ...language.graph import is_matrix
 from ...language.maps import BYTES
 from ...language.term_views import view_base
@@ -34,9 +35,11 @@ MOST_ROWS = 64
 MEMORY = 4.1e6  # bytes per microsecond that tiles of 64 to 256 columns stream at
 INTAKE = 51e3  # bytes per microsecond that one multiprocessor takes in
 UPRIGHT = 96  # columns of a tile where rows of x are wgmma's left operand
+MIN_DEPTH = 64  # the extent of a tile along k, or twice that
 DEEP = 1024  # the least k that a cluster of four blocks may split
 EXCHANGE = 0.5  # microseconds of a sum over a cluster
 ROOM = 222 * 2**10  # bytes of shared memory
+SCALES = "float32", *DTYPES  # dtypes of the scales of groups
 ITEM, MOST_SLOTS = 2, 12  # bytes of an operand's element; the most slots of a ring
 
 
@@ -57,7 +60,7 @@ class FewRows(Product):
     """The kernel for products of few rows: see the module."""
 
     label = "few"
-    keeps_sums = True
+    keeps_sums = scales_groups = True
     processors: int  # of the card
 
     @functools.cached_property
@@ -73,6 +76,19 @@ class FewRows(Product):
             and not self.extension
             and all(w.transposed for w in self.products.values())
         )
+
+    @property
+    def groups(self) -> list[int]:
+        """How many rows of each weight have one scale, where scales are of groups of rows."""
+        return [w.group for w in self.weights if w.scales is not None]
+
+    @property
+    def scales_fit(self) -> bool:
+        """Can the kernel multiply by the scales of groups? A product's part for each tile along k is multiplied by one scale a
+        column, so tiles are of one group; only products that convert their weights do this."""
+        scaled = [w for w in self.products.values() if w.scales is not None]
+        within_tiles = all(w.group % MIN_DEPTH == 0 and w.scales.stored_dtype("") in SCALES for w in scaled)
+        return not self.groups or (self.widens and within_tiles and len(scaled) == len(self.groups) and self.batch is None)
 
     @property
     def unzips(self) -> bool:
@@ -93,11 +109,11 @@ class FewRows(Product):
     @property
     def overlaps_previous(self) -> bool:
         """May the kernel load its weights before the previous launch has ended? Not if that launch may write them."""
-        return all(view_base(w.array).operation == "input" for w in self.weights)
+        return all(view_base(y).operation == "input" for w in self.weights for y in w.arrays)
 
     @property
     def early_reads(self) -> Sequence[Term]:
-        return [view_base(w.array) for w in self.weights]
+        return [view_base(y) for w in self.weights for y in w.arrays]
 
     @property
     def weight_dtype(self) -> str:
@@ -140,9 +156,10 @@ class FewRows(Product):
         wide = -1 if self.batch else 1  # in a batch a multiprocessor runs several blocks in turn: prefer fewer, wide ones
         _, blocks, columns = min(((self._estimate_microseconds(rows, c, b), b, wide * c) for b, c in tilings))
         columns *= wide
-        wider, finer = (self._fit_rings(rows, columns, depth, blocks) for depth in (128, 64))
+        wider, finer = (self._fit_rings(rows, columns, depth, blocks) for depth in (2 * MIN_DEPTH, MIN_DEPTH))
         deep = min(3, -(-self.inner // (128 * blocks)))
-        if not self.plain or self.row_sums or (rows == MOST_ROWS and columns > 64):
+        cuts_group = any(group % (2 * MIN_DEPTH) for group in self.groups)
+        if cuts_group or not self.plain or self.row_sums or (rows == MOST_ROWS and columns > 64):
             return finer  # 128 columns of rows in fp32 exceed the preparer's registers; and x arrives sooner
         return wider if wider and min(wider.stages, wider.ahead + 2 * self.prepares_rows) >= deep else finer or wider
 
@@ -164,7 +181,7 @@ class FewRows(Product):
         """The schedule with as many slots as fit shared memory, None if nothing fits. The rings of x and of prepared rows get
         as many slots as the weights' where possible, because a weight waits in its slot for its part of x."""
         count, turns = len(self.products), 64 // rows if self.has_preparer else 1  # warps take turns with slots of x
-        x, slot = rows * depth * ITEM, count * columns * depth * self.weight_bytes
+        x, slot = rows * depth * ITEM, count * columns * depth * self.weight_bytes + len(self.groups) * columns * 4
         second = self.prepared_slots(rows) * self.prepares_rows
         sent = count * rows * 4 * max(16, columns - columns // blocks)  # what peers send of their sums
         budget = ROOM - second * x - sent - max(turns, 4) * self.rank * (columns + rows) * ITEM
@@ -179,6 +196,12 @@ class FewRows(Product):
             if stages * slot + ahead * beside <= budget
         ]
         return FewRowsSchedule(rows, columns, depth, blocks, max(fitting)[1], -max(fitting)[2]) if fitting else None
+
+    @property
+    def fixed_extents(self) -> dict[Axis, int]:
+        """Those of any product; and three groups, so that a proof sees whether one is taken for another."""
+        of_groups = [w.scales.axes[0].root for w in self.weights if w.scales is not None and w.scales.axes[0]]
+        return super().fixed_extents | dict.fromkeys(of_groups, 3)
 
     @property
     def text_key(self) -> Any:
@@ -196,7 +219,7 @@ class FewRows(Product):
             kernel.processors = processors
             joined = not kernel.narrow or (len(kernel.products) == 1 and len(kernel.narrow) == 1 and kernel.joint_sum)
             fitting = (kernel.of_16_bits or kernel.widens) and kernel.dtype in DTYPES and not kernel.reads_array_twice
-            if kernel.rows <= MOST_ROWS and fitting and joined and kernel.schedule:
+            if kernel.rows <= MOST_ROWS and fitting and joined and kernel.scales_fit and kernel.schedule:
                 yield kernel
 
     def with_extension(self) -> Iterator[Self]:
@@ -239,6 +262,9 @@ class FewRows(Product):
         phrases += [f"adds {self.extension.left} @ its weights by further steps along k"] if self.extension else []
         phrases += [f"clusters of {s.blocks} blocks split k"] * (s.blocks > 1)
         phrases += [f"{self.weight_dtype} is converted to 16 bits in registers"] * self.widens
+        if self.groups:
+            groups = " and ".join(map(str, dict.fromkeys(self.groups)))
+            phrases.append(f"sums over groups of {groups} along k are multiplied by their scales")
         return ", ".join([*phrases, *self.stored_parts])
 
     def text(self, name: str, parameters: dict[Term, str], local_names: dict[Term, str]) -> KernelText:

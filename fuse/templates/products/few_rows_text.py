@@ -13,14 +13,45 @@ from ...writing.lines import format_assignments
 from .product_match import Weight
 from .product_text import AdjacentProduct, KernelArray, ProductWriter, extent, index, lead, read_expression
 
-NAMES = "u wg inner batch col first band turn tile operand".split()  # variables of the kernel
+NAMES = "u wg inner batch groups col first band turn tile operand".split()  # variables of the kernel
 NAMES += "right low weights warp_row steps narrow product total sums selected column".split()
+
+
+class ScaleStream(NamedTuple):
+    """The scales of groups of a weight's rows, which come through a ring beside it, a vector for each tile along k. ring,
+    array, tile: see StreamedWeight. dtype: of tiles. row: the name of a vector once it is read. part: the product of one tile.
+    at: the coordinates of the i-th vector for TMA. groups: the name of the number of groups."""
+
+    ring: str
+    array: str
+    tile: str
+    dtype: str
+    row: str
+    part: str
+    at: str
+    groups: str
+
+    @classmethod
+    def from_weight(cls, weight: Weight, parameters: dict[Term, str], depth: int, mark: str) -> ScaleStream:
+        """The ScaleStream of a weight that has such scales. mark: see StreamedWeight.from_weight."""
+        assert weight.scales is not None
+        name, tiles = parameters[weight.scales], weight.group // depth
+        group = "first + i" if tiles == 1 else f"(first + i) // {tiles}"
+        last = f"{mark}groups - 1"  # tiles beyond the weight's end are zero
+        at = f"(min({group}, {last}), col)"
+        dtype = DTYPES.get(weight.scales.stored_dtype(""), "fp32")
+        return cls(name, array(name), name.upper(), dtype, f"{name}_row", f"{mark}part", at, f"{mark}groups")
+
+    def read(self, i: str) -> str:
+        """The expression that reads the consumer's part of the i-th vector."""
+        return f"warpgroup.load(subtile({self.ring}.wait({i}), 64, wg), rt(16, ROWS, fp32).col_vec)"
 
 
 class StreamedWeight(NamedTuple):
     """A weight that comes through a ring. ring, array: the names of the ring and of the kernel's parameter. tile: the name of
     its type. transposed: see Weight. acc: the accumulator of its product. parts, full: the shared memory and the barrier for
-    the sums that other blocks of the cluster send. lead: see KernelArray. rows_on_left: see FewRows."""
+    the sums that other blocks of the cluster send. lead: see KernelArray. rows_on_left: see FewRows. scales: of its groups, if
+    it has such scales."""
 
     ring: str
     array: str
@@ -31,6 +62,12 @@ class StreamedWeight(NamedTuple):
     full: str = ""
     lead: str = ""
     rows_on_left: bool = False
+    scales: ScaleStream | None = None
+
+    @property
+    def running(self) -> str:
+        """The accumulator of wgmma: of the whole product, or of a tile along k, which is then multiplied by its scales."""
+        return self.scales.part if self.scales else self.acc
 
     @property
     def form(self) -> str:
@@ -50,13 +87,15 @@ class StreamedWeight(NamedTuple):
 
     @classmethod
     def from_weight(
-        cls, weight: Weight, parameters: dict[Term, str], prefixed: bool = False, rows_on_left: bool = False
+        cls, weight: Weight, parameters: dict[Term, str], prefixed: bool = False, rows_on_left: bool = False, depth: int = 0
     ) -> StreamedWeight:
-        """The StreamedWeight of a weight. prefixed: are there several products, whose names must differ?"""
+        """The StreamedWeight of a weight. prefixed: are there several products, whose names must differ? depth: the extent of
+        its tiles along k."""
         name = parameters[weight.array]
         mark = f"{name}_" if prefixed else ""
         of_product = f"acc_{name}" if prefixed else "acc", f"{mark}parts", f"{mark}full"
-        return cls(name, array(name), name.upper(), weight.transposed, *of_product, lead(weight.array), rows_on_left)
+        scales = None if weight.scales is None else ScaleStream.from_weight(weight, parameters, depth, mark)
+        return cls(name, array(name), name.upper(), weight.transposed, *of_product, lead(weight.array), rows_on_left, scales)
 
 
 class ClusterRowSum(NamedTuple):
@@ -101,7 +140,9 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     dtype, words = DTYPES[kernel.dtype], ProductWriter(kernel, parameters, local_names, NAMES)
     x = KernelArray(parameters[kernel.x], array(parameters[kernel.x]), lead=lead(kernel.x))
     rows_on_left, several = kernel.rows_on_left, len(kernel.products) > 1
-    products = [StreamedWeight.from_weight(w, parameters, several, rows_on_left) for w in kernel.products.values()]
+    depth = kernel.schedule.depth
+    products = [StreamedWeight.from_weight(w, parameters, several, rows_on_left, depth) for w in kernel.products.values()]
+    scales = [p.scales for p in products if p.scales]
     vectors = [VectorStream.from_term(v, parameters[v]) for v in kernel.vectors]
 
     # the prologue, in the preparer
@@ -137,8 +178,9 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
 
     shared_names = [x.name, *(v.name for v in vectors), *(["u"] if kernel.prepares_rows else [])]
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
+    shared_names += [one.ring for one in scales]
     shared_names += [part for s in sides for part in (s.parts, s.ready)]
-    rings = [*products, *([narrow.first, narrow.second] if narrow else [])]
+    rings = [*products, *scales, *([narrow.first, narrow.second] if narrow else [])]
     shared_names += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
     arguments = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
     arguments += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
@@ -158,6 +200,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     overlap = ", overlaps_previous=True" if kernel.overlaps_previous else ""
     numbers = words.lengths + [(parameters[y],) * 2 for y in kernel.numbers]
     numbers += [(part.end,) * 2 for part in parts[:-1]]
+    numbers += [(one.groups, f"{one.ring}.shape[0]") for one in scales]
     numbers += [("each", f"{parameters[kernel.expert_stack]}.shape[1]")] if kernel.expert_stack is not None else []
     ends = [f"{part.end} = {part.before + ' + ' if part.before else ''}-(-{part.result}.shape[1] // COLUMNS)" for part in parts]
     counted = "cols * BLOCKS" if parts else counted
@@ -167,6 +210,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     types = [("X", f"st(ROWS, DEPTH, {dtype})")]
     types += [(p.tile, f"st({'COLUMNS, DEPTH' if p.transposed else 'DEPTH, COLUMNS'}, {weights})") for p in products]
     types += [(v.tile, f"sv(DEPTH, {v.dtype})") for v in vectors]
+    types += [(one.tile, f"sv(COLUMNS, {one.dtype})") for one in scales]
     types += [("BAND", f"rt(16, DEPTH, {band_dtype})")] if kernel.has_preparer else []
     if narrow:
         shape = "RANK, DEPTH" if narrow.first.transposed else "DEPTH, RANK"
@@ -180,7 +224,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
         "widens": kernel.widens, "weight_dtype": weights, "rows_on_left": rows_on_left,
         "widened": f"unzipped(left, {dtype})" if kernel.unzips else f"{dtype}(left)",
         "left_factor": "u" if kernel.prepares_rows else x.name, "shared_names": shared_names, "products": products,
-        "narrow": narrow, "row_sums": sides,
+        "scales": scales, "narrow": narrow, "row_sums": sides,
         "vectors": vectors, "x": x, "prologue": prologue, "operand": operand, "prepared": prepared,
         "epilogue": epilogue,
         "written": written, "result": array(result), "batch": batch, "lead": lead(kernel.root),

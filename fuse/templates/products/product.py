@@ -55,6 +55,7 @@ class Product:
 
     has_launch = True
     keeps_sums = False  # does the kernel keep products in fp32 until they are results?
+    scales_groups = False  # can the kernel multiply groups of rows of a weight by their scales?
 
     def __init__(
         self,
@@ -145,7 +146,8 @@ class Product:
     def read_arrays(self) -> list[Term]:
         """The matrices and vectors that the kernel reads."""
         extension_arrays = [self.extension.left] if self.extension else []
-        return [self.x, *self.vectors, *(w.array for w in self.weights), *self.epilogue_inputs, *extension_arrays]
+        weights = [y for w in self.weights for y in w.arrays]
+        return [self.x, *self.vectors, *weights, *self.epilogue_inputs, *extension_arrays]
 
     @property
     def numbers(self) -> list[Term]:
@@ -274,7 +276,8 @@ class Product:
             return None
         weights = {x: Weight.from_term(x.args[1]) for x in roots[1:]}
         layouts = {(w.transposed, view_base(w.array).stored_dtype("")) for w in (self.products[self.root], *weights.values())}
-        if len(layouts) > 1 or not all(is_matrix(w.array) for w in weights.values()):
+        scaled = any(w.scales is not None for w in (self.products[self.root], *weights.values()))
+        if scaled or len(layouts) > 1 or not all(is_matrix(w.array) for w in weights.values()):
             return None
         self.roots, self.adjacent = roots, weights
         return self
@@ -283,7 +286,7 @@ class Product:
     def matches(cls, root: Term) -> Iterator[Self]:
         """The kernels that compute a term: with the prologue inside the kernel, and with the prologue's result read from
         memory."""
-        match = match_products(root)
+        match = match_products(root, scales_groups=cls.scales_groups)
         if match is None:
             return
         for matched in (match, match.without_narrow) if match.narrow else (match,):

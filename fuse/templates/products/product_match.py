@@ -10,20 +10,32 @@ from typing import NamedTuple
 
 from ...algebra.rules import NARROW
 from ...language.axes import PART
-from ...language.graph import between, has_columns, is_matrix
+from ...language.graph import between, group_scaled, has_columns, is_matrix
 from ...language.maps import CASTS, MAPS
 from ...language.terms import Term
 
 
 class Weight(NamedTuple):
-    """A weight as it lies in memory: (k, n), or (n, k) if it is `transposed`."""
+    """A weight as it lies in memory: (k, n), or (n, k) if it is `transposed`. scales: an array (k / group, n), by whose rows
+    `group` rows of the weight are multiplied each, if there is one."""
 
     array: Term
     transposed: bool
+    scales: Term | None = None
+    group: int = 0
 
     @classmethod
-    def from_term(cls, x: Term) -> Weight:
+    def from_term(cls, x: Term, scales_groups: bool = False) -> Weight:
+        """The Weight of a product's right factor. scales_groups: may it have scales of groups?"""
+        scaled = group_scaled(x) if scales_groups else None
+        if scaled and scaled.axis == -2 and scaled.scales.operation == "input":
+            return cls.from_term(scaled.matrix)._replace(scales=scaled.scales, group=scaled.group)
         return cls(x.args[0], True) if x.operation == "transpose" else cls(x, False)
+
+    @property
+    def arrays(self) -> list[Term]:
+        """What a kernel reads of it."""
+        return [self.array] if self.scales is None else [self.array, self.scales]
 
 
 class Extension(NamedTuple):
@@ -55,10 +67,10 @@ def find_extension(root: Term, product: Term, weight: Weight, rest: Mapping[Term
     return None
 
 
-def match_products(*roots: Term) -> ProductMatch | None:
+def match_products(*roots: Term, scales_groups: bool = False) -> ProductMatch | None:
     """The products below these terms, and what else their epilogue reads; None if there is no product, or something that an
-    epilogue cannot compute."""
-    match = ProductMatch()
+    epilogue cannot compute. scales_groups: can the kernel multiply weights by scales of groups?"""
+    match = ProductMatch(scales_groups)
     if any(root.operation in CASTS for root in roots):  # the kernels' results have the operands' dtype
         return None
     if not all(map(is_matrix, roots)) or not match.epilogue(roots) or not (match.products or match.narrow):
@@ -73,7 +85,8 @@ class ProductMatch:
     """The match of a term: products with their weights, narrow products, reductions, and other terms that the epilogue
     reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, scales_groups: bool = False) -> None:
+        self.scales_groups = scales_groups
         self.products: dict[Term, Weight] = {}
         self.narrow: dict[Term, tuple[Weight, Weight]] = {}
         self.reductions: list[Term] = []
@@ -115,7 +128,7 @@ class ProductMatch:
                 if a.operation == "matmul" and x.ndim == 2 and a.extents[1] <= NARROW:
                     self.narrow[x] = Weight.from_term(a.args[1]), Weight.from_term(w)
                 else:
-                    self.products[x] = Weight.from_term(w)
+                    self.products[x] = Weight.from_term(w, self.scales_groups)
             elif x.operation in ("sum", "max"):
                 self.reductions.append(x)
             elif not x.args or x.operation in ("flat", "repeat_columns"):

@@ -96,8 +96,8 @@ class SoftmaxPartials(NamedTuple):
         """The SoftmaxPartials of a kernel, None if it has none."""
         if not kernel.softmax_partials:
             return None
-        ((weight, transposed),) = kernel.products.values()
-        end = extent(weight, parameters[weight], -2 if transposed else -1)
+        (weight,) = kernel.products.values()
+        end = extent(weight.array, parameters[weight.array], -2 if weight.transposed else -1)
         outputs = {x.operation: parameters[x] for x in kernel.softmax_partials}
         outs = {outputs[name]: state for name, state in zip(PARTS, ("greatest", "total", "picked")) if name in outputs}
         return cls(outs, next((parameters[y] for x in kernel.softmax_partials for y in x.args[1:]), ""), end)
