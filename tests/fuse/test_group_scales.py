@@ -66,8 +66,8 @@ ONE_KERNEL = {  # up to 64 rows: (definition, the arguments behind x)
     "one group": (linear(K), lambda: (weights(), scales(1))),
     "nn.Linear's, scales turned": (of_linear, lambda: (weights().T, np.asfortranarray(scales(3).T))),
     "norm": (norm_linear, lambda: (rows_of(1)[0], weights(), scales(6))),
-    "two products": (two, lambda: (weights(), scales(3) / 64, weights(seed=1), scales(3))),
-    "one of two": (one_of_two, lambda: (weights(), scales(3) / 64, weights(seed=1))),
+    "two products": (two, lambda: (weights(), scales(3) / 1024, weights(seed=1), scales(3))),
+    "one of two": (one_of_two, lambda: (weights(), scales(3) / 1024, weights(seed=1))),
     "adapter": (adapted, lambda: (weights(), scales(3), rows_of(K, 16), rows_of(16, N))),
     "columns too": (of_columns_too, lambda: (weights(), scales(3), scales(1)[0])),
 }

@@ -199,9 +199,10 @@ class FewRows(Product):
 
     @property
     def fixed_extents(self) -> dict[Axis, int]:
-        """Those of any product; and three groups, so that a proof sees whether one is taken for another."""
-        of_groups = [w.scales.axes[0].root for w in self.weights if w.scales is not None and w.scales.axes[0]]
-        return super().fixed_extents | dict.fromkeys(of_groups, 3)
+        """Those of any product; and of groups three, so that a proof sees whether one is taken for another, if there are so
+        many: the stages of a ring are no more than the steps along k."""
+        scales = [w.scales for w in self.weights if w.scales is not None and w.scales.axes[0]]
+        return super().fixed_extents | {x.axes[0].root: min(3, x.extents[0]) for x in scales}
 
     @property
     def text_key(self) -> Any:

@@ -72,9 +72,10 @@ class GroupScales:
 
     @property
     def fixed_extents(self) -> dict[Axis, int]:
-        """The extents of a proof: three groups show whether one is taken for another."""
-        groups = self.repeated.args[0].axes[self.repeated.attr[1]]
-        return {groups.root: 3} if groups else {}
+        """Three groups, if there are so many, show in a proof whether one is taken for another."""
+        scales, place = self.repeated.args[0], self.repeated.attr[1]
+        groups = scales.axes[place]
+        return {groups.root: min(3, scales.extents[place])} if groups else {}
 
     def __str__(self):
         return f"scales of {self.root}"
