@@ -55,7 +55,7 @@ def unify(one: Axis | None, other: Axis | None) -> Axis | None:
 def unify_groups(one: tuple[Axis | int, ...], other: tuple[Axis | int, ...]) -> None:
     """Unify the axes that count the groups of one axis, which is groups times the extent of a group in both ways, as
     (groups, 128) says. Where one has greater groups, its groups times their ratio are the other's."""
-    pairs = [(a.root, n) for a, n in filter(_counts_groups, (one, other))]
+    pairs = [(a.root, n) for a, n in map(_as_groups, (one, other)) if a is not None]
     if len(pairs) < 2:
         return
     (groups, n), (smaller, m) = sorted(pairs, key=lambda pair: -pair[1])
@@ -65,8 +65,11 @@ def unify_groups(one: tuple[Axis | int, ...], other: tuple[Axis | int, ...]) -> 
         smaller.factors = groups, n // m
 
 
-def _counts_groups(factors: tuple[Axis | int, ...]) -> bool:
-    return len(factors) == 2 and isinstance(factors[0], Axis) and isinstance(factors[1], int)
+def _as_groups(factors: tuple[Axis | int, ...]) -> tuple[Axis | None, int]:
+    """(the axis that counts groups, the extent of a group) if factors say this, else (None, 0)."""
+    if len(factors) == 2 and isinstance(factors[0], Axis) and isinstance(factors[1], int):
+        return factors[0], factors[1]
+    return None, 0
 
 
 def half_of(axis: Axis) -> Axis:

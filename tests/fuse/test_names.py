@@ -79,6 +79,8 @@ SHIPPED = [  # operators in which templates occur
     ("sm_90a", "qk_norm_rotary_attention", 64),
     ("sm_90a", "dropout_residual_layer_norm", 64),
     ("sm_90a", "residual_layer_norm gradient", 4096),
+    ("sm_90a", "int8_group_linear", 64),
+    ("sm_90a", "int8_group_linear turned", 64),
     ("sm_80", "lora_linear", 64),
     ("sm_80", "linear_cross_entropy", 4096),
 ]
@@ -128,8 +130,8 @@ WRITTEN = [
 def cases():
     """(title, name, the definition as terms, the card) of each case."""
     for arch, said, rows in SHIPPED:
-        name, _, gradient = said.partition(" ")
-        case = inspect.Case(name, rows, gradient=bool(gradient))
+        name, _, form = said.partition(" ")
+        case = inspect.Case(name, rows, transposed=form == "turned", gradient=form == "gradient")
         yield f"{said} of {rows}, {arch}", case.operator.name, case.operator._trace(inspect.shapes(case)), arch
     for kernel, shapes in WRITTEN:
         said = f"{kernel.name} of {', '.join(map(str, shapes))}"

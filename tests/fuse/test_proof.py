@@ -100,6 +100,10 @@ MORE = {  # definitions for the rules that no operator needs: (definition, shape
     "one product": (lambda x, y, w: x @ w + y @ w, ((5, 8), (5, 8), (8, 6))),
     "pick": (lambda x, i: fuse.pick(x, i), ((5, 8), (5,))),
     "fp8": (lambda x, f: x @ f, ((5, 8), (8, 6))),
+    "scales of groups and of columns": (
+        lambda x, w, c, s: x @ (w * c * fuse.repeat(s, 4, -2)),
+        ((5, 8), (8, 6), (6,), (2, 6)),
+    ),
 }
 
 

@@ -87,7 +87,8 @@ class FewRows(Product):
         """Can the kernel multiply by the scales of groups? A product's part for each tile along k is multiplied by one scale a
         column, so tiles are of one group; only products that convert their weights do this."""
         scaled = [w for w in self.products.values() if w.scales is not None]
-        within_tiles = all(w.group % MIN_DEPTH == 0 and w.scales.stored_dtype("") in SCALES for w in scaled)
+        within_tiles = all(w.group % MIN_DEPTH == 0 for w in scaled)
+        within_tiles &= all(w.scales is None or w.scales.stored_dtype("") in SCALES for w in scaled)
         return not self.groups or (self.widens and within_tiles and len(scaled) == len(self.groups) and self.batch is None)
 
     @property
@@ -199,10 +200,10 @@ class FewRows(Product):
 
     @property
     def fixed_extents(self) -> dict[Axis, int]:
-        """Those of any product; and of groups three, so that a proof sees whether one is taken for another, if there are so
-        many: the stages of a ring are no more than the steps along k."""
-        scales = [w.scales for w in self.weights if w.scales is not None and w.scales.axes[0]]
-        return super().fixed_extents | {x.axes[0].root: min(3, x.extents[0]) for x in scales}
+        """The extents that are in the kernel's text; and three groups, which show in a proof whether one is taken for another,
+        or as many as there are: rings have no more stages than a call has steps along k."""
+        groups = [(w.scales.axes[0], w.scales.extents[0]) for w in self.weights if w.scales is not None]
+        return super().fixed_extents | {axis.root: min(3, n) for axis, n in groups if axis is not None}
 
     @property
     def text_key(self) -> Any:

@@ -180,7 +180,7 @@ def template_gaps(kernel: Any, parameters: dict[Term, str], local_names: dict[Te
     shared_names += [part for p in products for part in (p.ring, p.parts, p.full)]
     shared_names += [one.ring for one in scales]
     shared_names += [part for s in sides for part in (s.parts, s.ready)]
-    rings = [*products, *scales, *([narrow.first, narrow.second] if narrow else [])]
+    rings: list[StreamedWeight | ScaleStream] = [*products, *scales, *([narrow.first, narrow.second] if narrow else [])]
     shared_names += [narrow.first.ring, narrow.second.ring, "narrow"] if narrow else []
     arguments = [(x.array, f"tensor({x.name}, X)"), *((v.array, f"tensor({v.name}, {v.tile})") for v in vectors)]
     arguments += [(r.array, f"tensor({r.ring}, {r.tile})") for r in rings]
