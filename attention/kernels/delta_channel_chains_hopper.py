@@ -9,8 +9,9 @@ and in reverse, with P without the scale,
     dS before = exp(b_last) dS + scale exp(b) Q^T dO - K^^T dV
 
 The two are independent, and so are their columns of values: a block has 64 columns of one of them. All that does not depend on
-S or dS is in memory (delta_channel_inverse_hopper.py), so a step is four products that wait for one another. S, E,
-dS and Z of every chunk are stored, where delta_channel_gradients_hopper.py reads them."""
+S or dS is in memory (delta_channel_inverse_hopper.py), so a step is three products that wait for one another, and others in the
+gaps between them. S, E, dS and dV of every chunk are stored, where delta_channel_gradients_hopper.py reads them: they go through
+rings to warps of the producer, so that the consumer waits for no fence."""
 
 import functools
 import itertools
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, subtile, warpgroup
+from ops import divmod, load, store_wait, subtile, tma_store, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -31,7 +32,8 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
 CONSUMER, PRODUCER = 0, 1  # warpgroups
-STAGES = 2  # chunks in flight
+STAGES, VALUE_STAGES = 2, 3  # chunks in flight; of V, dO, P and L
+FENCED = True  # no fence at a synchronisation or a release, because another one is there already
 PANELS = COLUMNS // PANEL  # of a block's columns of values, as they lie in memory
 
 
@@ -51,7 +53,7 @@ class Config:
 
     @property
     def values(self):
-        """The tile of V, dO, E, Z or dV for a chunk."""
+        """The tile of V, dO, E or dV for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
@@ -88,36 +90,35 @@ def make(config: Config):
     smem = shared(
         read_keys=ring(config.key, STAGES),
         write_keys=ring(config.key, STAGES),
-        v=ring(config.values, STAGES),
-        x=ring(SOLUTION, STAGES),
+        v=ring(config.values, VALUE_STAGES),
+        x=ring(SOLUTION, VALUE_STAGES),
         decay=ring(DECAY, STAGES),
         beta=ring(BETA, STAGES),
         q=ring(config.key, STAGES),
-        p=ring(SCORES, STAGES),
-        state=config.state,
-        out=config.values,
-        dv=config.values,
+        p=ring(SCORES, VALUE_STAGES),
+        states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
+        out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
     @inlined
-    def send_state(gStates, chunk, head, block, slot, state, s_t, newer):
-        """Store S (slot 0) or dS (slot 1) to shared memory, where products read it, and from there to memory. newer: as in
-        warpgroup.send."""
-        warpgroup.store_wait(newer)
-        warpgroup.sync()
-        warpgroup.store(state, s_t)
+    def store_state(gStates, states, j, chunk, head, block, slot):
+        """One warp stores the j-th S (slot 0) or dS (slot 1)."""
+        state = states.wait(j)
         for i in range(PANELS):
-            row = int32(2 * (PANELS * block + i) + slot)
-            warpgroup.tma_store(gStates, (chunk, head, row), subtile(state, PANEL, i))
+            tma_store(gStates, (chunk, head, int32(2 * (PANELS * block + i) + slot)), subtile(state, PANEL, i))
+        store_wait()
+        states.release(j)
 
     @inlined
-    def advance_state(s_t, j, rings, tiles, gErrors, gStates, chunk, head, block):
-        """The state after the j-th chunk from the state before it. Stores the state before it, and the chunk's E."""
-        (read_keys, write_keys, v, x, decay, beta), (state, out) = rings, tiles
-        send_state(gStates, chunk, head, block, 0, state, s_t, 1)
-        u = warpgroup.mm_ABt(state, read_keys.wait(j))
-        values = fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED))
-        v.release(j)
+    def advance_state(s_t, j, rings):
+        """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
+        producer, which stores them."""
+        read_keys, write_keys, v, x, decay, beta, states, out = rings
+        rounded = INPUT(s_t)
+        u = warpgroup.mm_ABt(rounded, read_keys.wait(j))
+        warpgroup.store(states.claim(j), rounded)
+        states.publish(j, FENCED)
+        values = fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
         betas = load(beta.wait(j), ROW_VEC)
         y = values - warpgroup.wait(u)
         read_keys.release(j)
@@ -126,55 +127,51 @@ def make(config: Config):
         e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, high, x_high), high, x_low), low, x_high)
         s_t = s_t * load(decay.wait(j), STATE.row_vec)
         e = warpgroup.wait(e)
-        x.release(j)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * betas), write_keys.wait(j))
-        warpgroup.store_wait(PANELS)
-        warpgroup.sync()
-        warpgroup.store_transposed(out, e)
-        warpgroup.tma_store(gErrors, (chunk, head, 0, block), out)
-        decay.release(j)
-        beta.release(j)
+        x.release(j)
+        warpgroup.store_transposed(out.claim(j), e)
+        out.publish(j, FENCED)
+        beta.release(j)  # its fence is that of all loads of this chunk
+        decay.release(j, None, FENCED)
+        v.release(j)
         s_t = warpgroup.wait(s_t)
         write_keys.release(j)
         return s_t
 
     @inlined
-    def advance_gradient(ds_t, j, rings, tiles, arrays, at, scale):
-        """dS before the j-th chunk, counted from the end, from dS after it. Stores dS after it, and the chunk's Z and dV."""
-        (read_keys, write_keys, do, x, decay, beta, q, p), (state, out, dv) = rings, tiles
-        (gErrors, gStates, gDV), (batch, row, chunk, head, block) = arrays, at
-        send_state(gStates, chunk, head, block, 1, state, ds_t, 2)
-        douts = do.wait(j)
-        from_outputs = warpgroup.mm_AtB(douts, p.wait(j))
-        du = warpgroup.mm_ABt(state, write_keys.wait(j))
-        do_t = INPUT(fp32(warpgroup.load_transposed(douts, TRANSPOSED)) * scale)
-        ds_t = ds_t * load(decay.wait(j), STATE.row_vec)
+    def advance_gradient(ds_t, from_outputs, j, last, rings, scale):
+        """(dS before the j-th chunk, counted from the end, P^T dO of the next one, or of this one if it is the `last`) from dS
+        after the chunk and from its P^T dO. Passes dS after it, and the chunk's dV, to the producer, which stores them."""
+        read_keys, write_keys, do, x, decay, beta, q, p, states, out = rings
+        rounded = INPUT(ds_t)
+        du = warpgroup.mm_ABt(rounded, write_keys.wait(j))
+        warpgroup.store(states.claim(j), rounded)
+        states.publish(j, FENCED)
+        do_t = INPUT(fp32(warpgroup.load_transposed(do.wait(j), TRANSPOSED, fenced=False)) * scale)
+        ds_t = warpgroup.mma_AB(ds_t * load(decay.wait(j), STATE.row_vec), do_t, q.wait(j))
         betas = load(beta.wait(j), ROW_VEC)
-        from_outputs = warpgroup.wait(from_outputs, newer=1) * scale
-        du = warpgroup.wait(du) + from_outputs
-        ds_t = warpgroup.mma_AB(ds_t, do_t, q.wait(j))
-        do.release(j)
-        p.release(j)
+        du = warpgroup.wait(du, newer=1) + from_outputs * scale
         write_keys.release(j)
         (high, low), solution = two_parts.split(du * betas), x.wait(j)
         x_high, x_low = subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
         z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, x_high), high, x_low), low, x_high)
-        ds_t, z = warpgroup.wait(ds_t, newer=1), warpgroup.wait(z)
-        q.release(j)
-        x.release(j)
+        next_chunk = int32(min(j + 1, last))
+        from_outputs = warpgroup.mm_AtB(do.wait(next_chunk), p.wait(next_chunk))
+        z, ds_t = warpgroup.wait(z, newer=1), warpgroup.wait(ds_t, newer=1)
         dv_t = z * betas
         ds_t = warpgroup.mma_AB(ds_t, INPUT(0.0 - dv_t), read_keys.wait(j))
-        warpgroup.store_wait(PANELS)
-        warpgroup.sync()
-        warpgroup.store_transposed(out, z)
-        warpgroup.store_transposed(dv, dv_t)
-        warpgroup.tma_store(gErrors, (chunk, head, 1, block), out)
-        warpgroup.tma_store(gDV, (batch, row, head, block), dv)
-        decay.release(j)
-        beta.release(j)
+        x.release(j)
+        q.release(j)
+        warpgroup.store_transposed(out.claim(j), dv_t)
+        out.publish(j, FENCED)
+        beta.release(j)  # its fence is that of all loads of this chunk
+        decay.release(j, None, FENCED)
+        from_outputs = warpgroup.wait(from_outputs, newer=1)
+        do.release(j)
+        p.release(j)
         ds_t = warpgroup.wait(ds_t)
         read_keys.release(j)
-        return ds_t
+        return ds_t, from_outputs
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
@@ -185,59 +182,77 @@ def make(config: Config):
         blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has 64 columns of S or of dS, of a head of a sequence, which is `blocks` blocks of columns wide. gDecayedQ ..
-        gChunkBeta, gScores, gSolutions: of each chunk and head, as delta_channel_inverse_hopper.py stores them. gErrors: E
-        above Z. gStates: S and dS transposed, by panels. gLastState, gFirstState: the gradients of the states after and before
-        the sequence, transposed. gTailV .. gTailDV: see packed_tails.py."""
-        read_keys, write_keys, v, x, decay, beta, q, p, state, out, dv = smem.open()
+        gChunkBeta, gScores, gSolutions: of each chunk and head, as delta_channel_inverse_hopper.py stores them. gErrors: E.
+        gStates: S and dS transposed, by panels. gLastState, gFirstState: the gradients of the states after and before the
+        sequence, transposed. gTailV .. gTailDV: see packed_tails.py."""
+        read_keys, write_keys, v, x, decay, beta, q, p, states, out = smem.open()
+        do = v  # blocks of the reverse recurrence have dO in the ring of V
         index, block = divmod(cuda.blockIdx.x, blocks)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)
         first_token = forward.sequence_tokens(gCuSeqlens, sequence, length).start
         first_chunk = forward.chunk_index(first_token, sequence, length)
         if warpgroup.id() == PRODUCER:
-            if warpgroup.rank() == 0:
-                if direction == REVERSE:
-                    seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
-                    for j in range(seq.num_chunks()):
-                        token, at = seq.chunk_start(j), (int32(first_chunk + seq.chunk_number(j)), head)
+            rank = warpgroup.rank()
+            if direction == REVERSE:
+                seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
+                for j in range(seq.num_chunks()):
+                    token, chunk = seq.chunk_start(j), int32(first_chunk + seq.chunk_number(j))
+                    if rank == 0:
+                        write_keys.fill(j, gWriteKeys, (chunk, head))
                         douts, batch, row = backward.whole_tile(gDOut, gTailDOut, seq, token, sequence)
-                        v.fill(j, douts, (batch, row, head, block))
-                        p.fill(j, gScores, at)
-                        write_keys.fill(j, gWriteKeys, at)
-                        decay.fill(j, gB, at)
-                        beta.fill(j, gChunkBeta, at)
-                        q.fill(j, gDecayedQ, at)
-                        x.fill(j, gSolutions, at)
-                        read_keys.fill(j, gReadKeys, at)
-                else:
-                    seq = forward.sequence_tokens(gCuSeqlens, sequence, length)
-                    for j in range(seq.num_chunks()):
-                        at = int32(first_chunk + j), head
-                        read_keys.fill(j, gReadKeys, at)
+                        do.fill(j, douts, (batch, row, head, block))
+                        p.fill(j, gScores, (chunk, head))
+                        decay.fill(j, gB, (chunk, head))
+                        q.fill(j, gDecayedQ, (chunk, head))
+                        beta.fill(j, gChunkBeta, (chunk, head))
+                        x.fill(j, gSolutions, (chunk, head))
+                        read_keys.fill(j, gReadKeys, (chunk, head))
+                    elif rank == 1:
+                        dvs, batch, row = backward.whole_tile(gDV, gTailDV, seq, token, sequence)
+                        tma_store(dvs, (batch, row, head, block), out.wait(j))
+                        store_wait()
+                        out.release(j)
+                    elif rank == 2:
+                        store_state(gStates, states, j, chunk, head, block, 1)
+            else:
+                seq = forward.sequence_tokens(gCuSeqlens, sequence, length)
+                for j in range(seq.num_chunks()):
+                    chunk = int32(first_chunk + j)
+                    if rank == 0:
+                        read_keys.fill(j, gReadKeys, (chunk, head))
                         values, batch, row = forward.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
                         v.fill(j, values, (batch, row, head, block))
-                        beta.fill(j, gChunkBeta, at)
-                        x.fill(j, gSolutions, at)
-                        decay.fill(j, gB, at)
-                        write_keys.fill(j, gWriteKeys, at)
+                        beta.fill(j, gChunkBeta, (chunk, head))
+                        x.fill(j, gSolutions, (chunk, head))
+                        decay.fill(j, gB, (chunk, head))
+                        write_keys.fill(j, gWriteKeys, (chunk, head))
+                    elif rank == 1:
+                        tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
+                        store_wait()
+                        out.release(j)
+                    elif rank == 2:
+                        store_state(gStates, states, j, chunk, head, block, 0)
         else:
             state_coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
-                rings, tiles = (read_keys, write_keys, v, x, decay, beta, q, p), (state, out, dv)
                 ds_t = warpgroup.load(gLastState, STATE, state_coord, aligned=False)
-                seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
-                for j in range(seq.num_chunks()):
-                    target, batch, row = backward.whole_tile(gDV, gTailDV, seq, seq.chunk_start(j), sequence)
-                    coord = batch, row, int32(first_chunk + seq.chunk_number(j)), head, block
-                    ds_t = advance_gradient(ds_t, j, rings, tiles, (gErrors, gStates, target), coord, scale)
+                n = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1).num_chunks()
+                if n > 0:
+                    from_outputs = warpgroup.wait(warpgroup.mm_AtB(do.wait(0), p.wait(0)))
+                    for j in range(n):
+                        ds_t, from_outputs = advance_gradient(
+                            ds_t,
+                            from_outputs,
+                            j,
+                            int32(n - 1),
+                            (read_keys, write_keys, do, x, decay, beta, q, p, states, out),
+                            scale,
+                        )
                 warpgroup.store(gFirstState, ds_t, state_coord, aligned=False)
             else:
                 s_t = warpgroup.load(gInitialState, STATE, state_coord, aligned=False)
                 for j in range(forward.sequence_tokens(gCuSeqlens, sequence, length).num_chunks()):
-                    chunk = int32(first_chunk + j)
-                    s_t = advance_state(
-                        s_t, j, (read_keys, write_keys, v, x, decay, beta), (state, out), gErrors, gStates, chunk, head, block
-                    )
-            warpgroup.store_wait()
+                    s_t = advance_state(s_t, j, (read_keys, write_keys, v, x, decay, beta, states, out))
 
     return walk, smem

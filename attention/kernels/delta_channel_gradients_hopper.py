@@ -83,7 +83,7 @@ class Config:
 
     @property
     def values(self):
-        """The tile of dO, E or Z for a chunk."""
+        """The tile of dO, E or dV for a chunk."""
         return st(CHUNK, self.value_dim, self.dtype)
 
     @property
@@ -134,11 +134,11 @@ def make(config: Config):
         k=ring(KEY, 1, WARPS),
         do=ring(config.values, 1, WARPS),
         e=ring(config.values, 1, WARPS),
-        z=ring(config.values, 1, WARPS),
+        dv=ring(config.values, 1, WARPS),
         s=ring(config.state, 1, WARPS),
         ds=ring(config.state, 1, WARPS),
         g=ring(config.gate, 1, WARPS),
-        beta=ring(sv(CHUNK, fp32), 1, WARPS),
+        beta=ring(sv(CHUNK, fp32), 1, WARPS + 1),
         w=ring(SCORES, 1, WARPS, writers=WARPS),
         dbeta=ring(sv(CHUNK, fp32), 1, 1, writers=warpgroup.WARPGROUP),
         gate_sums=UNUSED if IN_PLACE else channels.sums,
@@ -160,7 +160,7 @@ def make(config: Config):
 
     @inlined
     def finish_scores(scores, beta, dbeta, j, scale):
-        """dP from dO E^T, or G from Z E^T, whose diagonal is dbeta."""
+        """dP from dO E^T, or G from dV E^T, whose diagonal is beta dbeta."""
         cols = load(beta, ROW_VEC)
         if warpgroup.id() == 0:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
@@ -168,7 +168,7 @@ def make(config: Config):
             on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
             warpgroup.store(dbeta.claim(j), row_sum(where(on_diagonal, scores, 0.0)))
             dbeta.publish(j)
-            scores = warpgroup.causal(scores * cols * (0.0 - warpgroup.load(beta, COL_VEC)), -1, 0.0)
+            scores = warpgroup.causal(scores * (0.0 - cols), -1, 0.0)
         return INPUT(scores)
 
     @inlined
@@ -205,16 +205,16 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
-        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gStates: tiled(config.state_panel, rows=2),
+        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gDV: tiled(config.values, unit=1), gStates: tiled(config.state_panel, rows=2),
         gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
         gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
-        gTailDOut: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
+        gTailDOut: tiled(config.values, unit=1), gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
         gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT,
         scale: FLOAT,
     ):  # fmt: skip
-        """chunks, items: see ChunkGrid. gErrors: E above Z. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
+        """chunks, items: see ChunkGrid. gErrors: E. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
         gQ, gK and gGates, for rows of blocks that are not gentle. gTailQ .. gTailDGates: see packed_tails.py."""
-        q, k, do, e, z, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
+        q, k, do, e, dv, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
         grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
@@ -226,7 +226,8 @@ def make(config: Config):
                     source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
                     do.fill(j, source, (batch, row, head))
                     e.fill(j, gErrors, (chunk, head, 0))
-                    z.fill(j, gErrors, (chunk, head, 1))
+                    source, batch, row = seq_layout.whole_tile(gDV, gTailDV, seq, token, sequence)
+                    dv.fill(j, source, (batch, row, head))
                     for i in range(PANELS):
                         s.fill(j, gStates, (chunk, head, int32(2 * i)), i, PANELS)
                     for i in range(PANELS):
@@ -242,10 +243,12 @@ def make(config: Config):
             elif warpgroup.rank() == 1:
                 while chunk_items.has(grid, j):
                     _, head, _, token, seq = chunk_items.locate(grid, j)
-                    sums = dbeta.wait(j)
+                    betas, sums = beta.wait(j), dbeta.wait(j)
                     for i in range(CHUNK // 16):
                         at = seq.batch, int32(token + 16 * i), head
-                        store(truncate(gDBeta, 1, seq.end), load(subtile(sums, 16, i), COL_VEC), at, cols=1)
+                        x = load(subtile(sums, 16, i), COL_VEC) / load(subtile(betas, 16, i), COL_VEC)
+                        store(truncate(gDBeta, 1, seq.end), x, at, cols=1)
+                    beta.release(j)
                     dbeta.release(j)
                     j = int32(j + 1)
         else:
@@ -255,13 +258,13 @@ def make(config: Config):
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # products with states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
-                douts, z_tile = left, z.wait(j)
+                douts, dvs = left, dv.wait(j)
                 if wg:
-                    left = z_tile
+                    left = dvs
                 states, d_states = subtile(s.wait(j), VALUES, 0, PART, wg), subtile(ds.wait(j), VALUES, 0, PART, wg)
                 scores = warpgroup.mm_ABt(left, errors)
                 dq = warpgroup.mm_AB(douts, states)
-                dk_read = warpgroup.mm_AB(z_tile, states)
+                dk_read = warpgroup.mm_AB(dvs, states)
                 dk_write = warpgroup.mm_AB(errors, d_states)
                 gates, betas = g.wait(j), beta.wait(j)
                 if IN_PLACE:
@@ -279,11 +282,11 @@ def make(config: Config):
                 w.publish(j, FENCED)
                 rows = warpgroup.load(betas, COL_VEC)
                 beta.release(j)
-                dq, dk_read = warpgroup.wait(dq, newer=2) * scale, warpgroup.wait(dk_read, newer=1) * (0.0 - rows)
+                dq, dk_read = warpgroup.wait(dq, newer=2) * scale, 0.0 - warpgroup.wait(dk_read, newer=1)
                 dk_write = warpgroup.wait(dk_write) * rows
                 do.release(j)
                 e.release(j)
-                z.release(j)
+                dv.release(j)
                 s.release(j)
                 ds.release(j)
                 warpgroup.sync(FENCED)  # the gates' sums are written

@@ -24,7 +24,7 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
-from ..parts.recurrent.delta_chunks import KEY_DIMS, TwoParts
+from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
 from .kda_hopper import KdaBlockScores, KdaDecay, KdaScores
 
@@ -58,6 +58,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
+    LEAST = LEAST_BETA[INPUT]
     COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout(config.varlen)
     SQUARE, decay, channel_gates, two_parts = (
         st(CHUNK, CHUNK, INPUT),
@@ -109,7 +110,7 @@ def make(config: Config):
         gTailGates: tiled(config.gate, unit=1), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
-        each chunk and head; gSolutions: -L^T, high above low. gTailQ .. gTailGates: see packed_tails.py. `group` value heads
+        each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ .. gTailGates: see packed_tails.py. `group` value heads
         share one of the key `heads`."""
         q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
@@ -124,8 +125,8 @@ def make(config: Config):
         store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
         for j in range(n):
             chunk, token = int32(first + j), seq.chunk_start(j)
-            beta = load(betas, ROW_VEC, (seq.batch, token, head), cols=1)
-            beta_rows = warpgroup.load(betas, COL_VEC, (seq.batch, token, head), cols=1)
+            beta = away_from_zero(load(betas, ROW_VEC, (seq.batch, token, head), cols=1), LEAST)
+            beta_rows = away_from_zero(warpgroup.load(betas, COL_VEC, (seq.batch, token, head), cols=1), LEAST)
             queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
             if IN_PLACE:
                 sums, decayed_keys = gates, k_decayed
@@ -157,8 +158,8 @@ def make(config: Config):
             fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
             if warp == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
-            a = a * away_from_zero(beta)
-            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / away_from_zero(beta_rows)
+            a = a * beta
+            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / beta_rows
             x_high, x_low = two_parts.split(x)
             warpgroup.send(gSolutions, (chunk, head, 0), square, x_high)
             warpgroup.send(gSolutions, (chunk, head, 1), square, x_low)

@@ -1,5 +1,5 @@
 """The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay. Three launches: one computes
-everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and Z of all chunks;
+everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and dV of all chunks;
 one computes the gradients of all chunks at once."""
 
 import math
@@ -51,7 +51,7 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
     buffers |= {name: chunk_scratch(CHUNK, padded_keys) for name in ("gDecayedQ", "gReadKeys", "gWriteKeys")}
     buffers |= {"gB": scratch(chunks, heads, padded_keys), "gChunkBeta": scratch(chunks, heads, CHUNK)}
     buffers |= {"gScores": chunk_scratch(CHUNK, CHUNK), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
-    buffers |= {"gErrors": chunk_scratch(2 * CHUNK, columns), "gStates": chunk_scratch(2 * columns, padded_keys)}
+    buffers |= {"gErrors": chunk_scratch(CHUNK, columns), "gStates": chunk_scratch(2 * columns, padded_keys)}
     end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     outputs: Arrays = {name: arrays[name] for name in ("dq", "dk")}
@@ -77,8 +77,8 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         "gFirstState gTailV gTailDOut gTailDV"
     )
     gradient_names = (
-        "gQ gK gDOut gGates gChunkBeta gErrors gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
-        "gTailDOut gTailGates gTailDQ gTailDK gTailDGates"
+        "gQ gK gDOut gGates gChunkBeta gErrors gDV gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
+        "gTailDOut gTailDV gTailGates gTailDQ gTailDK gTailDGates"
     )
     group, walks, items = heads // key_heads, sequences * heads, chunks * heads
     resident_ctas = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors

@@ -120,12 +120,14 @@ def test_gates_without_gradients():
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_equal_betas(place, beta):
-    """0 writes nothing, and has a gradient; 1 replaces what a key has."""
+    """0 writes nothing, and has a gradient; 1 replaces what a key has. (Hopper's kernels divide by beta, and take LEAST_BETA
+    for 0.)"""
     args = one_head(70)
-    args["beta"][:] = beta
+    args["beta"][:, 1:] = beta
     got = check(place, args)
     if not beta:
-        assert not got["dv"].any() and got["dbeta"].all()
+        dv = np.abs(got["dv"].astype(float))
+        assert dv[:, 1:].max() < 2**-36 * dv[:, 0].max() and got["dbeta"].all()
 
 
 @pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (2.0, 0.05)])
