@@ -10,7 +10,7 @@ and in reverse, with P without the scale,
 
 The two are independent, and so are their columns of values: a block has 64 columns of one of them. All that does not depend on
 S or dS is in memory (delta_channel_inverse_hopper.py), so a step is three products that wait for one another, and others in the
-gaps between them. S, E, dS and dV of every chunk are stored, where delta_channel_gradients_hopper.py reads them: they go through
+gaps between them. S, E, dS and dV of every chunk are stored, and delta_channel_gradients_hopper.py reads them: they go through
 rings to warps of the producer, so that the consumer waits for no fence."""
 
 import functools

@@ -205,12 +205,12 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
-        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gDV: tiled(config.values, unit=1), gStates: tiled(config.state_panel, rows=2),
-        gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1), gQueryRows: array(4, INPUT),
-        gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
-        gTailDOut: tiled(config.values, unit=1), gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
-        gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gDV: tiled(config.values, unit=1),
+        gStates: tiled(config.state_panel, rows=2), gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1),
+        gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
+        gTailDOut: tiled(config.values, unit=1), gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1),
+        gTailDQ: DKEYS, gTailDK: DKEYS, gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT,
+        items: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """chunks, items: see ChunkGrid. gErrors: E. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
         gQ, gK and gGates, for rows of blocks that are not gentle. gTailQ .. gTailDGates: see packed_tails.py."""

@@ -110,8 +110,8 @@ def make(config: Config):
         gTailGates: tiled(config.gate, unit=1), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
-        each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ .. gTailGates: see packed_tails.py. `group` value heads
-        share one of the key `heads`."""
+        each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ
+        .. gTailGates: see packed_tails.py. `group` value heads share one of the key `heads`."""
         q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
