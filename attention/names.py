@@ -26,7 +26,8 @@ ARGUMENT_HINTS = (
     ("philox_seed rng_seed", "seed"),
     ("alibi_slopes slopes", "alibi"),
     ("sinks s_aux learnable_sink attention_sink", "sink"),
-    ("enable_gqa num_kv_heads num_key_value_groups pack_gqa", "not an argument: the shapes of q and k say it"),
+    ("enable_gqa num_key_value_groups pack_gqa", "not an argument: the shapes of q and k say it"),
+    ("num_kv_heads num_key_value_heads n_kv_heads", "kv_heads", "not an argument: the shapes of q and k say it"),
     ("kv_cache_dtype kv_dtype cache_dtype", "not an argument: the dtype of k and v says it"),
     ("max_seqlen max_seqlen_q max_seqlen_k max_s", "not an argument: cu_seqlens says it"),
     ("cu_seqlens_q qo_indptr cu_seq_lens_q q_start_loc", "cu_seqlens"),
@@ -59,6 +60,11 @@ ARGUMENT_HINTS = (
     ("d_lse grad_lse dsoftmax_lse grad_logsumexp", "dlse"),
     ("qk_norm", "q_norm=, and k_norm"),
     ("head_first tensor_layout qkv_format input_layout kv_layout", 'layout="bhsd" or "bshd"'),
+    # layers
+    ("heads num_heads n_heads n_head nhead num_attention_heads", "heads", "num_heads", "headdim=, the columns of a head"),
+    ("dim hidden_size d_model embed_dim n_embd", "dim", "hidden_size", "d_model"),
+    ("d_head dim_head headdim", "head_dim"),
+    ("is_rotary rope rope_theta rotary_base", "rotary=10_000, the base of the angles"),
     # flash-linear-attention and mamba_ssm
     ("output_final_state return_final_states return_final_state", "return_state"),
     ("g gk g_gamma log_decay", "decay"),

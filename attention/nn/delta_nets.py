@@ -10,6 +10,7 @@ from torch import nn
 import attention
 from attention import gates
 
+from ..names import suggests_argument_names
 from ..options import check_flag
 from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
@@ -78,6 +79,7 @@ class GatedDeltaNet(DeltaLayer):
 
     forward: see RecurrentLayer. ValueError: heads or columns do not fit."""
 
+    @suggests_argument_names
     def __init__(
         self,
         hidden_size: int,
@@ -137,6 +139,7 @@ class KimiDeltaAttention(DeltaLayer):
     head_dim), `norm.weight` and `out_proj.weight`. A_log begins with logarithms of numbers between 1 and 16, dt_bias as in
     GatedDeltaNet."""
 
+    @suggests_argument_names
     def __init__(
         self,
         hidden_size: int,

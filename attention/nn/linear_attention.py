@@ -10,6 +10,7 @@ from torch import nn
 import attention
 from attention import gates
 
+from ..names import suggests_argument_names
 from ..options import check_flag, check_positive
 from .layers import GatedRMSNorm
 from .recurrent_layer import RecurrentCache, RecurrentLayer
@@ -33,6 +34,7 @@ class GatedLinearAttention(RecurrentLayer):
 
     forward: see RecurrentLayer. ValueError: heads or columns do not fit."""
 
+    @suggests_argument_names
     def __init__(
         self,
         hidden_size: int,

@@ -11,6 +11,7 @@ from torch import nn
 
 import attention
 
+from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans.recurrent_checks import make_dt_options
 from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
@@ -37,6 +38,7 @@ class Mamba2(RecurrentLayer):
 
     forward: see RecurrentLayer; the cache's state is (N, heads, d_state, headdim). ValueError: heads or columns do not fit."""
 
+    @suggests_argument_names
     def __init__(
         self,
         d_model: int,

@@ -14,6 +14,7 @@ from tiles.launching.frameworks import computes_tangents
 
 from ..autograd import make_tma_contiguous
 from ..kernels.rotary_rows import HEAD_DIMS
+from ..names import suggests_argument_names
 from ..options import check_flag, check_positive
 from ..plans.call_options import window_ends
 from ..plans.gradient import NO_SECOND_DERIVATIVES
@@ -51,6 +52,7 @@ class Attention(nn.Module):
 
     ValueError: heads or columns do not fit; or attention.forward refuses them."""
 
+    @suggests_argument_names
     def __init__(
         self,
         dim: int,

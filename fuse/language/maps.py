@@ -33,7 +33,8 @@ class ElementwiseMap(NamedTuple):
 
 
 def _sigmoid(x):
-    return 1 / (1 + np.exp(-x))
+    with np.errstate(over="ignore"):  # exp(-x) is infinite where the sigmoid is 0
+        return 1 / (1 + np.exp(-x))
 
 
 def _gelu(x):

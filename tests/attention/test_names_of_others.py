@@ -68,10 +68,27 @@ def test_every_public_function_answers(function):
     assert said(function, "streem") == "; did you mean stream?"
 
 
+@pytest.mark.parametrize(
+    ("layer", "given", "hint"),
+    [
+        ("GatedDeltaNet", "heads", "here that is num_heads"),
+        ("Attention", "num_kv_heads", "here that is kv_heads"),
+        ("Attention", "rope_theta", "here that is rotary=10_000, the base of the angles"),
+        ("Mamba2", "n_heads", "here that is headdim=, the columns of a head"),
+    ],
+)
+def test_layers(layer, given, hint):
+    nn = pytest.importorskip("attention.nn")
+    with pytest.raises(TypeError, match=f"{layer}.__init__.*'{given}'; {hint}"):
+        getattr(nn, layer)(64, **{given: 2})
+
+
 def test_every_row_serves():
     """No name is in two rows, and each answer is an argument of a function, or a sentence."""
     assert len(HINTS_BY_NAME) == sum(len(names.split()) for names, *_ in ARGUMENT_HINTS)
-    known = {name for function in PUBLIC for name in inspect.signature(function).parameters}
+    nn = pytest.importorskip("attention.nn")
+    layers = [getattr(nn, layer) for layer in ("Attention", "GatedDeltaNet", "Mamba2")]
+    known = {name for function in (*PUBLIC, *layers) for name in inspect.signature(function).parameters}
     for theirs, hints in HINTS_BY_NAME.items():
         for ours in hints:
             name = re.match(r"(\w+)(=|$)", ours)
