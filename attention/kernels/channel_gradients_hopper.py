@@ -32,16 +32,11 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import (
-    column,
     columns,
-    cumsum,
     divmod,
     exp2,
     hstack,
-    less,
     load,
-    minimum,
-    ones,
     persistent_tile,
     reverse_cumsum_columns,
     row_sum,
@@ -52,27 +47,23 @@ from ops import (
     turned,
     viewed,
     warpgroup,
-    where,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import FLOOR, LOG2_E
+from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .linear_gradients_hopper import RESULTS
 
 KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
 HALF = KEYS // 2  # channels of a consumer, and its columns of dV
-BLOCK = CHUNK // 2  # tokens with one reference
 CONSUMERS, SCORER = 2, 2
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 ALL_WARPS = WARPS + warpgroup.WARPGROUP
 REGISTERS = 104, 200  # of a thread of the scorer, of a consumer
 PANEL = 32  # channels whose gates' gradients a warp of the scorer sums up
-LEAST_DECAY = {bf16: -104.0, fp16: -8.0}  # log2 of the least decay over half of a block with which q' and k* are in range
-BELOW_FLOOR = 1.5 * FLOOR  # the value in sums of a gate below the floor: it makes the chunk strong
 FACTORS_READY, TILES_READ = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (1, 2))
 DOTS_READY, GATES_STORED = (warpgroup.named_barrier(ALL_WARPS, first=first) for first in (3, 4))
 
@@ -114,15 +105,11 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, VARLEN, least_decay = config.dtype, config.varlen, LEAST_DECAY[config.dtype]
-    scorer_registers, consumer_registers = REGISTERS
-    floor = FLOOR * LOG2_E
-    floor_per_decay = floor / (2.0 * least_decay)
-    seq_layout = SequenceLayout(VARLEN, reversed=True)
+    INPUT, VARLEN, (scorer_registers, consumer_registers) = config.dtype, config.varlen, REGISTERS
+    seq_layout, token_channels = SequenceLayout(VARLEN, reversed=True), TokenChannels(INPUT, HALF)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
     STATE, STATE_OPERAND = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
-    SUMS, OPERAND = rt(16, BLOCK, fp32), rt(16, BLOCK, INPUT)
     ROWS, ROW_OPERAND, OUT = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, HALF, fp32)
     CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # b of a consumer's channels, which overwrites S
     HALF_OPERAND = rt(16, HALF, INPUT)
@@ -186,54 +173,10 @@ def make(config: Config):
             s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
 
     @inlined
-    def sum_gates(gates, wg, block):
-        """The sums of a block's gates, in powers of 2, channels by tokens."""
-        x = warpgroup.load_transposed(subtile(gates, BLOCK, block, HALF, wg), SUMS, fenced=False)
-        return turned(cumsum(turned(where(less(x, FLOOR), BELOW_FLOOR * LOG2_E, x * LOG2_E))))
-
-    @inlined
-    def choose_references(b_0, b_1):
-        """(r of both blocks, each less b before the block; r_1 - r_0; r_1; the reference of keys; b_last). b_0, b_1: the sums
-        of each block's own gates."""
-        first, last_0 = column(b_0, 0), column(b_0, BLOCK - 1)
-        r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * floor_per_decay, first)
-        first, last = column(b_1, 0), column(b_1, BLOCK - 1)
-        least = minimum(least, minimum((last - first) * floor_per_decay, first))
-        r_1, last = (last_0 * 2.0 + first + last) * 0.25 // 1 * 2.0, last_0 + last
-        strong = less(least, float32(floor))
-        r_0, r_1, end = where(strong, 0.0, r_0), where(strong, 0.0, r_1), where(strong, fp32(fp16(last)), 0.0)
-        return r_0, r_1 - last_0, r_1 - r_0, r_1, end, last
-
-    @inlined
     def dot_states(ds, states, half):
         """<S, dS> of each channel, over half of the columns of values."""
         state_operand = warpgroup.load_transposed(subtile(states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True)
         return row_sum(columns(ds, CHUNK, half) * fp32(state_operand))
-
-    @inlined
-    def load_block(tile, block):
-        """A warp's channels of a block's tokens, transposed."""
-        return warpgroup.load_transposed(subtile(tile, BLOCK, block), OPERAND, fenced=False, recompute=True)
-
-    @inlined
-    def factor(queries, keys, b, r, end, block, scale):
-        """Write q' over q and k* over k, in a warp's channels of a block."""
-        x = INPUT(fp32(load_block(queries, block)) * (exp2(b - r) * scale))
-        warpgroup.store_transposed(subtile(queries, BLOCK, block), x, True)
-        x = INPUT(fp32(load_block(keys, block)) * exp2(end + r - b))
-        warpgroup.store_transposed(subtile(keys, BLOCK, block), x, True)
-        return x
-
-    @inlined
-    def decay_twice(x, root):
-        """x times D = root^2, exactly, as D is a power of 2."""
-        factor = INPUT(ones(SUMS) * root)
-        return x * factor * factor
-
-    @inlined
-    def decay_queries(queries, block, decay):
-        """q' of a block, transposed, times a power of 2 for each channel, exactly."""
-        return load_block(queries, block) * INPUT(ones(SUMS) * decay)
 
     @inlined
     def store_block(gOut, tile, x, block, at):
@@ -249,12 +192,10 @@ def make(config: Config):
         """Store dQ and dK of a block, and write q dq - k dk over dS. gradients: dq and dk without the factors exp(c) and
         exp(-c)."""
         (gDQ, gDK), (dq, dk), (queries, keys, sums, dot_tile), (references, ends) = arrays, gradients, tiles, vectors
-        x = dq * fp32(load_block(queries, block)) - dk * fp32(load_block(keys, block))
+        x = dq * fp32(token_channels.load_block(queries, block)) - dk * fp32(token_channels.load_block(keys, block))
         warpgroup.store_transposed(subtile(dot_tile, BLOCK, block), x)
-        channel, b = (
-            int32(4 * warpgroup.id() + warpgroup.rank()),
-            warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False),
-        )
+        channel = int32(4 * warpgroup.id() + warpgroup.rank())
+        b = warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False)
         r = load(subtile(references, 16, int32(KEYS // 16 * block + channel)), SUMS.col_vec)
         store_block(gDQ, queries, dq * (exp2(b - r) * scale), block, at)
         store_block(gDK, keys, dk * exp2(load(subtile(ends, 16, channel), SUMS.col_vec) + r - b), block, at)
@@ -385,8 +326,8 @@ def make(config: Config):
                     clear_tails((q.wait(j), k.wait(j)), remaining)
                     clear_tails((gates,), remaining)
                     warpgroup.sync_several(CONSUMERS)
-                b_0, b_1 = sum_gates(gates, wg, 0), sum_gates(gates, wg, 1)
-                r_0, r_1, between, r_1_total, end, last = choose_references(b_0, b_1)
+                b_0, b_1 = token_channels.sum_gates(gates, wg, 0), token_channels.sum_gates(gates, wg, 1)
+                r_0, r_1, between, r_1_total, end, last = token_channels.choose_references(b_0, b_1)
                 if j > 0:
                     warpgroup.store_wait()
                     q.release(j - 1)
@@ -399,9 +340,9 @@ def make(config: Config):
                 store(subtile(references, 16, int32(KEYS // 16 + channel)), r_1)
                 root = exp2(between * 0.5)  # the square root of D, as D may be out of the dtype's range
                 queries, keys = subtile(q.wait(j), CHUNK, 0, HALF, wg), subtile(k.wait(j), CHUNK, 0, HALF, wg)
-                x = decay_twice(factor(queries, keys, b_0, r_0, end, 0, scale), root)
+                x = token_channels.decay_twice(token_channels.decay_block(queries, keys, b_0, r_0, end, 0, scale), root)
                 warpgroup.store_transposed(subtile(first_keys, BLOCK, 0, HALF, wg), x, True)
-                factor(queries, keys, b_1, r_1, end, 1, scale)
+                token_channels.decay_block(queries, keys, b_1, r_1, end, 1, scale)
                 warpgroup.sync()
                 FACTORS_READY.arrive(0)
                 g.release(j)
@@ -412,8 +353,8 @@ def make(config: Config):
                 carried = (dot_states(ds, states, 0) + dot_states(ds, states, 1)) * exp2(end + r_1_total)
                 dk_0, dk_1 = warpgroup.wait(dk_0, newer=1), warpgroup.wait(dk_1)
                 v.release(j)
-                carried_dots = row_sum(dk_0 * fp32(load_block(keys, 0))) * root * root
-                carried_dots = carried_dots + row_sum(dk_1 * fp32(load_block(keys, 1)))
+                carried_dots = row_sum(dk_0 * fp32(token_channels.load_block(keys, 0))) * root * root
+                carried_dots = carried_dots + row_sum(dk_1 * fp32(token_channels.load_block(keys, 1)))
                 store(subtile(chunk_gate_gradients, 16, channel), carried_dots + carried)
                 dq_0 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 0))
                 dq_1 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 1))
@@ -432,9 +373,9 @@ def make(config: Config):
                 dq_1 = warpgroup.mma_AtBt(dq_1 * root * root, subtile(keys, BLOCK, 1), subtile(scores, BLOCK, 1, BLOCK, 1))
                 dk_0 = warpgroup.mma_AtB(dk_0 * root * root, subtile(queries, BLOCK, 0), subtile(scores, BLOCK, 0, BLOCK, 0))
                 second_decay = first_decay * root * root
-                x = decay_queries(queries, 0, first_decay)
+                x = token_channels.load_decayed(queries, 0, first_decay)
                 ds = warpgroup.mma_AB(ds * (second_decay * exp2(end)), x, subtile(douts, BLOCK, 0))
-                y = decay_queries(queries, 1, second_decay)
+                y = token_channels.load_decayed(queries, 1, second_decay)
                 ds = warpgroup.mma_AB(ds, y, subtile(douts, BLOCK, 1))
                 dq_0, dk_1 = warpgroup.wait(dq_0, newer=5), warpgroup.wait(dk_1, newer=4)
                 dq_1, dk_0 = warpgroup.wait(dq_1, newer=3), warpgroup.wait(dk_0, newer=2)
