@@ -24,7 +24,6 @@ from numpy import int32
 
 from ops import (
     col_index,
-    columns,
     count_up,
     divmod,
     equal,
@@ -37,18 +36,17 @@ from ops import (
     tile_sum,
     tma_add,
     tma_store,
-    truncate,
     wait_count,
     warpgroup,
     where,
-    zeros,
 )
 from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
-from ..parts.recurrent.gates import COL_VEC, TILE
+from ..parts.recurrent.delta_gradient_sums import DeltaGradientSums
+from ..parts.recurrent.gates import TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 from .delta_gradients_hopper import CONSUMERS, DKDQ, FENCED, OUTPUTS, PRODUCER, REGISTERS, STATE_WARPS, WARPS, GradientTiles
 
@@ -83,7 +81,7 @@ def make(config: Config):
     INPUT, WITH_GATES, ADDS, chunk_vectors = config.dtype, config.with_gates, config.adds_heads, ChunkVectors(config.gated)
     ONE_TURN = WITH_GATES  # for dQ and dK together: the warp that stores waits less, but a head follows the one before later
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
-    PANEL_ROWS, KEY_PANELS = rt(16, 64, INPUT), config.key_dim // 64
+    row_sums = DeltaGradientSums(config.key_dim, INPUT)
     seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
     KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
@@ -114,28 +112,6 @@ def make(config: Config):
         n = seq.num_chunks()
         last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
         return slot, head, seq, n, last_chunk, seq.chunk_start(0)
-
-    @inlined
-    def add_up(parts, first, step, count):
-        """The sum of `count` parts of 16 numbers of a shared vector, each `step` parts behind the one before."""
-        total = zeros(COL_VEC)
-        for part in range(count):
-            total = total + load(subtile(parts, 16, int32(first + step * part)), COL_VEC)
-        return total
-
-    @inlined
-    def dot_panel(x, tile, panel):
-        """rowsum(x * tile) of 64 columns."""
-        rows = warpgroup.load(subtile(tile, CHUNK, 0, 64, panel), PANEL_ROWS, fenced=False)
-        return row_sum(columns(x, 64, panel) * fp32(rows))
-
-    @inlined
-    def dot_rows(x, tile):
-        """rowsum(x * tile), by panels of 64 columns."""
-        dots = dot_panel(x, tile, 0)
-        if KEY_PANELS > 1:
-            dots = dots + dot_panel(x, tile, 1)
-        return dots
 
     @inlined
     def store_output(out, gOut, at, index, member):
@@ -185,13 +161,9 @@ def make(config: Config):
                 for j in range(n):
                     token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
                     vector_tile, parts = vectors.wait(j), value_sums.wait(j)
-                    for i in range(WARPS):
-                        at = seq.batch, int32(token + 16 * i), head
-                        beta = load(subtile(vector_tile, 16, int32(WARPS * BETA + i)), COL_VEC)
-                        dbeta = load(subtile(parts, 16, i), COL_VEC) / beta
-                        store(truncate(gDBeta, 1, seq.end), dbeta, at, cols=1)
+                    row_sums.store_beta_gradients(gDBeta, seq, head, token, vector_tile, parts)
                     if WITH_GATES:
-                        gStateDots[chunk, head, 0] = tile_sum(add_up(parts, WARPS, 1, STATE_WARPS))
+                        gStateDots[chunk, head, 0] = tile_sum(row_sums.add_up(parts, WARPS, STATE_WARPS))
                     vectors.release(j)
                     value_sums.release(j)
             elif warpgroup.rank() == 2:
@@ -211,11 +183,8 @@ def make(config: Config):
             elif WITH_GATES:
                 for j in range(n):
                     token, chunk, parts = int32(last_token - CHUNK * j), int32(last_chunk - j), key_sums.wait(j)
-                    for i in range(WARPS):
-                        at = seq.batch, int32(token + 16 * i), head
-                        r = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
-                        store(truncate(gDots, 1, seq.end), r, at, cols=1)
-                    gCarriedDots[chunk, head, 0] = tile_sum(add_up(parts, 2 * WARPS, 1, WARPS))
+                    row_sums.store_differences(gDots, seq, head, token, parts)
+                    gCarriedDots[chunk, head, 0] = tile_sum(row_sums.add_up(parts, 2 * WARPS, WARPS))
                     key_sums.release(j)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
@@ -238,7 +207,7 @@ def make(config: Config):
                 queries = q.wait(j)
                 if WITH_GATES:
                     sums = key_sums.claim(j)
-                    warpgroup.store(subtile(sums, CHUNK, 0), dot_rows(dq, queries))
+                    warpgroup.store(subtile(sums, CHUNK, 0), row_sums.dot_rows(dq, queries))
                 warpgroup.store(out.claim(OUTPUTS * j), dq)
                 out.publish(OUTPUTS * j, FENCED)
                 dk_write = warpgroup.mm_AB(e.wait(j), ds.wait(j))
@@ -248,12 +217,12 @@ def make(config: Config):
                 e.release(j)
                 ds.release(j)
                 if WITH_GATES:
-                    warpgroup.store(subtile(sums, CHUNK, 2), dot_rows(dk_write, keys))
+                    warpgroup.store(subtile(sums, CHUNK, 2), row_sums.dot_rows(dk_write, keys))
                 dk_write = warpgroup.mma_AtB(warpgroup.mma_AtB(dk_write, dp, queries), g, keys)
                 dk_write = warpgroup.wait(dk_write)
                 scores.release(j)
                 if WITH_GATES:
-                    warpgroup.store(subtile(sums, CHUNK, 1), dot_rows(dk_write - dk_read, keys))
+                    warpgroup.store(subtile(sums, CHUNK, 1), row_sums.dot_rows(dk_write - dk_read, keys))
                     key_sums.publish(j)
                 vectors.release(j)  # its fence is that of all loads of this warp
                 q.release(j)
@@ -292,7 +261,7 @@ def make(config: Config):
                 dv_t = fp32(warpgroup.load_transposed(subtile(dvs, CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
                 dv_t = INPUT(dv_t * chunk_vectors.decay_cols(-1.0, vector_tile, DECAY))
                 if WITH_GATES:
-                    dots = dot_rows(ds_t, subtile(s.wait(j), COLUMNS, wg))
+                    dots = row_sums.dot_rows(ds_t, subtile(s.wait(j), COLUMNS, wg))
                     store(subtile(sums, 16, int32(WARPS + WARPS * wg + warpgroup.rank())), dots)
                 value_sums.publish(j)
                 ds_t = chunk_vectors.decay_state(ds_t, vector_tile)
