@@ -19,8 +19,8 @@ def host_inputs(dtype=BF16, shape=SHAPE):
     return [rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(3)]
 
 
-def judge(got, inputs, **options):
-    reference.assert_close(got, reference.forward(*inputs, **options)[0], reference.forward_low(*inputs, **options)[0])
+def judge(actual, inputs, **options):
+    reference.assert_close(actual, reference.forward(*inputs, **options)[0], reference.forward_low(*inputs, **options)[0])
 
 
 def to_torch(x, device="cuda"):

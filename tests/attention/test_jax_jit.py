@@ -89,10 +89,10 @@ CALLS = {
 every_call = pytest.mark.parametrize("name", CALLS)
 
 
-def assert_same(got, expected):
-    got, expected = jax.tree.leaves(got), jax.tree.leaves(expected)
-    assert len(got) == len(expected) > 0
-    for x, y in zip(got, expected):
+def assert_same(actual, expected):
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    assert len(actual) == len(expected) > 0
+    for x, y in zip(actual, expected):
         assert isinstance(x, jax.Array) and (x.shape, x.dtype, x.devices()) == (y.shape, y.dtype, y.devices())
         assert jnp.array_equal(x, y)
 
@@ -130,8 +130,8 @@ def test_vmap():
     with jax.default_device(CPU):
         q, k, v = qkv()
         many = jnp.stack([q, -q, 2 * q])
-        got = jax.jit(jax.vmap(attention.forward, (0, None, None)))(many, k, v)
-        assert_same(got, jnp.stack([attention.forward(x, k, v) for x in many]))
+        actual = jax.jit(jax.vmap(attention.forward, (0, None, None)))(many, k, v)
+        assert_same(actual, jnp.stack([attention.forward(x, k, v) for x in many]))
 
 
 def test_what_is_wrong_is_said_when_the_call_is_traced():
@@ -180,14 +180,14 @@ def test_gradients(options, of):
         loss = summed(None if of == "lse" else dout.astype(jnp.float32), dlse, **options)
         inputs = [*arrays, *[sink] * (sink is not None)]
         places = tuple(range(len(inputs)))
-        got = jax.grad(loss, places)(*inputs)
+        actual = jax.grad(loss, places)(*inputs)
         for way in jax.jit(jax.grad(loss, places)), jax.grad(jax.jit(loss), places), jax.grad(jax.checkpoint(loss), places):
-            assert_same(way(*inputs), got)
+            assert_same(way(*inputs), actual)
         inputs = [np.asarray(x) for x in (dout * (of != "lse"), *arrays)]
         options |= {} if dlse is None else {"dlse": np.asarray(dlse)}
         options |= {} if sink is None else {"sink": np.asarray(sink)}
         ref, low = (f(*inputs, **options) for f in (reference.backward, reference.backward_low))
-        for *three, name in zip(got, ref, low, ("dq", "dk", "dv", "dsink")):
+        for *three, name in zip(actual, ref, low, ("dq", "dk", "dv", "dsink")):
             reference.assert_close(*map(np.asarray, three), factor=3, name=name)
 
 
@@ -199,11 +199,11 @@ def test_gradients_of_norms():
         def loss(q, a, b, c):
             return attention.forward(q, *arrays[1:], q_norm=(a, b), k_norm=c).astype(jnp.float32).sum()
 
-        got = jax.grad(loss, (0, 1, 2, 3))(arrays[0], *norms)
-        assert_same(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(arrays[0], *norms), got)
+        actual = jax.grad(loss, (0, 1, 2, 3))(arrays[0], *norms)
+        assert_same(jax.jit(jax.grad(loss, (0, 1, 2, 3)))(arrays[0], *norms), actual)
         dout, options = np.ones((1, TOKENS, 2, HEAD), arrays[0].dtype), {"q_norm": norms[:2], "k_norm": norms[2]}
         dq, _, _, (da, db), dc = reference.backward(dout, *arrays, **options)
-        for x, y, like in zip(got, (dq, da, db, dc), (arrays[0], *norms), strict=True):
+        for x, y, like in zip(actual, (dq, da, db, dc), (arrays[0], *norms), strict=True):
             assert (x.shape, x.dtype) == (like.shape, like.dtype)
             np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
 
@@ -220,15 +220,15 @@ def test_gradients_of_what_scores_read():
             inputs = dict(alibi=alibi, bias=bias, aux=(table, places), **options)
             return attention.forward(q, k, v, **inputs, **more).astype(jnp.float32).sum()
 
-        got = jax.grad(loss, (0, 1, 2))(*learned)
+        actual = jax.grad(loss, (0, 1, 2))(*learned)
         alike = dict(alibi=learned[0], bias=learned[1], aux=(learned[2], places))
         lists = attention.block_lists(q, k, v, **alike, **options)
         for way in jax.jit(jax.grad(loss, (0, 1, 2))), jax.grad(partial(loss, blocks=lists), (0, 1, 2)):
-            assert_same(way(*learned), got)
+            assert_same(way(*learned), actual)
         alibi, bias, table, *others = (np.asarray(x) for x in (*learned, q, k, v, places))
         inputs = dict(alibi=alibi, bias=bias, aux=(table, others[3]), dalibi=True, dbias=True, daux=True, **options)
         *_, dbias, dalibi, dtable = reference.backward(np.ones_like(others[0]), *others[:3], **inputs)
-        for x, y in zip(got, (dalibi, dbias, dtable), strict=True):
+        for x, y in zip(actual, (dalibi, dbias, dtable), strict=True):
             np.testing.assert_allclose(np.asarray(x, float), y, rtol=2**-5, atol=2**-3)
 
 

@@ -68,9 +68,9 @@ def plain(module, x, positions=None):
     return torch.nn.functional.linear(out.transpose(1, 2).flatten(-2), W["out.weight"], W.get("out.bias"))
 
 
-def assert_near(got, expected, name):
+def assert_near(actual, expected, name):
     """Close within the precision of bfloat16."""
-    assert (got.double() - expected).abs().max() < 0.03 * expected.abs().max() + 1e-6, name
+    assert (actual.double() - expected).abs().max() < 0.03 * expected.abs().max() + 1e-6, name
 
 
 @every_case
@@ -138,8 +138,8 @@ def test_compiles_whole(name):
     module, options, x, _ = made(name)
     expected = torch.autograd.grad(module(x, **options).float().square().sum(), [x, *module.parameters()])
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    got = torch.autograd.grad(compiled(x, **options).float().square().sum(), [x, *module.parameters()])
-    for a, b in zip(got, expected, strict=True):
+    actual = torch.autograd.grad(compiled(x, **options).float().square().sum(), [x, *module.parameters()])
+    for a, b in zip(actual, expected, strict=True):
         assert_near(a, b.double(), "gradient")
 
 
@@ -179,10 +179,10 @@ def test_positions_that_are_learned(head_dim):
     """Transforms that our fused function does not support take torch's own steps."""
     module = Attention(DIM, 1, head_dim=head_dim, rotary=100.0, dtype=torch.bfloat16)
     x, positions = torch.randn(1, TOKENS, DIM).bfloat16(), torch.rand(TOKENS, requires_grad=True)
-    (got,) = torch.autograd.grad(module(x, positions).float().square().sum(), positions)
+    (actual,) = torch.autograd.grad(module(x, positions).float().square().sum(), positions)
     exact = positions.detach().double().requires_grad_()
     out = plain(module.double(), x.double(), exact)
-    assert_near(got, torch.autograd.grad(out.square().sum(), exact)[0], "positions")
+    assert_near(actual, torch.autograd.grad(out.square().sum(), exact)[0], "positions")
 
 
 class Halved(torch.nn.RMSNorm):

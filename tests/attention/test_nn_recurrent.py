@@ -146,9 +146,9 @@ def plain(layer, x):
     return PLAIN[type(layer)](layer, x)
 
 
-def assert_near(got, expected, name="out", limit=0.03):
+def assert_near(actual, expected, name="out", limit=0.03):
     """Close within the precision of bfloat16, by the root of the mean square."""
-    error = (got.double() - expected).square().mean().sqrt()
+    error = (actual.double() - expected).square().mean().sqrt()
     assert error <= limit * expected.square().mean().sqrt() + 1e-9, f"{name}: {error / expected.square().mean().sqrt():.3g}"
 
 
@@ -214,8 +214,8 @@ def test_compiles_whole(name):
     loss = lambda layer: layer(x).float().square().sum()
     leaves = [x, *layer.parameters()]
     expected = torch.autograd.grad(loss(layer), leaves)
-    got = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True, backend="aot_eager")), leaves)
-    for a, b in zip(got, expected, strict=True):
+    actual = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True, backend="aot_eager")), leaves)
+    for a, b in zip(actual, expected, strict=True):
         assert_near(a, b.double(), "gradient")
 
 

@@ -37,7 +37,7 @@ def test_torch_tensors_that_require_grad(of, options, device):
     def loss(q, k, v):
         return of_results(*attention.forward(q, k, v, return_lse=True, **options))
 
-    got = torch.autograd.grad(loss(*inputs), inputs)
+    outputs = torch.autograd.grad(loss(*inputs), inputs)
     out, lse = (x.detach() for x in attention.forward(*inputs, return_lse=True, **options))
     dout, dlse = gradients(out, lse)
     expected = attention.backward(dout, *inputs, out, lse, dlse=dlse, **options)
@@ -46,7 +46,7 @@ def test_torch_tensors_that_require_grad(of, options, device):
     again = torch.autograd.grad(compiled(*inputs), inputs)
     checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *inputs, use_reentrant=False)
     functional = torch.func.grad(loss, (0, 1, 2))(*[x.detach() for x in inputs])
-    for one in (got, again, torch.autograd.grad(checkpoint_loss, inputs), functional):
+    for one in (outputs, again, torch.autograd.grad(checkpoint_loss, inputs), functional):
         for x, y in zip(one, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
@@ -93,10 +93,10 @@ def test_lse_of_a_query_that_sees_nothing_has_no_part_in_gradients(options):
     torch = pytest.importorskip("torch")
     q, (k, v) = torch_inputs(1, 1, 24, 64)[0], torch_inputs(1, 1, 16, 64)[:2]
     out, lse = attended(q, k, v, causal=True, **options)
-    got = torch.autograd.grad(out.float().sum() + lse.square().sum() + (lse - lse).sum(), (q, k, v))
+    outputs = torch.autograd.grad(out.float().sum() + lse.square().sum() + (lse - lse).sum(), (q, k, v))
     out, lse = attended(q[..., 8:, :], k, v, causal=True, **options)
     expected = torch.autograd.grad(out.float().sum() + lse.square().sum(), (q, k, v))
-    for x, y in zip(got, expected, strict=True):
+    for x, y in zip(outputs, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
     sink = torch.tensor([0.5], requires_grad=True)
     of_sink, of_keys = attended(q, k, v, causal=True, sink=sink, **options)[1].split([8, 16], -1)
@@ -178,8 +178,9 @@ def test_one_tensor_in_two_places(case):
 
     inputs = (q, k, v) if options else (k,)
     expected = torch.autograd.grad(once(q, k, v).float().square().sum(), inputs)
-    got = torch.autograd.grad(torch.compile(once, fullgraph=True, backend="aot_eager")(q, k, v).float().square().sum(), inputs)
-    for x, y in zip(got, expected, strict=True):
+    compiled = torch.compile(once, fullgraph=True, backend="aot_eager")
+    outputs = torch.autograd.grad(compiled(q, k, v).float().square().sum(), inputs)
+    for x, y in zip(outputs, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 
@@ -213,12 +214,12 @@ def test_torch_tensors_with_options(case):
     def loss(q, k, v):
         return attention.forward(q, k, v, **options).float().square().sum()
 
-    got = torch.autograd.grad(loss(*inputs), inputs)
+    outputs = torch.autograd.grad(loss(*inputs), inputs)
     again = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(*inputs), inputs)
     with torch.no_grad():
         out, lse = attention.forward(*inputs, return_lse=True, **options)
         expected = attention.backward((2 * out.float()).bfloat16(), *inputs, out, lse, **options)
-    for x, y, z in zip(got, again, expected, strict=True):
+    for x, y, z in zip(outputs, again, expected, strict=True):
         torch.testing.assert_close(x, z, rtol=2**-6, atol=2**-8)
         torch.testing.assert_close(y, z, rtol=2**-6, atol=2**-8)
 
@@ -382,8 +383,8 @@ def test_lists_that_are_made_where_a_gradient_is_to_come():
     call_options = dict(mask=lambda b, h, i, j, docs: docs[i] == docs[j], aux=(docs,))
     expected = torch.autograd.grad(attention.forward(*inputs, **call_options).float().square().sum(), inputs)
     lists = attention.block_lists(*inputs, **call_options)
-    got = torch.autograd.grad(attention.forward(*inputs, blocks=lists, **call_options).float().square().sum(), inputs)
-    for x, y in zip(got, expected, strict=True):
+    outputs = torch.autograd.grad(attention.forward(*inputs, blocks=lists, **call_options).float().square().sum(), inputs)
+    for x, y in zip(outputs, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-8)
 
 

@@ -250,8 +250,8 @@ def test_inductor(name, mode):
         again = cloned((args, options))
         expected = function(*args, **options)
         torch.compiler.cudagraph_mark_step_begin()
-        got = compiled(*again[0], **again[1])
-        assert_same(cloned((got, again)), cloned((expected, args, options)))  # what is written in place, too
+        actual = compiled(*again[0], **again[1])
+        assert_same(cloned((actual, again)), cloned((expected, args, options)))  # what is written in place, too
 
 
 @pytest.mark.gpu
@@ -262,13 +262,13 @@ def test_cuda_graph(name):
     function(*args, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = function(*args, **options)
+        actual = function(*args, **options)
     for x, y in zip(leaves((args, options)), leaves(before)):
         if isinstance(x, torch.Tensor):
             x.copy_(y)
     graph.replay()
     expected = function(*before[0], **before[1])
-    assert_same((got, cloned((args, options))), (expected, before))
+    assert_same((actual, cloned((args, options))), (expected, before))
 
 
 # ---- whole steps of training -----------------------------------------------------------------------------------------

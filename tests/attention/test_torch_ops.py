@@ -36,8 +36,8 @@ def test_compiles_whole(name):
     again = cloned((args, options))
     expected = function(*args, **options)
     torch._dynamo.reset()
-    got = torch.compile(function, fullgraph=True, backend="aot_eager")(*again[0], **again[1])
-    assert_same((got, again), (expected, (args, options)))  # a state is written in place, all else as it was
+    actual = torch.compile(function, fullgraph=True, backend="aot_eager")(*again[0], **again[1])
+    assert_same((actual, again), (expected, (args, options)))  # a state is written in place, all else as it was
 
 
 @every_call
@@ -47,8 +47,8 @@ def test_fakes_are_like_the_real(name):
     mode = torch._subclasses.FakeTensorMode()
     fakes = torch.utils._pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, options))
     with mode:
-        got = function(*fakes[0], **fakes[1])
-    for x, y in zip(leaves(got), leaves(expected), strict=True):
+        actual = function(*fakes[0], **fakes[1])
+    for x, y in zip(leaves(actual), leaves(expected), strict=True):
         assert (x.shape, x.dtype, x.stride()) == (y.shape, y.dtype, y.stride())
 
 

@@ -67,8 +67,8 @@ def test_vmap_where_a_mask_counts_batches():
 def test_vmap_in_vmap():
     q, k, v = Inputs().qkv()
     q, k = torch.stack([q, 2 * q]), torch.stack([k, -k, k / 2])
-    got = torch.vmap(lambda q: torch.vmap(lambda k: attention.forward(q, k, v))(k))(q)
-    assert_same(got, torch.stack([torch.stack([attention.forward(a, b, v) for b in k]) for a in q]))
+    actual = torch.vmap(lambda q: torch.vmap(lambda k: attention.forward(q, k, v))(k))(q)
+    assert_same(actual, torch.stack([torch.stack([attention.forward(a, b, v) for b in k]) for a in q]))
 
 
 @pytest.mark.parametrize("name", ["linear, state", "mamba2", "hedgehog", "delta_rule", "linear, sequences", "linear, sums"])
@@ -107,8 +107,8 @@ def test_gradients_of_weights_for_each_element(name):
     function, weights, shapes = SHARED[name]
     weights, tokens = torch.rand(weights), [torch.randn(2, *shape).bfloat16() for shape in shapes]
     gradient = torch.func.grad(lambda *arrays: function(*arrays).float().square().sum())
-    got = torch.vmap(gradient, (None, *[0] * len(tokens)))(weights, *tokens)
-    assert_same(got, torch.stack([gradient(weights, *[x[n] for x in tokens]) for n in range(2)]))
+    actual = torch.vmap(gradient, (None, *[0] * len(tokens)))(weights, *tokens)
+    assert_same(actual, torch.stack([gradient(weights, *[x[n] for x in tokens]) for n in range(2)]))
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -117,8 +117,8 @@ def test_vmap_writes_a_state_in_place(dim):
     states = torch.stack([state, -state], dim)
     again = states.clone()
     expected = mapped(attention.linear_step, (dim, None, None, None), (states, q, k, v))
-    got = torch.vmap(attention.linear_step, (dim, None, None, None))(again, q, k, v)
-    assert_same([got, again], [*expected, states])
+    actual = torch.vmap(attention.linear_step, (dim, None, None, None))(again, q, k, v)
+    assert_same([actual, again], [*expected, states])
     with pytest.raises(ValueError, match="state: is written in place, so it must be mapped over"):
         torch.vmap(attention.linear_step, (None, 0, None, None))(state, torch.stack([q, q]), k, v)
 
@@ -127,5 +127,5 @@ def test_vmap_writes_a_state_in_place(dim):
 def test_vmap_on_the_card():
     q, k, v = Inputs("cuda", batch=2, heads=4, tokens=200).qkv()
     q, v = torch.stack([q, -q, 2 * q]), torch.stack([v, -v, 2 * v], 2)
-    got = torch.vmap(attention.forward, (0, None, 2))(q, k, v)
-    assert_same(got, mapped(attention.forward, (0, None, 2), (q, k, v))[0])
+    actual = torch.vmap(attention.forward, (0, None, 2))(q, k, v)
+    assert_same(actual, mapped(attention.forward, (0, None, 2), (q, k, v))[0])

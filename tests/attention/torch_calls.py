@@ -358,12 +358,12 @@ def leaves(tree):
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def assert_same(got, expected):
+def assert_same(actual, expected):
     """The results have equal numbers, shapes, dtypes and strides. (Decays of heads that torch computes differ by a
     rounding.)"""
-    got, expected = leaves(got), leaves(expected)
-    assert len(got) == len(expected) > 0
-    for x, y in zip(got, expected):
+    actual, expected = leaves(actual), leaves(expected)
+    assert len(actual) == len(expected) > 0
+    for x, y in zip(actual, expected):
         assert (x.shape, x.dtype, x.stride(), x.device) == (y.shape, y.dtype, y.stride(), y.device)
         torch.testing.assert_close(x, y)
 

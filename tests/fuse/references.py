@@ -6,7 +6,7 @@ from fuse.language.evaluate import NumPyArithmetic, evaluate
 from tiles.testing import assert_close
 
 
-def compare(kernel, arrays, got, factor=2):
+def compare(kernel, arrays, outputs, factor=2):
     """The error rule: the error may be `factor` times that of the definition with each step rounded to the arrays' dtype."""
     arrays = kernel._arguments(tuple(arrays))
     actual, shapes = kernel.trace(arrays), kernel._shapes(arrays)
@@ -14,5 +14,5 @@ def compare(kernel, arrays, got, factor=2):
     dtype = next(x.dtype for x in arrays if hasattr(x, "dtype"))
     wide = {name: np.asarray(x, np.float64) for name, x in inputs.items()}
     ref, low = evaluate(actual.roots, wide, NumPyArithmetic(np.float64)), evaluate(actual.roots, inputs, NumPyArithmetic(dtype))
-    for y, r, d in zip(got if isinstance(got, tuple) else (got,), ref, low, strict=True):
+    for y, r, d in zip(outputs if isinstance(outputs, tuple) else (outputs,), ref, low, strict=True):
         assert_close(y, r, d, factor=factor)

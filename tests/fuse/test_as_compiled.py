@@ -72,8 +72,8 @@ def test_sums_over_rows():
     """The partial sums of blocks, and their total, agree with the interpreter's."""
     gradient, vector = operators.residual_layer_norm.gradient, matrix(512)
     arrays = matrix(3, 512), matrix(3, 512), vector, vector, matrix(3, 512), matrix(3, 512)
-    for got, want in zip(ptx(gradient.run, *arrays), gradient.run(*arrays), strict=True):
-        assert np.abs(got.astype(float) - want.astype(float)).max() <= 2**-7 * np.abs(want.astype(float)).max()
+    for actual, want in zip(ptx(gradient.run, *arrays), gradient.run(*arrays), strict=True):
+        assert np.abs(actual.astype(float) - want.astype(float)).max() <= 2**-7 * np.abs(want.astype(float)).max()
 
 
 def test_parts_of_keys_are_joined():

@@ -33,9 +33,9 @@ def test_leading_axes_that_are_no_rows(run):
     (x,) = sample((2, 6, 40))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        got = run(x)
+        outputs = run(x)
     wide = x.astype(np.float64)
-    assert got.shape == (2, 6, 6) and np.allclose(got.astype(np.float64), wide @ wide.swapaxes(1, 2), atol=0.5)
+    assert outputs.shape == (2, 6, 6) and np.allclose(outputs.astype(np.float64), wide @ wide.swapaxes(1, 2), atol=0.5)
 
 
 PLAIN = fuse.kernel(lambda q, k, v: fuse.attention(q, k, v, 0.125))
@@ -156,10 +156,10 @@ def test_attention(kernel):
     text = kernel.source(*arrays)
     name = "decode" if kernel in (normed, normed_keys) else "forward"
     assert f"attention.{name}(" in text and text.count("@cuda.jit") == AHEAD.get(kernel, 0)
-    got = kernel.run(*arrays)
-    compare(kernel, arrays, got)
-    said, got = kernel(*arrays).astype(np.float32), got.astype(np.float32)
-    assert np.abs(said - got).max() <= 0.02 * np.abs(said).max()
+    outputs = kernel.run(*arrays)
+    compare(kernel, arrays, outputs)
+    said, outputs = kernel(*arrays).astype(np.float32), outputs.astype(np.float32)
+    assert np.abs(said - outputs).max() <= 0.02 * np.abs(said).max()
 
 
 @pytest.mark.parametrize("kernel", [causal, normed_keys, rotated, block_of_heads], ids=lambda kernel: kernel.name)
@@ -184,8 +184,8 @@ def test_what_attention_does_not_take(name):
     definition, shapes = NOT_ATTENTION[name]
     kernel, arrays = fuse.kernel(definition), sample(*shapes)
     with pytest.warns(RuntimeWarning, match="no template computes|multiples of 16 bytes"):
-        got = kernel.run(*arrays)
-    assert np.abs((got - kernel(*arrays)).astype(np.float32)).max() <= 0.1
+        outputs = kernel.run(*arrays)
+    assert np.abs((outputs - kernel(*arrays)).astype(np.float32)).max() <= 0.1
 
 
 HEADS = next(rule for rule in rules.RULES if "heads" in rule.name)

@@ -33,9 +33,9 @@ def test_forms(form, rows, card, monkeypatch):
     definition, axes = FORMS[form]
     kernel, arrays = fuse.kernel(definition), [normal(*[LENGTHS.get(one, rows) for one in its]) for its in axes]
     arrays = [x.astype(np.float32) if its == "e11" else x for x, its in zip(arrays, axes)]
-    got = kernel.run(*arrays)
-    assert got.shape == (2, rows, 40)
-    compare(kernel, arrays, got)
+    actual = kernel.run(*arrays)
+    assert actual.shape == (2, rows, 40)
+    compare(kernel, arrays, actual)
 
 
 @pytest.mark.parametrize("rows", [3, 70])

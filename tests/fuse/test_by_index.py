@@ -37,10 +37,10 @@ def test_against_float64(rows, adapters, rank, card, monkeypatch):
     monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.lora_linear_by_index.definition), sample(rows, adapters, rank)
-    got = kernel.run(*arrays, 0.5)
-    compare(kernel, (*arrays, 0.5), got)
+    outputs = kernel.run(*arrays, 0.5)
+    compare(kernel, (*arrays, 0.5), outputs)
     right = wanted(*arrays, 0.5)
-    assert np.abs(got - right).max() <= 2**-6 * np.abs(right).max()
+    assert np.abs(outputs - right).max() <= 2**-6 * np.abs(right).max()
     without = operators.lora_linear_by_index(*arrays, 0.5)[rows // 2]
     assert np.abs(without.astype(float) - right[rows // 2]).max() <= 2**-7 * np.abs(right).max()
 
@@ -112,5 +112,5 @@ def test_one_product_by_itself():
     kernel, (x, _, a, _, index) = fuse.kernel(lambda x, w, index: fuse.matmul_by(x, w, index)), sample(6)
     w = np.ascontiguousarray(a.swapaxes(1, 2))
     with pytest.warns(RuntimeWarning, match="no template computes matmul_by"):
-        got = kernel.run(x, w, index)
-    assert np.abs((got - kernel(x, w, index)).astype(float)).max() <= 0.2
+        outputs = kernel.run(x, w, index)
+    assert np.abs((outputs - kernel(x, w, index)).astype(float)).max() <= 0.2

@@ -23,8 +23,8 @@ def test_quantised_rows(rows, columns):
     want = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * g.astype(np.float64)
     assert np.allclose(scale, np.abs(want).max(-1, keepdims=True) / 448, rtol=1e-5)
     assert (np.abs(q.astype(np.float64)).max(-1) == 448).all()
-    got = q.astype(np.float64) * scale
-    assert (np.abs(got - want) <= np.maximum(np.abs(want) / 16, scale * 2**-10) * 1.001).all()
+    actual = q.astype(np.float64) * scale
+    assert (np.abs(actual - want) <= np.maximum(np.abs(want) / 16, scale * 2**-10) * 1.001).all()
     assert (h == wide.astype(bf16.np)).all()
 
 
@@ -39,12 +39,12 @@ def test_dtypes(dtype):
     """A cast of an intermediate rounds it; fp8 saturates."""
     kernel = fuse.kernel(lambda x: (fuse.cast(x * 300.0, dtype), fuse.cast(x * 0.3, dtype) * 3.0))
     x = normal(5, 72, dtype=fp16)
-    got = kernel.run(x)
+    actual = kernel.run(x)
     wide = x.astype(np.float32)
     want = dtype.round(wide * np.float32(300)), dtype.round(wide * np.float32(0.3)).astype(np.float32) * 3
-    assert got[0].dtype == dtype.np and got[1].dtype == np.float16
-    assert (got[0] == want[0]).all() and (got[1] == want[1].astype(np.float16)).all()
-    assert all((a == b).all() for a, b in zip(kernel(x), got))
+    assert actual[0].dtype == dtype.np and actual[1].dtype == np.float16
+    assert (actual[0] == want[0]).all() and (actual[1] == want[1].astype(np.float16)).all()
+    assert all((a == b).all() for a, b in zip(kernel(x), actual))
 
 
 KERNELS = {  # of a scale, which comes first, so that results have its dtype; each of another form of row maps
@@ -61,9 +61,9 @@ def test_results_of_another_dtype_than_the_arrays(name):
     """Elements read unordered as 16 bits cannot be written as 32 bits, whose order differs."""
     kernel = fuse.kernel(KERNELS[name])
     arrays = np.array([2], np.float32), normal(5, 2048), normal(5, 2048)[::-1].copy()
-    got = kernel.run(*arrays)
-    assert all(y.dtype == np.float32 for y in (got if isinstance(got, tuple) else (got,)))
-    compare(kernel, arrays, got)
+    actual = kernel.run(*arrays)
+    assert all(y.dtype == np.float32 for y in (actual if isinstance(actual, tuple) else (actual,)))
+    compare(kernel, arrays, actual)
 
 
 def test_one_number_a_row():

@@ -45,9 +45,9 @@ def test_against_float64(rows, columns, card, monkeypatch):
     monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")  # test_operators.py has Numba see the kernels
     kernel, arrays = fuse.kernel(operators.linear_cross_entropy.definition), sample(rows, columns)
-    loss, lse = got = kernel.run(*arrays)
+    loss, lse = outputs = kernel.run(*arrays)
     assert loss.dtype == np.float32 and loss.shape == lse.shape == (rows, 1) and loss[0] == lse[0]
-    compare(kernel, arrays, got)
+    compare(kernel, arrays, outputs)
     scores = arrays[0].astype(np.float64) @ arrays[1].astype(np.float64)
     picked = scores[np.arange(rows), np.maximum(arrays[2], 0)] * (arrays[2] >= 0)
     expected = np.log(np.exp(scores).sum(-1)) - picked
@@ -143,6 +143,6 @@ def test_what_is_picked_without_a_product():
     """Picking is then a masked sum of rows."""
     picked = fuse.kernel(lambda x, index: fuse.pick(x, index) * 2.0)
     inputs = normal(3, 40), np.array([1, -1, 5])
-    got = picked.run(*inputs)
+    outputs = picked.run(*inputs)
     assert "a picked element is a masked sum" in picked.explain(*inputs).lower()
-    assert np.allclose(got[:, 0].astype(float), normal(3, 40)[[0, 1, 2], [1, 0, 5]].astype(float) * [2, 0, 2])
+    assert np.allclose(outputs[:, 0].astype(float), normal(3, 40)[[0, 1, 2], [1, 0, 5]].astype(float) * [2, 0, 2])

@@ -80,5 +80,6 @@ def test_what_lies_apart_runs_by_parts():
     """Rows with gaps between them are not viewed as a matrix."""
     x, g, cos, sin = sample((2, 5, 3, 272), (272,), (5, 136), (5, 136))
     with pytest.warns(RuntimeWarning, match="needs a copy"):
-        got = transposed.run(x.swapaxes(1, 2), g, cos, sin)
-    assert np.allclose(got.astype(float), transposed(x.swapaxes(1, 2).copy(), g, cos, sin).astype(float), atol=0.05, rtol=0.05)
+        actual = transposed.run(x.swapaxes(1, 2), g, cos, sin)
+    expected = transposed(x.swapaxes(1, 2).copy(), g, cos, sin).astype(float)
+    assert np.allclose(actual.astype(float), expected, atol=0.05, rtol=0.05)

@@ -18,10 +18,10 @@ DROPPED = fuse.kernel(lambda x, seed, p=0.25: fuse.dropout(x, p, seed) - fuse.me
 def test_what_is_dropped(shape):
     """The dropout of an array of ones is the mask and its factor."""
     ones = np.ones(shape, fp32.np)
-    said, got = fuse.dropout(ones, 0.25, SEED), DROPPED.run(ones, SEED)
-    assert got.shape == shape and (got == said).all() and set(np.unique(got)) <= {0, np.float32(1 / 0.75)}
-    assert (got.reshape(-1, shape[-1]) != 0)[:, 5].tolist() == dropout_mask(
-        int(SEED[0]), 0.25, 0, 0, np.arange(got[..., 0].size), 5
+    said, actual = fuse.dropout(ones, 0.25, SEED), DROPPED.run(ones, SEED)
+    assert actual.shape == shape and (actual == said).all() and set(np.unique(actual)) <= {0, np.float32(1 / 0.75)}
+    assert (actual.reshape(-1, shape[-1]) != 0)[:, 5].tolist() == dropout_mask(
+        int(SEED[0]), 0.25, 0, 0, np.arange(actual[..., 0].size), 5
     ).tolist()
 
 

@@ -40,10 +40,10 @@ def test_of_two_experts(rows, card, monkeypatch):
     monkeypatch.setattr("fuse.planning.definition.card", lambda ordinal: card)
     monkeypatch.setenv("TILES_CHECK", "0")
     kernel, arrays = fuse.kernel(operators.mixture_of_experts.definition), sample(rows)
-    right, got = wanted(*arrays), kernel.run(*arrays)
-    assert np.abs(got - right).max() <= 2**-5 * np.abs(right).max()
+    right, outputs = wanted(*arrays), kernel.run(*arrays)
+    assert np.abs(outputs - right).max() <= 2**-5 * np.abs(right).max()
     assert kernel.source(*arrays).count("@cuda.jit") == 4
-    compare(kernel, arrays, got)
+    compare(kernel, arrays, outputs)
 
 
 def test_top():

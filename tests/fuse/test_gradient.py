@@ -62,11 +62,11 @@ def test_finite_differences(name):
 
     wide = [np.asarray(a, np.float64) for a in (x, y)]
     by = rng.standard_normal(value(*wide).shape).astype(np.float32)
-    for place, got in enumerate(values(function.gradient, (x, y, by))):
+    for place, outputs in enumerate(values(function.gradient, (x, y, by))):
         direction = rng.standard_normal(wide[place].shape)
         ahead, back = ([a if n != place else a + step * direction for n, a in enumerate(wide)] for step in (1e-6, -1e-6))
         slope = ((value(*ahead) - value(*back)) * by).sum() / 2e-6
-        assert abs((got.reshape(direction.shape) * direction).sum() - slope) <= 1e-6 * max(1, abs(slope))
+        assert abs((outputs.reshape(direction.shape) * direction).sum() - slope) <= 1e-6 * max(1, abs(slope))
 
 
 ROWS = np.zeros((4, 8), np.float32), np.zeros((4, 8), np.float32)
@@ -180,14 +180,14 @@ def sample(name, rows):
     return function.gradient, [(rng.standard_normal(s) / s[0] ** 0.25).astype(bf16.np) for s in shapes]
 
 
-def compare(gradient, arrays, got):
+def compare(gradient, arrays, outputs):
     """The error rule with three times the definition's error in the arrays' dtype."""
     inputs = gradient._arguments(arrays)
     whole = gradient._trace_all(gradient._shapes(inputs))
     named = {name: x.T if s.transposed else x for name, x, s in zip(gradient.names, inputs, gradient._shapes(inputs))}
     ref = evaluate(whole.roots, {name: np.asarray(x, np.float64) for name, x in named.items()}, NumPyArithmetic(np.float64))
     low = evaluate(whole.roots, named, NumPyArithmetic(bf16.np))
-    for x, r, d in zip(got, ref, low, strict=True):
+    for x, r, d in zip(outputs, ref, low, strict=True):
         x = x.T if x.ndim == r.ndim == 2 and x.shape != r.shape and x.T.shape == r.shape else x
         assert_close(x.reshape(r.shape), r, d, factor=3)
 
@@ -357,9 +357,9 @@ def test_on_the_card(name, rows):
     from tiles.testing.backends import to_numpy, to_torch
 
     gradient, arrays = sample(name, rows)
-    got = gradient(*map(to_torch, arrays))
+    outputs = gradient(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(gradient, arrays, [to_numpy(x) for x in got])
+    compare(gradient, arrays, [to_numpy(x) for x in outputs])
 
 
 @pytest.mark.gpu
@@ -372,7 +372,7 @@ def test_sums_over_rows_on_the_card(name, kinds, rows):
 
     gradient, arrays = getattr(operators, name).gradient, rows_and_vectors(kinds, rows, 1536)
     inputs = list(map(to_torch, arrays))
-    got, again = gradient(*inputs), gradient(*inputs)
+    outputs, again = gradient(*inputs), gradient(*inputs)
     torch.cuda.synchronize()
-    compare(gradient, arrays, [to_numpy(x) for x in got])
-    assert all(torch.equal(x, y) for x, y in zip(got, again))
+    compare(gradient, arrays, [to_numpy(x) for x in outputs])
+    assert all(torch.equal(x, y) for x, y in zip(outputs, again))

@@ -27,9 +27,9 @@ def test_gradients():
         h = x + x
         return (h * jax.lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-5) * g * h).sum()
 
-    got = jax.grad(jax.jit(fused), (0, 1))(x, g)
+    outputs = jax.grad(jax.jit(fused), (0, 1))(x, g)
     want = jax.grad(by_parts, (0, 1))(*[a.astype(jnp.float32) for a in (x, g)])
-    for a, b in zip(got, want):
+    for a, b in zip(outputs, want):
         assert a.dtype == jnp.bfloat16 and jnp.abs(a - b).max() <= 2**-6 * jnp.abs(b).max()
 
 

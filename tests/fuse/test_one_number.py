@@ -56,5 +56,5 @@ def test_one_number(case, dtype):
 def test_a_number_of_each_of_a_batch():
     arrays = matrix(3, 5, 64), matrix(3, 1, 1), matrix(3, 64, 40)
     kernel = fuse.kernel(behind_a_product)
-    for got in (kernel.run(*arrays), ptx(kernel.run, *arrays)):
-        compare(kernel, arrays, got)
+    for actual in (kernel.run(*arrays), ptx(kernel.run, *arrays)):
+        compare(kernel, arrays, actual)

@@ -141,8 +141,8 @@ def test_all_say_the_same_of_gradients(case, monkeypatch):
     result = kernel(*arrays)
     arrays += [normal(*y.shape) for y in (result if isinstance(result, tuple) else (result,))]
     gradient = kernel.gradient
-    got, how = ran(lambda: gradient.run(*arrays))
-    for mine, want in zip(got, gradient(*arrays), strict=True):
+    outputs, how = ran(lambda: gradient.run(*arrays))
+    for mine, want in zip(outputs, gradient(*arrays), strict=True):
         want = want.astype(float)
         assert np.abs(mine.astype(float) - want).max() <= 0.04 * np.abs(want).max() + 1e-6
     assert gradient.differences(*arrays).passed

@@ -53,11 +53,11 @@ def test_text_and_proof(name, rows, monkeypatch):
     assert proof.holds, proof
     lines = text.splitlines()
     assert len(lines) <= 80 * max(1, text.count("@cuda.jit")) and max(map(len, lines)) <= module_text.WIDTH
-    got = operator.run(*arrays)
+    outputs = operator.run(*arrays)
     results, space = written(operator, arrays), {}
     exec(text, space)
     space["launch"](*operator._arguments(arrays), *results)
-    for mine, its in zip(results, got if isinstance(got, tuple) else (got,)):
+    for mine, its in zip(results, outputs if isinstance(outputs, tuple) else (outputs,)):
         assert mine.dtype == its.dtype and (mine == its).all()
 
 
@@ -122,9 +122,10 @@ def test_on_the_card(name, rows):
     from tiles.testing.backends import to_numpy, to_torch
 
     arrays = sample(name, rows, bf16)
-    got = getattr(operators, name)(*map(to_torch, arrays))
+    outputs = getattr(operators, name)(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(getattr(operators, name), arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+    in_host_memory = tuple(map(to_numpy, outputs)) if isinstance(outputs, tuple) else to_numpy(outputs)
+    compare(getattr(operators, name), arrays, in_host_memory)
 
 
 @pytest.mark.gpu
@@ -173,9 +174,9 @@ def test_early_on_the_card(rows):
     with torch.cuda.graph(graph):
         captured = chain(x, h)
     for run in [lambda: chain(x, h), lambda: (graph.replay(), captured)[1]] * 5:
-        got = run()
+        outputs = run()
         torch.cuda.synchronize()
-        assert all(map(torch.equal, got, expected))
+        assert all(map(torch.equal, outputs, expected))
 
 
 @pytest.mark.parametrize(("rows", "inner", "columns"), [(3, 100, 64), (3, 104, 60), (70, 100, 64)])

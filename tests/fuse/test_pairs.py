@@ -54,9 +54,9 @@ def test_on_the_card(name):
     shapes = [(rows, 72), (72, 1000), (72, 1000), (1000, 72)][: 4 if name == "gated_mlp_down" else 3]
     kernel, arrays = fuse.kernel(getattr(operators, name).definition), [normal(*shape) for shape in shapes]
     dy = normal(rows, 72 if name == "gated_mlp_down" else 1000)
-    got, of_gradient = kernel(*map(to_torch, arrays)), kernel.gradient(*map(to_torch, (*arrays, dy)))
+    actual, of_gradient = kernel(*map(to_torch, arrays)), kernel.gradient(*map(to_torch, (*arrays, dy)))
     torch.cuda.synchronize()
-    compare(kernel, arrays, to_numpy(got))
+    compare(kernel, arrays, to_numpy(actual))
     for mine, expected in zip(of_gradient, kernel.gradient(*arrays, dy)):
         assert (
             np.abs(to_numpy(mine).astype(float) - expected.astype(float)).max() < 2**-5 * np.abs(expected.astype(float)).max()

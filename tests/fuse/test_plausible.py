@@ -125,8 +125,9 @@ def test_dtypes_in_any_order(order, columns):
     ]
     kernel = fuse.kernel(lambda x, y, z: (x - mean(y)) * z + greatest(x))
     inputs = [arrays[n] for n in order]
-    got = kernel.run(*inputs)
-    assert got.dtype == inputs[0].dtype
+    outputs = kernel.run(*inputs)
+    assert outputs.dtype == inputs[0].dtype
     want = kernel.definition(*[x.astype(np.float64) for x in inputs])
-    error = np.abs(got.astype(np.float64) - want).max()
-    assert error <= 2.0 ** -(20 if got.dtype == np.float32 else 10 if got.dtype == np.float16 else 7) * np.abs(want).max()
+    error = np.abs(outputs.astype(np.float64) - want).max()
+    bits = 20 if outputs.dtype == np.float32 else 10 if outputs.dtype == np.float16 else 7
+    assert error <= 2.0**-bits * np.abs(want).max()

@@ -87,6 +87,6 @@ def test_random_products_on_the_card(definition, rows):
     kernel, arrays = fuse.kernel(definition), sample(rows)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing runs by parts
-        got = kernel(*map(to_torch, arrays))
+        actual = kernel(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+    compare(kernel, arrays, tuple(map(to_numpy, actual)) if isinstance(actual, tuple) else to_numpy(actual))

@@ -33,11 +33,11 @@ def sample(*shapes):
 def test_rotary(name):
     x, cos = SHAPES[name]
     arrays = sample(x, cos, cos)
-    got = operators.rotary.run(*arrays)
+    outputs = operators.rotary.run(*arrays)
     x, cos, sin = (a.astype(np.float64) for a in arrays)
     a, b = np.split(x, 2, -1)
     want = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-    assert got.shape == want.shape and np.abs(got.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
+    assert outputs.shape == want.shape and np.abs(outputs.astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
     assert np.abs(operators.rotary(*arrays).astype(np.float64) - want).max() <= 2**-8 * np.abs(want).max()
 
 

@@ -189,8 +189,8 @@ def test_random_terms(definition, rows, columns):
 def test_numbers_without_digits():
     """In a kernel infinity and NaN are math.inf and math.nan."""
     x = np.random.default_rng(0).standard_normal((5, 40)).astype(bf16.np)
-    got = fuse.kernel(lambda x: fuse.where(x > 0, x, -math.inf)).run(x)
-    assert (got == np.where(x > 0, x, -np.inf).astype(x.dtype)).all()
+    outputs = fuse.kernel(lambda x: fuse.where(x > 0, x, -math.inf)).run(x)
+    assert (outputs == np.where(x > 0, x, -np.inf).astype(x.dtype)).all()
 
 
 @pytest.mark.parametrize("power", [2, 3.0, 4, 8, 0.5, -0.5])

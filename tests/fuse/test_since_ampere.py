@@ -135,9 +135,9 @@ def test_on_the_card(name, rows, without_wgmma):
     from tiles.testing.backends import to_numpy, to_torch
 
     kernel, arrays = fuse.kernel(getattr(operators, name).definition), sample(name, rows, bf16)
-    got = kernel(*map(to_torch, arrays))
+    outputs = kernel(*map(to_torch, arrays))
     torch.cuda.synchronize()
-    compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+    compare(kernel, arrays, tuple(map(to_numpy, outputs)) if isinstance(outputs, tuple) else to_numpy(outputs))
 
 
 # ---- machine code ----------------------------------------------------------------------------------------------------

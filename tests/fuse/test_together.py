@@ -91,6 +91,6 @@ def test_on_the_card(name):
     kernel = fuse.kernel(FUNCTIONS[name])
     for rows in (131, 300):
         arrays = normal(rows, 72), normal(72, 136), normal(72, 136), normal(rows, 136)
-        got = kernel(*map(to_torch, arrays))
+        outputs = kernel(*map(to_torch, arrays))
         torch.cuda.synchronize()
-        compare(kernel, arrays, tuple(map(to_numpy, got)))
+        compare(kernel, arrays, tuple(map(to_numpy, outputs)))

@@ -19,8 +19,8 @@ def tensors(*shapes):
     return [torch.randn(s, dtype=torch.bfloat16) / max(1, s[0] * (len(s) > 1)) ** 0.5 for s in shapes]
 
 
-def close(got, want, bits=6):
-    assert (got.double() - want.double()).abs().max() <= 2**-bits * want.abs().max()
+def close(outputs, want, bits=6):
+    assert (outputs.double() - want.double()).abs().max() <= 2**-bits * want.abs().max()
 
 
 def test_values():
@@ -71,9 +71,9 @@ def test_other_dtypes_compiled():
     x, r, g = tensors((5, 48), (5, 48), (48,))
     w, scale = torch.randn(32, 48).to(torch.float8_e4m3fn).t(), torch.rand(32)
     quantise = torch.compile(lambda *args: operators.residual_rms_norm_quantise(*args), fullgraph=True, backend="aot_eager")
-    got, want = quantise(x, r, g), operators.residual_rms_norm_quantise(x, r, g)
-    assert [y.dtype for y in got] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(got, want))
+    outputs, want = quantise(x, r, g), operators.residual_rms_norm_quantise(x, r, g)
+    assert [y.dtype for y in outputs] == [torch.float8_e4m3fn, torch.float32, torch.bfloat16]
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(outputs, want))
     linear = torch.compile(lambda *args: operators.fp8_linear(*args), fullgraph=True, backend="aot_eager")
     close(linear(x, w, scale), x.double() @ (w.double() * scale))
     dropped = torch.compile(lambda *args: operators.dropout_residual_layer_norm(*args), fullgraph=True, backend="aot_eager")
@@ -131,12 +131,12 @@ def test_pieces_by_parts():
     """Where kernels cannot take the arrays, torch's ops on a gradient's terms compute the kernel outputs."""
     x, cos, dy = tensors((3, 48), (3, 24), (3, 48))
     gradient = operators.rotary.gradient
-    for got, want in zip(gradient._by_parts(*gradient._arguments((x, cos, cos, dy))), gradient(x, cos, cos, dy)):
-        close(got, want)
+    for outputs, want in zip(gradient._by_parts(*gradient._arguments((x, cos, cos, dy))), gradient(x, cos, cos, dy)):
+        close(outputs, want)
     x, w, one = *tensors((5, 40), (40, 24)), torch.ones(5, 1)
     gradient, args = operators.linear_cross_entropy.gradient, (x, w, torch.tensor([3, 0, -100, 23, 7]), one, one)
-    for got, want in zip(gradient._by_parts(*gradient._arguments(args)), fuse.Fused.run(gradient, *args)):
-        close(got, want)
+    for outputs, want in zip(gradient._by_parts(*gradient._arguments(args)), fuse.Fused.run(gradient, *args)):
+        close(outputs, want)
 
 
 def test_gradients_under_autocast():
@@ -217,8 +217,8 @@ def test_backend_leaves_what_it_would_change(function, monkeypatch):
     monkeypatch.setattr("torch._dynamo.lookup_backend", lambda name: lambda graph, inputs: graph.forward)
     x, g = tensors((3, 40), (40,))
     with torch.no_grad():
-        got, want = torch.compile(function, backend=fuse.backend, fullgraph=True)(x, g), function(x, g)
-    assert got.dtype == want.dtype and torch.equal(got, want)
+        outputs, want = torch.compile(function, backend=fuse.backend, fullgraph=True)(x, g), function(x, g)
+    assert outputs.dtype == want.dtype and torch.equal(outputs, want)
 
 
 def test_numbers_beside_a_mask():
@@ -305,8 +305,8 @@ def test_transforms_of_torch_func():
     torch.vmap(scaled_norm)(*outside).float().square().sum().backward()
     inside = torch.vmap(torch.func.grad(total, (0, 1)))(x, g)
     for expected, a, b in zip(each, outside, inside, strict=True):
-        for got in a.grad, b:
-            close(got, expected.grad, bits=5)  # parts round after each
+        for outputs in a.grad, b:
+            close(outputs, expected.grad, bits=5)  # parts round after each
 
 
 def test_a_tangent_of_a_fused_function_is_refused():

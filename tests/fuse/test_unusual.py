@@ -63,8 +63,8 @@ def test_the_gradient_of_a_product_of_one_row_and_one_column():
     x, w, dy = normal(1, 72), normal(72, 1), normal(1, 1)
     with pytest.warns(RuntimeWarning, match="it runs by parts"):
         dx, dw = fuse.kernel(lambda x, w: x @ w * 2.0).gradient.run(x, w, dy)
-    for got, want in ((dx, w.T), (dw, x.T)):
-        assert np.allclose(got.astype(float), 2 * float(dy[0, 0]) * want.astype(float), rtol=0.02)
+    for actual, want in ((dx, w.T), (dw, x.T)):
+        assert np.allclose(actual.astype(float), 2 * float(dy[0, 0]) * want.astype(float), rtol=0.02)
 
 
 # ---- forms of row maps -----------------------------------------------------------------------------------------------
@@ -143,11 +143,11 @@ def test_halves(case):
     kernel, arrays = fuse.kernel(definition), [normal(*shape) for shape in shapes]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        got = kernel.run(*arrays)
+        actual = kernel.run(*arrays)
     wide = arrays[0].shape[-1] if len(arrays) == 1 else arrays[1].shape[-1]
-    assert got.shape == (*arrays[0].shape[:-1], wide if definition is rotary_of_whole_angles else wide // 2)
-    (flat, lead), columns = kernel._flatten_leading(arrays), got.shape[-1]
-    compare(kernel, flat, got.reshape(*lead.passed, columns) if lead else got)
+    assert actual.shape == (*arrays[0].shape[:-1], wide if definition is rotary_of_whole_angles else wide // 2)
+    (flat, lead), columns = kernel._flatten_leading(arrays), actual.shape[-1]
+    compare(kernel, flat, actual.reshape(*lead.passed, columns) if lead else actual)
     assert kernel.proof(*arrays).holds
 
 
@@ -182,6 +182,6 @@ def test_rows_on_the_card(rows, columns):
     for kernel, arrays in cases.items():
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing runs by parts
-            got = kernel(*map(to_torch, arrays))
+            actual = kernel(*map(to_torch, arrays))
         torch.cuda.synchronize()
-        compare(kernel, arrays, tuple(map(to_numpy, got)) if isinstance(got, tuple) else to_numpy(got))
+        compare(kernel, arrays, tuple(map(to_numpy, actual)) if isinstance(actual, tuple) else to_numpy(actual))

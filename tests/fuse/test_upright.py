@@ -82,6 +82,6 @@ def test_on_the_card(name, rows, transposed):
     inputs = [*map(to_torch, arrays)]
     inputs[1] = inputs[1].t().contiguous().t() if transposed else inputs[1]
     assert f"= 64, {UPRIGHT}, " in kernel.source(*inputs)
-    got = kernel(*inputs)
+    outputs = kernel(*inputs)
     torch.cuda.synchronize()
-    compare(kernel, arrays, to_numpy(got))
+    compare(kernel, arrays, to_numpy(outputs))

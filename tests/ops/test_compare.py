@@ -50,8 +50,8 @@ def test_comparisons(run, sample, names, shape, dtype, side):
     run(body, x, y, c, r, 0.5, tiles, cols, rows, vectors)
     F, G, H = (SIGNS[name] for name in names)
     X, Y = wide(x), wide(y)
-    for got, want in zip(tiles, (F(X, Y), G(X, Y), H(X, Y)), strict=True):
-        assert (got == want).all()
+    for actual, want in zip(tiles, (F(X, Y), G(X, Y), H(X, Y)), strict=True):
+        assert (actual == want).all()
     assert (cols == F(X, wide(c)[:, None])).all() and (rows == G(wide(r), X)).all()
     assert (vectors == H(wide(r), 0.5).astype(int) + int(F(0.5, 1))).all()
 
@@ -80,8 +80,8 @@ def test_where(run, sample, shape, dtype, side):
     with np.errstate(invalid="ignore"):
         low, positive = x < y, x > 0
     wants = [np.where(low, x, y), np.where(positive, x, dtype.np.type(-1)), np.where(low | (y < 0), r[None, :], C)]
-    for got, want in zip(tiles, wants, strict=True):
-        close(got, want)
+    for actual, want in zip(tiles, wants, strict=True):
+        close(actual, want)
     close(picked, np.where(C < 0, dtype.np.type(1.5), x))
     close(vectors, np.where(r < 0.25, r, dtype.np.type(0)))
     assert (counts == low).all()

@@ -16,8 +16,8 @@ def numbers(array):
     return np.asarray(array, np.float64) @ np.array([1, 1j])
 
 
-def close_to(got, want, atol):
-    close(got, np.stack([want.real, want.imag], axis=-1), atol=atol)
+def close_to(actual, want, atol):
+    close(actual, np.stack([want.real, want.imag], axis=-1), atol=atol)
 
 
 @pytest.mark.parametrize(("shape", "side"), pairs([(16, 32), (32, 16)], ["row", "col"]))

@@ -70,9 +70,9 @@ def test_functions_of_one_tile(run, sample, names):
     with np.errstate(all="ignore"):
         for k, name in enumerate(names):
             reference, ulp, error = FUNCTIONS[name]
-            for got, X in ((out[k], wide(x)), (vector[k], wide(r))):
+            for actual, X in ((out[k], wide(x)), (vector[k], wide(r))):
                 size = np.where(np.isfinite(X), np.abs(X), 0)
-                close(got, reference(X), ulp=ulp(size), atol=error(size) if error else 0)
+                close(actual, reference(X), ulp=ulp(size), atol=error(size) if error else 0)
 
 
 def test_gelu_cubic():

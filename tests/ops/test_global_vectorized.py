@@ -24,8 +24,8 @@ def placed(shape, at, tile, dtype=fp32):
     return out
 
 
-def same(got, want):
-    return np.array_equal(got.astype(np.float32), want, equal_nan=True)
+def same(outputs, want):
+    return np.array_equal(outputs.astype(np.float32), want, equal_nan=True)
 
 
 @pytest.mark.parametrize(("cols", "tile_dtype", "dtype"), pairs(COLS, [bf16, fp16, fp32], [*HALVES, *HALVES[::-1]]))
@@ -235,10 +235,10 @@ def test_vectors(run, sample, start, dtype):
 
     x, y, z, w = sample((3, 61), dtype), blank(32), blank(48), blank(128)
     run(body, x, y, z, w, warps=4)
-    for got, row in ((y, 1), (z, 2), (w, 0)):
+    for outputs, row in ((y, 1), (z, 2), (w, 0)):
         want = np.zeros(3 + 61 + 168, np.float32)
         want[3:64] = x[row]
-        assert same(got, want[3 + start :][: len(got)])
+        assert same(outputs, want[3 + start :][: len(outputs)])
 
 
 def test_one_instruction_for_eight_columns():

@@ -50,9 +50,9 @@ def test_every_mask(run, sample, names, shape, dtype, fill, side):
     x, out, other = sample(shape, dtype), blank((n, *shape), dtype), blank((n, *shape), dtype)
     run(body, x, np.array(at, np.int32), out, other)
     row, col = np.indices(shape)
-    for name, got in zip(names, (out, other), strict=True):
+    for name, actual in zip(names, (out, other), strict=True):
         for i, bound in enumerate(at):
-            assert (got[i] == np.where(MASKS[name](row, col, bound), x, dtype.np.type(fill))).all(), f"{name}, {bound=}"
+            assert (actual[i] == np.where(MASKS[name](row, col, bound), x, dtype.np.type(fill))).all(), f"{name}, {bound=}"
 
 
 @pytest.mark.parametrize("names", [["lower_fill", "upper_fill"], ["tril", "triu"]], ids=" ".join)
@@ -75,8 +75,8 @@ def test_every_mask_counts_rows_through_the_warpgroup(run, sample, names):
     run(body, x, np.array(at, np.int32), *outs, warps=4)
     row, col = np.indices(x.shape)
     for i, bound in enumerate(at):
-        for name, got in zip(names, outs[:2], strict=True):
-            assert (got[i] == np.where(MASKS[name](row, col, bound), x, 0)).all(), f"{name}, {bound=}"
+        for name, actual in zip(names, outs[:2], strict=True):
+            assert (actual[i] == np.where(MASKS[name](row, col, bound), x, 0)).all(), f"{name}, {bound=}"
         assert (outs[2][i] == np.where((row < bound) & (col < 32 - bound // 4), x, -1)).all(), f"{bound=}"
         assert (outs[3][i] == np.where((row % 16 < bound) & (col < 20), x, -1)).all(), f"{bound=}"
 
@@ -95,8 +95,8 @@ def test_causal(run, sample, shape, dtype, fill):
     x, out = sample(shape, dtype), blank((n, *shape), dtype)
     run(body, x, np.array(diagonals, np.int32), out)
     row, col = np.indices(shape)
-    for got, diagonal in zip(out, diagonals, strict=True):
-        assert (got == np.where(col <= row + diagonal, x, dtype.np.type(fill))).all(), f"{diagonal=}"
+    for actual, diagonal in zip(out, diagonals, strict=True):
+        assert (actual == np.where(col <= row + diagonal, x, dtype.np.type(fill))).all(), f"{diagonal=}"
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(16, 64), (32, 48)])
@@ -113,8 +113,8 @@ def test_causal_counts_rows_through_the_warpgroup(run, sample, rows, cols):
     x, out = sample((4 * rows, cols)), blank((n, 4 * rows, cols))
     run(body, x, np.array(diagonals, np.int32), out, warps=4)
     row, col = np.indices(x.shape)
-    for got, diagonal in zip(out, diagonals, strict=True):
-        assert (got == np.where(col <= row + diagonal, x, -np.inf)).all(), f"{diagonal=}"
+    for actual, diagonal in zip(out, diagonals, strict=True):
+        assert (actual == np.where(col <= row + diagonal, x, -np.inf)).all(), f"{diagonal=}"
 
 
 def test_nan_under_the_mask_disappears(run):

@@ -81,8 +81,8 @@ def test_a_whole_tile_or_vector_gives_a_number(run, sample, shape, dtype, side):
     X, C, R = wide(x), wide(c), wide(r)
     wants = [X.max(), X.min(), X.sum(), C.prod(), C.sum(), R.sum(), R.max()]
     errors = [0, 0, *(error_of(*inputs, None) for inputs in (("sum", X), ("prod", C), ("sum", C), ("sum", R))), 0]
-    for got, want, error in zip(out, wants, errors, strict=True):
-        close(got, np.full(16, want), atol=error)
+    for actual, want, error in zip(out, wants, errors, strict=True):
+        close(actual, np.full(16, want), atol=error)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), pairs([(16, 16), (48, 64), (80, 32)], [fp32, bf16, fp16]))
@@ -212,8 +212,8 @@ def test_sums_of_groups_of_rows(run, sample, rows, size):
     x, out, partial = sample((rows, 32)), blank(rows), blank(rows)
     run(body, x, out, partial)
     groups = wide(x).reshape(-1, size * 32)
-    for got in out, partial:
-        close(got, np.repeat(groups.sum(1), size), atol=np.repeat(error_of("sum", groups, 1), size))
+    for actual in out, partial:
+        close(actual, np.repeat(groups.sum(1), size), atol=np.repeat(error_of("sum", groups, 1), size))
 
 
 @pytest.mark.parametrize("backend", [meaning, ptx])

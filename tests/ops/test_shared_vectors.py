@@ -83,8 +83,8 @@ def test_rounded_on_the_way(run, sample, dtype, axis):
     x = sample(n, other)
     actual = blank(n), blank(n), blank(n, dtype)
     run(body, x, *actual, shared=smem)
-    for got in actual:
-        assert (wide(got) == wide(dtype.round(wide(x).astype(np.float32)))).all()
+    for outputs in actual:
+        assert (wide(outputs) == wide(dtype.round(wide(x).astype(np.float32)))).all()
 
 
 @pytest.mark.parametrize(("dtype", "axis"), pairs(DTYPES, AXES))

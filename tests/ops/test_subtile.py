@@ -135,8 +135,8 @@ def test_products(run, sample, width, left, n, k, dtype):
     a, b, c, p = sample(A.shape, dtype), sample(B.shape, dtype), sample(C.shape, dtype), sample((64, 64), dtype)
     first, second, third = blank((64, n)), blank((64, n)), blank((64, k))
     run(body, tensor(a, A), tensor(b, B), tensor(c, C), p, first, second, third, warps=4, shared=smem)
-    for got, x, y in ((first, a[128:], b[n:].T), (second, p, c[64:128]), (third, a[128:], b[:k])):
-        close(got, wide(x) @ wide(y), atol=(np.abs(wide(x)) @ np.abs(wide(y))) * EPS[fp32] * 8)
+    for actual, x, y in ((first, a[128:], b[n:].T), (second, p, c[64:128]), (third, a[128:], b[:k])):
+        close(actual, wide(x) @ wide(y), atol=(np.abs(wide(x)) @ np.abs(wide(y))) * EPS[fp32] * 8)
 
 
 def test_each_consumer_takes_its_part(run, sample):

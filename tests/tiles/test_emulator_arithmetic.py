@@ -364,8 +364,8 @@ def test_a_comparison_of_two_results(with_, p, q):
         st.global.b32 [%p0], x; st.global.b32 [%p1], y; setp.eq.u32 p|_, x, y;""",
         *actual,
     )
-    for got, want in zip(actual, (p, q)):
-        assert got.tolist() == [int(eval(want, {"x": t, "y": 9, "c": t & 1})) for t in range(32)]
+    for outputs, want in zip(actual, (p, q)):
+        assert outputs.tolist() == [int(eval(want, {"x": t, "y": 9, "c": t & 1})) for t in range(32)]
 
 
 def test_these_are_instructions():

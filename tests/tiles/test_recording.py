@@ -63,8 +63,8 @@ def test_reshape(order, shape):
     mine = Operand(0, describe(x, "x").form)
     want = x.reshape(shape)
     if np.shares_memory(want, whole):
-        got = mine.reshape(*shape[:-1], -1).form
-        assert got.shape == shape and all(a == b for a, b, n in zip(got.strides, want.strides, shape) if n > 1)
+        actual = mine.reshape(*shape[:-1], -1).form
+        assert actual.shape == shape and all(a == b for a, b, n in zip(actual.strides, want.strides, shape) if n > 1)
     else:
         with pytest.raises(ValueError, match="needs a copy"):
             mine.reshape(*shape)

@@ -155,8 +155,8 @@ def test_what_cannot_be_aligned():
         (-np.inf, -1e9, 0),
     ],
 )
-def test_close(got, want, ulp):
-    close(np.array([1, got], np.float16), [1, want], ulp=ulp)
+def test_close(outputs, want, ulp):
+    close(np.array([1, outputs], np.float16), [1, want], ulp=ulp)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +170,9 @@ def test_close(got, want, ulp):
         (0.5, -0.5, 9),
     ],
 )
-def test_not_close(got, want, ulp):
+def test_not_close(outputs, want, ulp):
     with pytest.raises(AssertionError, match=r"^1 of 2 elements are off, the first: \[1\] is "):
-        close(np.array([1, got], np.float16), [1, want], ulp=ulp)
+        close(np.array([1, outputs], np.float16), [1, want], ulp=ulp)
 
 
 # ---- faults --------------------------------------------------------------------------------------------------------

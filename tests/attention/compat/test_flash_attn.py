@@ -119,9 +119,9 @@ def test_dropout_is_drawn_anew_by_a_graph():
     torch.manual_seed(5)
     seen = torch.randint(2**31, (1,))
     torch.manual_seed(5)
-    (got,) = torch.autograd.grad(graph(q).sum(), q)
+    (outputs,) = torch.autograd.grad(graph(q).sum(), q)
     (reference_values,) = torch.autograd.grad(attention.forward(q, q, q, dropout=0.5, seed=seen).sum(), q)
-    torch.testing.assert_close(got, reference_values, rtol=2**-6, atol=2**-8)
+    torch.testing.assert_close(outputs, reference_values, rtol=2**-6, atol=2**-8)
 
 
 @pytest.mark.gpu

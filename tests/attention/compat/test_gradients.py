@@ -88,13 +88,13 @@ def test_gradients(name):
     s = changed(torch.einsum("bihd,bjhd->bhij", q, k) * DIM**-0.5)
     expected = torch.einsum("bhij,bjhd->bihd", s.softmax(-1).nan_to_num(), v), s.logsumexp(-1)
     actual = ours(*low)
-    got = actual if isinstance(actual, tuple) else (actual,)
-    of_results = [torch.randn_like(x) for x in got]
+    outputs = actual if isinstance(actual, tuple) else (actual,)
+    of_results = [torch.randn_like(x) for x in outputs]
     gradients = (
-        torch.autograd.grad(got, low, of_results),
-        torch.autograd.grad(expected[: len(got)], high, [x.double() for x in of_results]),
+        torch.autograd.grad(outputs, low, of_results),
+        torch.autograd.grad(expected[: len(outputs)], high, [x.double() for x in of_results]),
     )
-    for mine, theirs in zip([*got, *gradients[0]], [*expected[: len(got)], *gradients[1]], strict=True):
+    for mine, theirs in zip([*outputs, *gradients[0]], [*expected[: len(outputs)], *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
@@ -143,10 +143,11 @@ def test_gradients_of_recurrences(name):
     low = [x.requires_grad_() for x in low]
     high = [x.detach().double().requires_grad_() for x in low]
     q, k, v, *others, start = high
-    got = ours(*low[:-1], initial_state=low[-1], output_final_state=True, scale=0.4)
+    outputs = ours(*low[:-1], initial_state=low[-1], output_final_state=True, scale=0.4)
     q, k, decay, beta = formula(q, k, *others)
     expected = recurrence(q, k, v, decay, beta, 0.4, start)
-    of_results = [torch.randn_like(x) for x in got]
-    gradients = torch.autograd.grad(got, low, of_results), torch.autograd.grad(expected, high, [x.double() for x in of_results])
-    for mine, theirs in zip([*got, *gradients[0]], [*expected, *gradients[1]], strict=True):
+    of_results = [torch.randn_like(x) for x in outputs]
+    of_doubles = [x.double() for x in of_results]
+    gradients = torch.autograd.grad(outputs, low, of_results), torch.autograd.grad(expected, high, of_doubles)
+    for mine, theirs in zip([*outputs, *gradients[0]], [*expected, *gradients[1]], strict=True):
         assert (mine.double() - theirs).abs().max() < 0.02 * theirs.abs().max()

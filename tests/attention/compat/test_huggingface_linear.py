@@ -94,8 +94,8 @@ def test_compiled_and_checkpointed(name):
         ours.forward = forward
         ours.gradient_checkpointing_enable()
         again = step(ours, *inputs)
-    for got, of_got in compiled, again:
-        torch.testing.assert_close(got, loss)
+    for actual, of_got in compiled, again:
+        torch.testing.assert_close(actual, loss)
         for key, x in grads.items():
             assert (of_got[key] - x).norm() <= 0.05 * x.norm(), key  # sums of a few numbers in bfloat16
 

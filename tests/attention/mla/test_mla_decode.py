@@ -69,8 +69,8 @@ def agree(place, q, latent, lengths, *, size=None, splits=None, causal=True, fam
     kwargs = {name: place.put(x) for name, x in kwargs.items()}
     out = place.put(poisoned((*q.shape[:-1], LATENT), q.dtype))
     kwargs |= {"scale": SCALE, "splits": splits, "causal": causal, "family": family}
-    got, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **kwargs)
-    assert got is out
+    actual, lse = attention.mla_decode(place.put(q), place.put(cache[0]), out=out, return_lse=True, **kwargs)
+    assert actual is out
     (ref, ref_lse), (low, low_lse) = known(q, latent, lengths, causal)
     reference.assert_close(place.get(out), ref, low)
     with np.errstate(invalid="ignore"):
@@ -130,8 +130,8 @@ def test_batch_index(family):
     latent_fp8 = poisoned((5, 70, COLUMNS + 8), BF16)
     latent_fp8[[3, 1], :, :COLUMNS] = latent
     kwargs = {"lengths": place.put(np.array([70, 20])), "batch_index": place.put(np.array([3, 1], np.int32))}
-    got = attention.mla_decode(place.put(q), place.put(latent_fp8)[..., :COLUMNS], scale=SCALE, family=family, **kwargs)
-    np.testing.assert_array_equal(place.get(got), agree(place, q, latent, (70, 20), family=family)[0])
+    actual = attention.mla_decode(place.put(q), place.put(latent_fp8)[..., :COLUMNS], scale=SCALE, family=family, **kwargs)
+    np.testing.assert_array_equal(place.get(actual), agree(place, q, latent, (70, 20), family=family)[0])
 
 
 def test_rows_that_begin_anywhere():
@@ -139,10 +139,10 @@ def test_rows_that_begin_anywhere():
     place = OnInterpreter()
     q, latent = case((40,))
     wide = unaligned(latent, 1, 8).base
-    got = attention.mla_decode(
+    actual = attention.mla_decode(
         place.put(q), place.put(wide)[..., 1 : 1 + COLUMNS], lengths=place.put(np.array([40])), scale=SCALE
     )
-    np.testing.assert_array_equal(place.get(got), agree(place, q, latent, (40,), family="sm_80")[0])
+    np.testing.assert_array_equal(place.get(actual), agree(place, q, latent, (40,), family="sm_80")[0])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -316,8 +316,8 @@ def test_parts_of_one_array_of_bytes():
         rows[..., 528:].view(rotary.dtype),
     )
     lengths = np.array([40])
-    got = attention.mla_decode(q, cut[0], descale=cut[1], rotary=cut[2], lengths=lengths, scale=SCALE)
-    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, latent, (40,), family="fp8 sm_80")[0])
+    actual = attention.mla_decode(q, cut[0], descale=cut[1], rotary=cut[2], lengths=lengths, scale=SCALE)
+    np.testing.assert_array_equal(actual, agree(OnInterpreter(), q, latent, (40,), family="fp8 sm_80")[0])
 
 
 def test_arguments_are_documented():

@@ -32,10 +32,10 @@ def results(function, arrays, options, of_results):
     """(out, state, gradients of all arrays by name)."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in arrays.items()}
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
-        got = function(**leaves, **options)
-        got = got if isinstance(got, tuple) else (got,)
-        loss = sum((x.float() * y).sum() for x, y in zip(got, of_results))
-    return [x.detach() for x in got], dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
+        outputs = function(**leaves, **options)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((x.float() * y).sum() for x, y in zip(outputs, of_results))
+    return [x.detach() for x in outputs], dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)))
 
 
 def compared(name, arrays, world=3, **options):
@@ -53,7 +53,7 @@ def compared(name, arrays, world=3, **options):
         return results(call, mine, options, (share(of_results[0], peers), of_results[1] / world))
 
     actual = together(world, rank)
-    for x, y in zip([torch.cat([got[0] for got, _ in actual], 1), *actual[-1][0][1:]], expected):
+    for x, y in zip([torch.cat([outputs[0] for outputs, _ in actual], 1), *actual[-1][0][1:]], expected):
         near(x, y, name)
     for key, y in of_one.items():
         parts = [x for _, of_rank in actual if (x := of_rank[key]) is not None]

@@ -104,5 +104,5 @@ class DeltaRuleTests:
         q, k, v, beta, decay = self.inputs(2, 70, 3, 64, 64)
         out, _ = agree(place, q, k, v, beta, decay, scale=0.7)
         turned = [place.put(x.swapaxes(1, 2).copy()) for x in (q, k, v, beta, decay)]
-        got = delta_rule(*turned[:4], decay=turned[4], scale=0.7, layout="bhsd")
-        assert (place.get(got).swapaxes(1, 2) == out).all()
+        outputs = delta_rule(*turned[:4], decay=turned[4], scale=0.7, layout="bhsd")
+        assert (place.get(outputs).swapaxes(1, 2) == out).all()

@@ -44,19 +44,19 @@ def run(place, args, **options):
     return dict(zip(names, map(place.get, results), strict=True))
 
 
-def relative_rms(got, want):
+def relative_rms(actual, want):
     """The root of the mean square error over that of the reference."""
-    got, want = (np.asarray(x).astype(float) for x in (got, want))
-    difference = np.square(got - want).mean()
+    actual, want = (np.asarray(x).astype(float) for x in (actual, want))
+    difference = np.square(actual - want).mean()
     return np.sqrt(difference / np.square(want).mean()) if difference else 0.0
 
 
 def check(place, args, **options):
     """Compare all gradients with the reference's, and return them."""
-    got = run(place, args, **options)
+    actual = run(place, args, **options)
     of_reference = {name: x for name, x in options.items() if name != "family"}
     want, low = (reference.linear_backward(**args, **of_reference, low=low) for low in (False, True))
-    for name, x in got.items():
+    for name, x in actual.items():
         if name in LIMITS and "beta" in args:
             limit = DELTA_LIMIT + 3 * relative_rms(low[name], want[name])
             limit += OF_HEADS * (name == "ddecay" and x.ndim == 1)
@@ -66,15 +66,15 @@ def check(place, args, **options):
             assert x.shape == want[name].shape and relative_rms(x, want[name]) <= limit, name
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
-    return got
+    return actual
 
 
 def check_heads_first(place, args, **options):
     """Arrays with heads before tokens have the same gradients, to the last bit."""
     swap = lambda name, x: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x
-    got = check(place, args, **options)
+    actual = check(place, args, **options)
     for name, x in run(place, {name: swap(name, x) for name, x in args.items()}, layout="bhsd", **options).items():
-        np.testing.assert_array_equal(swap(name, x), got[name])
+        np.testing.assert_array_equal(swap(name, x), actual[name])
 
 
 def check_row_strides(args, more, **options):
@@ -86,9 +86,9 @@ def check_row_strides(args, more, **options):
         return wide[..., : x.shape[-1]]
 
     apart = {name: widened(args[name]) for name in ("q", "k", "v", "decay", "dout")}
-    got = run(OnInterpreter(), args | apart, **options)
+    actual = run(OnInterpreter(), args | apart, **options)
     for name, x in run(OnInterpreter(), args, **options).items():
-        np.testing.assert_array_equal(got[name], x)
+        np.testing.assert_array_equal(actual[name], x)
 
 
 def check_packed(place, monkeypatch, make_case, decay, heads=2, **options):
@@ -105,13 +105,13 @@ def check_packed(place, monkeypatch, make_case, decay, heads=2, **options):
         spread_states[name][packing.which] = x
     without_neighbours = run(place, args | states | {"cu_seqlens": packing.cu_seqlens}, **options)
     spread = {name: packing.spread(x) for name, x in tokens.items()}
-    got = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, **options)
+    actual = run(place, args | spread | spread_states | {"cu_seqlens": packing.ends}, **options)
     want = reference.linear_backward(**args | states, cu_seqlens=packing.cu_seqlens)
     for name, x in without_neighbours.items():
         assert relative_rms(x, want[name]) < (0.02 if decay == "head" else 0.005), name
         if name == "dinitial_state":
-            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(actual[name][packing.which], x)
             np.testing.assert_array_equal(x[0], args["dstate"][0])
         elif name != "ddecay" or decay != "head":
-            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
-            assert (got[name][:, packing.nobodys] == 0).all()
+            np.testing.assert_array_equal(packing.gather(actual[name].astype(f32)), x.astype(f32))
+            assert (actual[name][:, packing.nobodys] == 0).all()

@@ -91,10 +91,10 @@ def states(k, v):
     return np.einsum("bshf,bshv->bhfv", f, v.astype(np.float64)), f.sum(axis=1)
 
 
-def near(got, want):
+def near(outputs, want):
     """Compare states, whose error is that of sums of rounded products."""
-    assert got.dtype == np.float32 and got.shape == want.shape
-    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7 * np.abs(want).max())
+    assert outputs.dtype == np.float32 and outputs.shape == want.shape
+    np.testing.assert_allclose(outputs, want, rtol=2**-7, atol=2**-7 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("length", [1, 64, 100, 200])
@@ -105,10 +105,10 @@ def test_states(place, length):
     halves = [tuple(place.put(x[:, part].copy()) for x in (q, k, v)) for part in (slice(length), slice(length, None))]
     first, state = based(*halves[0], return_state=True)
     second, (s, z) = based(*halves[1], initial_state=state, return_state=True)
-    for got, want in zip(state, states(k[:, :length], v[:, :length])):
-        near(place.get(got), want)
-    for got, want in zip((s, z), states(k, v)):
-        near(place.get(got), want)
+    for outputs, want in zip(state, states(k[:, :length], v[:, :length])):
+        near(place.get(outputs), want)
+    for outputs, want in zip((s, z), states(k, v)):
+        near(place.get(outputs), want)
     together = np.concatenate([place.get(first), place.get(second)], axis=1).astype(np.float64)
     assert np.abs(together - whole.astype(np.float64)).max() < 2**-6 * np.abs(whole).max()
 
@@ -136,8 +136,8 @@ def test_packed_sequences(place, normalize):
             np.testing.assert_array_equal(
                 *(x.astype(np.float64) for x in (place.get(together)[:, part], place.get(single_sequence)))
             )
-            for got, want in zip(actual, state if normalize else (state,)):
-                np.testing.assert_array_equal(place.get(got)[n], place.get(want)[0])
+            for outputs, want in zip(actual, state if normalize else (state,)):
+                np.testing.assert_array_equal(place.get(outputs)[n], place.get(want)[0])
         else:
             assert not place.get(actual[0])[n].any()
 

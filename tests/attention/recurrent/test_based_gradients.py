@@ -49,16 +49,16 @@ def run(place, args, **options):
 
 def check(place, args, **options):
     """Compare all gradients with the reference's, and return them."""
-    got = run(place, args, **options)
+    outputs = run(place, args, **options)
     both = [reference.based_backward(**args, **options, low=low) for low in (False, True)]
     want, low = (flat([x[name] for name in NAMES[:4]]) for x in both)
-    for name, x in got.items():
+    for name, x in outputs.items():
         assert x.shape == want[name].shape, name
         if x.dtype == f32:
             assert relative_rms(x, want[name]) <= max(LIMIT, 3 * relative_rms(low[name], want[name])), name
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
-    return got
+    return outputs
 
 
 @pytest.mark.parametrize("length", [1, 64, 65, 130])
@@ -76,9 +76,9 @@ def test_value_dims(place, value_dim, dtype):
 def test_scales_and_layouts(place, scale):
     args = case(40, True, heads=4, key_heads=2)
     turned = {name: x.swapaxes(1, 2).copy() if name in ("dout", "q", "k", "v") else x for name, x in args.items()}
-    got = check(place, args, scale=scale)
+    outputs = check(place, args, scale=scale)
     for name, x in run(place, turned, scale=scale, layout="bhsd").items():
-        np.testing.assert_array_equal(x if x.dtype == f32 else x.swapaxes(1, 2), got[name])
+        np.testing.assert_array_equal(x if x.dtype == f32 else x.swapaxes(1, 2), outputs[name])
 
 
 @divided
@@ -98,13 +98,13 @@ def test_packed_sequences_among_poison(place, monkeypatch, normalize):
 
     spread = {name: packing.spread(args[name]) for name in ("dout", "q", "k", "v")} | {"cu_seqlens": packing.ends}
     alone = check(place, args | states | {"cu_seqlens": packing.cu_seqlens})
-    got = run(place, args | spread | moved(states, among))
+    outputs = run(place, args | spread | moved(states, among))
     for name, x in alone.items():
         if name.startswith("dinitial"):
-            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(outputs[name][packing.which], x)
         else:
-            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
-            assert (got[name][:, packing.nobodys] == 0).all(), name
+            np.testing.assert_array_equal(packing.gather(outputs[name].astype(f32)), x.astype(f32))
+            assert (outputs[name][:, packing.nobodys] == 0).all(), name
 
 
 def test_as_compiled(as_compiled):
@@ -117,8 +117,8 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = case(20, False)
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "initial_state")}
-    expected, got = attention.based_backward(**args), attention.based_backward(**args, **into)
-    for x, y, z in zip(expected, got, into.values(), strict=True):
+    expected, outputs = attention.based_backward(**args), attention.based_backward(**args, **into)
+    for x, y, z in zip(expected, outputs, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.based_backward(**args, dinitial_state=False)) == 3

@@ -117,9 +117,9 @@ def test_equal_gates(place, gate):
     """Without decay; where all but the nearest tokens are forgotten; and where all are."""
     args = one_head(70)
     args["decay"][:] = gate
-    got = check(place, args)
+    actual = check(place, args)
     if gate < -100:
-        assert not got["ddecay"].any() and not got["dinitial_state"].any()
+        assert not actual["ddecay"].any() and not actual["dinitial_state"].any()
 
 
 def test_gates_that_forget_everything(place, kernels):
@@ -127,8 +127,8 @@ def test_gates_that_forget_everything(place, kernels):
     args = one_head(100)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
-    got = check(place, args)
-    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+    actual = check(place, args)
+    assert (actual["ddecay"][args["decay"] < -100] == 0).all()
 
 
 def test_channels_that_differ(place):
@@ -143,9 +143,9 @@ def test_errors_of_later_tokens_stay_there(place, first):
     """A gate of -inf inside a chunk, or between two, behind which gradients are a thousand times as large."""
     args = one_head(128)
     args["decay"][:, first], args["dout"][:, first:] = -np.inf, args["dout"][:, first:] * bf16(1024)
-    got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    actual, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
     for part in slice(first), slice(first, None):
-        assert relative_rms(got[:, part], want[:, part]) < 0.02
+        assert relative_rms(actual[:, part], want[:, part]) < 0.02
 
 
 def test_gates_of_zero(place):

@@ -43,9 +43,9 @@ def test_lengths(place, length, key_dim, value_dim):
 @pytest.mark.parametrize("gate", [0.0, -1.0, -4.0, -5.0, -1e4, -np.inf])
 def test_equal_gates(place, gate):
     """None, what numbers hold for all of a chunk, for a block alone, for no block; and where all is forgotten."""
-    got = check(place, one_head(70, gate))
+    actual = check(place, one_head(70, gate))
     if gate < -100:
-        assert not got["ddecay"].any() and not got["dinitial_state"].any()
+        assert not actual["ddecay"].any() and not actual["dinitial_state"].any()
 
 
 def test_gates_that_forget_everything(place):
@@ -53,8 +53,8 @@ def test_gates_that_forget_everything(place):
     args = one_head(100)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
-    got = check(place, args)
-    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+    actual = check(place, args)
+    assert (actual["ddecay"][args["decay"] < -100] == 0).all()
 
 
 @pytest.mark.parametrize("token", [0, 31, 32, 40])
@@ -62,8 +62,8 @@ def test_one_gate_that_forgets(place, token):
     """At the edges of blocks and within one; a gate just below the floor counts as -inf, too."""
     args = one_head(70, -0.5)
     args["decay"][:, token, :, ::4], args["decay"][:, token, :, 1::4] = -101.0, -1e4
-    got = check(place, args)["ddecay"][:, token]
-    assert not got[..., ::4].any() and not got[..., 1::4].any() and got[..., 2::4].all()
+    actual = check(place, args)["ddecay"][:, token]
+    assert not actual[..., ::4].any() and not actual[..., 1::4].any() and actual[..., 2::4].all()
 
 
 def test_strong_channels_and_strong_chunks_beside_others(place):
@@ -78,9 +78,9 @@ def test_errors_of_later_tokens_stay_there(place, first):
     """A gate of -inf inside a chunk, or between two, behind which gradients are a thousand times as large."""
     args = one_head(128)
     args["decay"][:, first], args["dout"][:, first:] = -np.inf, args["dout"][:, first:] * bf16(1024)
-    got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    actual, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
     for part in slice(first), slice(first, None):
-        assert relative_rms(got[:, part], want[:, part]) < 0.02
+        assert relative_rms(actual[:, part], want[:, part]) < 0.02
 
 
 def test_gates_of_zero(place):
@@ -158,9 +158,9 @@ def test_stored_states(place, monkeypatch, segments, batch, length):
     stored = args | {"chunk_states": place.get(states)}
     assert stored["chunk_states"].shape == (batch, -(-length // 64), 1, 80, 80)
     assert relative_rms(stored["chunk_states"][:, 0], args["initial_state"].swapaxes(2, 3)) < 0.003
-    got = run(place, stored)
+    actual = run(place, stored)
     for name, x in run(place, args).items():
-        assert relative_rms(got[name], x) < 0.005, name
+        assert relative_rms(actual[name], x) < 0.005, name
 
 
 def test_other_kernels_take_what_the_walk_does_not(place):

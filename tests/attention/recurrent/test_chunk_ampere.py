@@ -74,11 +74,11 @@ def test_vector_bytes_of_2_4_and_8(monkeypatch, elements, key_dim):
     unaligned = {name: unaligned_copy(args[name], elements) for name in "qkv"}
     out = unaligned_copy(np.zeros_like(args["v"]), elements)
     ref, last = reference.linear(**args)
-    got, state = linear(**args | unaligned, out=out, return_state=True)
-    reference.assert_close(got, ref, reference.linear(**args, low=True)[0])
+    actual, state = linear(**args | unaligned, out=out, return_state=True)
+    reference.assert_close(actual, ref, reference.linear(**args, low=True)[0])
     np.testing.assert_allclose(state, last, rtol=0, atol=2**-7 * np.abs(last).max())
     edge = out.base[..., :elements], out.base[..., -elements:]
-    assert got is out and all(np.isnan(x.astype(f32)).all() for x in edge), "memory around out was written"
+    assert actual is out and all(np.isnan(x.astype(f32)).all() for x in edge), "memory around out was written"
 
 
 @pytest.mark.parametrize("decay", DECAYS)

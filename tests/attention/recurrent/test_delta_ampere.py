@@ -70,8 +70,8 @@ def test_without_states(place, decay):
     q, k, v, beta, gates = inputs(decay, 70, 2, key_dim=16, value_dim=16)
     want, _ = agree(place, q, k, v, beta, gates, scale=0.7, family="sm_80")
     turned = [place.put(x.swapaxes(1, 2).copy()) for x in (q, k, v, beta, gates)]
-    got = delta_rule(*turned[:4], decay=turned[4], scale=0.7, layout="bhsd", family="sm_80")
-    assert (place.get(got).swapaxes(1, 2) == want).all()
+    outputs = delta_rule(*turned[:4], decay=turned[4], scale=0.7, layout="bhsd", family="sm_80")
+    assert (place.get(outputs).swapaxes(1, 2) == want).all()
 
 
 @pytest.mark.parametrize("decay", ["none", "channel"])

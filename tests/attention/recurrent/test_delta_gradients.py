@@ -99,9 +99,9 @@ def test_any_alignment(more):
         wide[..., : x.shape[-1]] = x
         return wide[..., : x.shape[-1]]
 
-    got = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "dout")})
+    actual = run(OnInterpreter(), args | {name: widened(args[name]) for name in ("q", "k", "v", "dout")})
     for name, x in run(OnInterpreter(), args, family="sm_80").items():
-        np.testing.assert_array_equal(got[name], x)
+        np.testing.assert_array_equal(actual[name], x)
 
 
 def test_little_shared_memory(place, monkeypatch, nothing_known):
@@ -163,12 +163,12 @@ def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dt
 def test_segments_change_nothing(monkeypatch, nothing_known):
     """Segments begin with what the recurrences have there, so in the interpreter their number changes no bit. They have three
     chunks, one more than are loaded ahead, and two."""
-    args, got = delta_case(322, "none", heads=1), []
+    args, actual = delta_case(322, "none", heads=1), []
     for segments, family in ((2, None), (3, "sm_90")):  # another option, or the plan would be remembered
         monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_, segments=segments: segments)
-        got.append(run(OnInterpreter(), args, family=family))
-    for name, x in got[0].items():
-        np.testing.assert_array_equal(x, got[1][name])
+        actual.append(run(OnInterpreter(), args, family=family))
+    for name, x in actual[0].items():
+        np.testing.assert_array_equal(x, actual[1][name])
 
 
 def test_how_many_segments():
@@ -186,10 +186,10 @@ def test_equal_betas(place, kernels, beta, decay):
     LEAST_BETA for 0.)"""
     args = delta_case(70, decay, heads=1)
     args["beta"][:, 1:] = beta
-    got = check(place, args)
+    actual = check(place, args)
     if not beta:
-        dv = np.abs(got["dv"].astype(float))
-        assert dv[:, 1:].max() < 2**-36 * dv[:, 0].max() and got["dbeta"].all()
+        dv = np.abs(actual["dv"].astype(float))
+        assert dv[:, 1:].max() < 2**-36 * dv[:, 0].max() and actual["dbeta"].all()
 
 
 @pytest.mark.parametrize(("beta", "limit"), [(1.0, 0.01), (2.0, 0.05)])
@@ -198,8 +198,8 @@ def test_equal_keys(place, kernels, beta, limit):
     args = delta_case(70, "none", heads=1)
     args["k"][:] = args["k"][:, :1]
     args["beta"][:] = beta
-    got, want = run(place, args), reference.linear_backward(**args)
-    for name, x in got.items():
+    actual, want = run(place, args), reference.linear_backward(**args)
+    for name, x in actual.items():
         assert relative_rms(x, want[name]) < (0.005 if kernels == "tokens" else limit), name
 
 
@@ -209,9 +209,9 @@ def test_equal_gates(place, kernels, gate):
     they read."""
     args = delta_case(70, "token", heads=1)
     args["decay"][:] = gate
-    got = check(place, args)
+    actual = check(place, args)
     if gate < -100:
-        assert not got["ddecay"].any() and not got["dinitial_state"].any()
+        assert not actual["ddecay"].any() and not actual["dinitial_state"].any()
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
@@ -220,16 +220,16 @@ def test_gates_that_forget_everything(place, decay):
     args = delta_case(70, decay, heads=1)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
-    got = check(place, args)
-    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+    actual = check(place, args)
+    assert (actual["ddecay"][args["decay"] < -100] == 0).all()
 
 
 def test_errors_of_later_chunks_stay_there(place):
     """A gate of -inf inside a chunk, behind which gradients are a thousand times as large."""
     args = delta_case(128, "token", heads=1)
     args["decay"][:, 40], args["dout"][:, 40:] = -np.inf, args["dout"][:, 40:] * bf16(1024)
-    got, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
-    assert relative_rms(got[:, :40], want[:, :40]) < 0.02 and relative_rms(got[:, 40:], want[:, 40:]) < 0.02
+    actual, want = run(place, args)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    assert relative_rms(actual[:, :40], want[:, :40]) < 0.02 and relative_rms(actual[:, 40:], want[:, 40:]) < 0.02
 
 
 def test_what_gates_of_zero_change(place):
@@ -238,14 +238,14 @@ def test_what_gates_of_zero_change(place):
     args = delta_case(40, "token", heads=1)
     args["decay"][:] = 0
     args["dstate"][:] = 0
-    got = run(place, args)
+    actual = run(place, args)
     plain = run(place, {name: x for name, x in args.items() if name != "decay"})
     for name, x in plain.items():
-        assert relative_rms(got[name], x) < 0.005, name
-    dot = lambda x, dx: (args[x].astype(float) * got[dx].astype(float)).sum(-1)
-    assert relative_rms((dot("q", "dq") - dot("v", "dv"))[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
+        assert relative_rms(actual[name], x) < 0.005, name
+    dot = lambda x, dx: (args[x].astype(float) * actual[dx].astype(float)).sum(-1)
+    assert relative_rms((dot("q", "dq") - dot("v", "dv"))[:, ::-1].cumsum(1)[:, ::-1], actual["ddecay"]) < 0.03
     by_channel = run(place, args | {"decay": np.zeros((*args["decay"].shape, 16), f32)})
-    assert relative_rms(by_channel["ddecay"].sum(-1), got["ddecay"]) < 0.01
+    assert relative_rms(by_channel["ddecay"].sum(-1), actual["ddecay"]) < 0.01
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -253,8 +253,8 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = delta_case(20, "token")
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "beta", "decay", "initial_state")}
-    expected, got = attention.delta_rule_backward(**args), attention.delta_rule_backward(**args, **into)
-    for x, y, z in zip(expected, got, into.values(), strict=True):
+    expected, actual = attention.delta_rule_backward(**args), attention.delta_rule_backward(**args, **into)
+    for x, y, z in zip(expected, actual, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.delta_rule_backward(**args, ddecay=False, dinitial_state=False)) == 4

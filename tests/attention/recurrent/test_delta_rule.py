@@ -103,10 +103,10 @@ def test_packed_sequences(place, ends, gated):
             if p is not None:
                 p[:, own_tokens] = x[:, own_tokens]
         put = [None if x is None else place.put(x) for x in poisoned]
-        got, last = delta_rule(
+        actual, last = delta_rule(
             *put[:4], decay=put[4], cu_seqlens=place.put(ends), initial_state=place.put(start), return_state=True
         )
-        assert (place.get(got)[:, own_tokens] == out[:, own_tokens]).all()
+        assert (place.get(actual)[:, own_tokens] == out[:, own_tokens]).all()
         assert (place.get(last)[n] == state[n]).all()
 
 

@@ -24,8 +24,8 @@ def agree(place, k, v, beta, decay, more=None, ends=None, **options):
     wide = np.concatenate([v.astype(np.float32), np.zeros((*v.shape[:3], more), np.float32)], -1)
     _, last = reference.linear(k, k, wide, beta=beta, decay=decay, initial_state=start, cu_seqlens=ends)
     for columns in slice(value_dim), slice(value_dim, None):
-        got, want = final[..., columns], last[..., columns]
-        assert np.abs(got - want).max(initial=0) <= 2 * STATE * np.abs(want).max(initial=2**-6)
+        actual, want = final[..., columns], last[..., columns]
+        assert np.abs(actual - want).max(initial=0) <= 2 * STATE * np.abs(want).max(initial=2**-6)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "dtype"), [(128, 128, BF16), (64, 64, FP16), (16, 16, BF16), (80, 208, FP16)])

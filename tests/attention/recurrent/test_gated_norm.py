@@ -41,13 +41,13 @@ def check(place, args):
     want, low = ({"out": reference.gated_rms_norm(**inputs, low=rounds)} for rounds in (False, True))
     want |= reference.gated_rms_norm_backward(**args)
     low |= reference.gated_rms_norm_backward(**args, low=True)
-    got = results(place, args)
-    for name, x in got.items():
+    outputs = results(place, args)
+    for name, x in outputs.items():
         if name == "dweight":
             np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=2e-5 * np.abs(want[name]).max(initial=1))
         else:
             reference.assert_close(x, want[name], low[name], factor=2 if name == "out" else 3, name=name)
-    return got
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_sizes(place, columns, heads, dtype, params, options, by_head):
 @pytest.mark.parametrize("columns", [64, 288])
 def test_without_a_gate(place, columns):
     args = case(columns, gated=False)
-    want, got = (check(place, args | more) for more in ({"norm_before_gate": True}, {"norm_before_gate": False}))
-    for name, x in got.items():
+    want, outputs = (check(place, args | more) for more in ({"norm_before_gate": True}, {"norm_before_gate": False}))
+    for name, x in outputs.items():
         np.testing.assert_array_equal(x, want[name])
-    assert "dgate" not in got
+    assert "dgate" not in outputs
 
 
 @pytest.mark.parametrize("columns", [128, 544])
@@ -98,8 +98,8 @@ def test_views_of_a_projection(place, columns):
     both = place.put(np.concatenate([args[name].reshape(2, 4, rows) for name in ("x", "gate")] * 2, -1))
     x, gate = (both[:, :, start : start + rows].reshape(2, 4, 3, columns) for start in (0, 3 * rows))
     dout, weight = place.put(args["dout"]), place.put(args["weight"])
-    got = [attention.gated_rms_norm(x, weight, gate), *attention.gated_rms_norm_backward(dout, x, weight, gate)]
-    for name, y in zip(want, got, strict=True):
+    outputs = [attention.gated_rms_norm(x, weight, gate), *attention.gated_rms_norm_backward(dout, x, weight, gate)]
+    for name, y in zip(want, outputs, strict=True):
         np.testing.assert_array_equal(place.get(y), want[name])
 
 
@@ -110,8 +110,8 @@ def test_unaligned_arrays(place, columns):
     args = case(columns, 3)
     want = results(place, args)
     by_token = {name: unaligned(args[name].reshape(1, 5, -1), 1) for name in ("dout", "x", "gate")}
-    got = results(place, args | {name: x.reshape(args[name].shape) for name, x in by_token.items()})
-    for name, x in got.items():
+    outputs = results(place, args | {name: x.reshape(args[name].shape) for name, x in by_token.items()})
+    for name, x in outputs.items():
         np.testing.assert_array_equal(x, want[name])
 
 

@@ -33,9 +33,9 @@ def run(place, args, **options):
 
 def check(place, args, **options):
     """Compare all gradients with the reference's, and return them."""
-    got = run(place, args, **options)
+    outputs = run(place, args, **options)
     want, low = (reference.hedgehog_backward(**args, **options, low=low) for low in (False, True))
-    for name, x in got.items():
+    for name, x in outputs.items():
         assert (x.shape, x.dtype) == (args[name[1:]].shape, args[name[1:]].dtype), name
         if x.dtype == f32:
             terms = args["v"][..., 0].size / len(x)
@@ -44,14 +44,14 @@ def check(place, args, **options):
             assert abs(x.astype(f32)).max() <= 1e-6, name
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
-    return got
+    return outputs
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 129, 200])
 def test_lengths(place, length):
     """Features count from the third block on: before, maps have gradients of 0."""
-    got = check(place, case(length))
-    assert length > 128 or not (got["dq_map"].any() or got["dk_map"].any() or got["dalphas"].any())
+    outputs = check(place, case(length))
+    assert length > 128 or not (outputs["dq_map"].any() or outputs["dk_map"].any() or outputs["dalphas"].any())
 
 
 HEAD_DIMS = [(64, 48, 4, 2, bf16), (80, 128, 1, 1, bf16), (128, 16, 1, 1, np.float16)]
@@ -100,8 +100,8 @@ def test_window_or_features_alone(place, alone):
     args = case(200, heads=1)
     args["alphas" if alone == "window" else "betas"][:] = 0
     args["dout"][:, :128] = 0
-    got = check(place, args)
-    assert got["dalphas"].all() and got["dbetas"].all()
+    outputs = check(place, args)
+    assert outputs["dalphas"].all() and outputs["dbetas"].all()
 
 
 def test_equal_scores_and_least_features(place):
@@ -121,13 +121,13 @@ def test_packed_sequences_among_poison(place, monkeypatch, neighbour):
     args = case(int(packing.cu_seqlens[-1]), heads=1 + (neighbour == 2))
     spread = {name: packing.spread(args[name]) for name in ROWS} | {"cu_seqlens": packing.ends}
     alone = check(place, args | {"cu_seqlens": packing.cu_seqlens})
-    got = run(place, args | spread)
+    outputs = run(place, args | spread)
     for name, x in alone.items():
         if name[1:] in ROWS:
-            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
-            assert (got[name][:, packing.nobodys] == 0).all(), name
+            np.testing.assert_array_equal(packing.gather(outputs[name].astype(f32)), x.astype(f32))
+            assert (outputs[name][:, packing.nobodys] == 0).all(), name
         elif not neighbour:
-            np.testing.assert_allclose(got[name].astype(f32), x.astype(f32), rtol=0.01, atol=0.01)
+            np.testing.assert_allclose(outputs[name].astype(f32), x.astype(f32), rtol=0.01, atol=0.01)
 
 
 def test_as_compiled(as_compiled):
@@ -177,8 +177,8 @@ def test_torch():
     ways = [[x[0] for x in mapped]]
     leaves = [x.requires_grad_() for x in leaves]
     ways += [torch.autograd.grad(f(*leaves), leaves) for f in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager"))]
-    for got in ways:
-        for x, y in zip(got, want, strict=True):
+    for outputs in ways:
+        for x, y in zip(outputs, want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
     assert torch.autograd.grad(loss(*[x.detach() for x in leaves[:3]], *leaves[3:]), leaves[3])[0].equal(want[3])
     with pytest.raises(NotImplementedError, match=r"attention\.hedgehog: has no second derivatives"):

@@ -114,10 +114,10 @@ def test_packed_sequences(place, ends, gate):
         for x, p in zip(arrays, poisoned, strict=True):
             p[:, own_tokens] = x[:, own_tokens]
         *arguments, decay = map(place.put, poisoned)
-        got, last = delta_rule(
+        actual, last = delta_rule(
             *arguments, decay=decay, cu_seqlens=place.put(ends), initial_state=place.put(start), return_state=True
         )
-        assert (place.get(got)[:, own_tokens] == out[:, own_tokens]).all()
+        assert (place.get(actual)[:, own_tokens] == out[:, own_tokens]).all()
         assert (place.get(last)[n] == state[n]).all()
 
 

@@ -45,8 +45,8 @@ def check(place, args, function=linear, **options):
     ref, last = reference.linear(**args, **known, **decays)
     low, _ = reference.linear(**args, **known, **decays, low=True)
     reference.assert_close(place.get(out), ref, low)
-    for got, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (state, last)), strict=True):
-        np.testing.assert_allclose(place.get(got), want, rtol=0, atol=2**-7 * np.abs(want).max())
+    for actual, want in zip(*((x if isinstance(x, tuple) else (x,)) for x in (state, last)), strict=True):
+        np.testing.assert_allclose(place.get(actual), want, rtol=0, atol=2**-7 * np.abs(want).max())
 
 
 @pytest.mark.parametrize(("length", "decay"), pairs([1, 63, 64, 150, 150, 1, 63, 64, 150, 150], [*DECAYS, "channel"]))

@@ -63,8 +63,8 @@ def test_torch(member, kind):
         ways.append(torch.autograd.grad(checkpoint_loss, leaves))
         ways.append(torch.func.grad(loss, tuple(range(len(leaves))))(*[x.detach() for x in leaves]))
     want = member.wanted(leaves)
-    for got in ways:
-        for x, y in zip(got, want, strict=True):
+    for outputs in ways:
+        for x, y in zip(outputs, want, strict=True):
             torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
@@ -100,8 +100,8 @@ def test_some_gradients_alone():
     everything = LINEAR.wanted(leaves)
     plain = [x.detach() for x in (q, k, v)]
     out, state = attention.linear(*plain, decay=decay, initial_state=start.detach(), return_state=True)
-    (got,) = torch.autograd.grad(out.float().square().sum() + state.square().sum(), decay)
-    assert torch.equal(got, everything[3])
+    (outputs,) = torch.autograd.grad(out.float().square().sum() + state.square().sum(), decay)
+    assert torch.equal(outputs, everything[3])
     _, state = attention.linear(q, k, v, return_state=True)
     dq, dv = torch.autograd.grad(state.sum(), (q, v))
     assert not dq.any() and torch.isfinite(dv).all() and dv.any()
@@ -116,8 +116,8 @@ def test_beta_alone():
     torch = pytest.importorskip("torch")
     leaves = tensors("head", names=DELTA_RULE.names)
     alone = [x if name == "beta" else x.detach() for name, x in zip(DELTA_RULE.names, leaves)]
-    (got,) = torch.autograd.grad(DELTA_RULE.loss(*alone), leaves[3])
-    assert torch.equal(got, DELTA_RULE.wanted(leaves)[3])
+    (outputs,) = torch.autograd.grad(DELTA_RULE.loss(*alone), leaves[3])
+    assert torch.equal(outputs, DELTA_RULE.wanted(leaves)[3])
 
 
 def test_named_members():
@@ -166,7 +166,7 @@ def test_jax(member):
         gradient = jax.grad(total, tuple(range(len(leaves))))
         if member is LINEAR:  # whose states before chunks are stored
             assert "bf16[1,1,2,16,16]" in str(jax.make_jaxpr(gradient)(*leaves.values()))
-        for got in (gradient(*leaves.values()), jax.jit(gradient)(*leaves.values())):
-            for x, y in zip(got, want, strict=True):
+        for outputs in (gradient(*leaves.values()), jax.jit(gradient)(*leaves.values())):
+            for x, y in zip(outputs, want, strict=True):
                 assert x.dtype == y.dtype
                 np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))

@@ -102,11 +102,11 @@ def test_stored_states(place, monkeypatch, nothing_known, decay, family, segment
     args = case(64 * segments + 30, decay, value_dim=80, heads=1)
     stored = with_states(place, args, family=family)
     assert stored["chunk_states"].shape == (1, segments + 1, 1, 80, 16)
-    got, want = run(place, stored, family=family), run(place, args, family=family)
+    outputs, want = run(place, stored, family=family), run(place, args, family=family)
     for name, x in want.items():
         if decay != "none":
-            np.testing.assert_array_equal(got[name], x, err_msg=name)
-        assert relative_rms(got[name], x) < 0.005, name
+            np.testing.assert_array_equal(outputs[name], x, err_msg=name)
+        assert relative_rms(outputs[name], x) < 0.005, name
     if decay != "none":  # a decay that is a constant, as retention's
         alone = attention.linear_backward(**{name: place.put(x) for name, x in stored.items()}, ddecay=False, family=family)
         for (name, x), y in zip([pair for pair in want.items() if pair[0] != "ddecay"], alone, strict=True):
@@ -171,8 +171,8 @@ def test_gates_that_forget_everything(place, family):
     args = case(130, "token", heads=1)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.2, -1e4, np.where(draw < 0.5, 0, -0.1))).astype(f32)
-    got = check(place, args, family=family)
-    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+    outputs = check(place, args, family=family)
+    assert (outputs["ddecay"][args["decay"] < -100] == 0).all()
 
 
 @every_family
@@ -180,8 +180,8 @@ def test_errors_of_later_chunks_stay_there(place, family):
     """A gate of -inf between two chunks, the second of which has gradients a thousand times as large."""
     args = case(128, "token", heads=1)
     args["decay"][:, 64], args["dout"][:, 64:] = -np.inf, args["dout"][:, 64:] * bf16(1024)
-    got, want = run(place, args, family=family)["ddecay"], reference.linear_backward(**args)["ddecay"]
-    assert relative_rms(got[:, :64], want[:, :64]) < 0.02 and relative_rms(got[:, 64:], want[:, 64:]) < 0.02
+    outputs, want = run(place, args, family=family)["ddecay"], reference.linear_backward(**args)["ddecay"]
+    assert relative_rms(outputs[:, :64], want[:, :64]) < 0.02 and relative_rms(outputs[:, 64:], want[:, 64:]) < 0.02
 
 
 def test_what_gates_of_zero_change(place):
@@ -190,13 +190,13 @@ def test_what_gates_of_zero_change(place):
     args = case(70, "token", heads=1)
     args["decay"][:] = 0
     args["dstate"][:] = 0
-    got = run(place, args)
+    outputs = run(place, args)
     plain = run(place, {name: x for name, x in args.items() if name != "decay"})
     for name, x in plain.items():
-        assert relative_rms(got[name], x) < 0.005, name
-    dot = lambda x, dx: (args[x].astype(float) * got[dx].astype(float)).sum(-1)
+        assert relative_rms(outputs[name], x) < 0.005, name
+    dot = lambda x, dx: (args[x].astype(float) * outputs[dx].astype(float)).sum(-1)
     for products in dot("q", "dq") - dot("v", "dv"), dot("q", "dq") - dot("k", "dk"):
-        assert relative_rms(products[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
+        assert relative_rms(products[:, ::-1].cumsum(1)[:, ::-1], outputs["ddecay"]) < 0.03
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ def test_outputs_and_options():
     """Arrays to write to are written and returned; what is not wanted, or there is nothing for, is left out."""
     args = case(20, "token")
     into = {"d" + name: np.full_like(args[name], np.nan) for name in ("q", "k", "v", "decay", "initial_state")}
-    expected, got = attention.linear_backward(**args), attention.linear_backward(**args, **into)
-    for x, y, z in zip(expected, got, into.values(), strict=True):
+    expected, outputs = attention.linear_backward(**args), attention.linear_backward(**args, **into)
+    for x, y, z in zip(expected, outputs, into.values(), strict=True):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.linear_backward(**args, ddecay=False, dinitial_state=False)) == 3
@@ -232,11 +232,11 @@ def test_accumulation(place, family, decay):
     )
     for (name, x), y in zip(want.items(), actual, strict=True):
         assert y is into[name]
-        got = place.get(y) - before[name][..., 3:]
+        outputs = place.get(y) - before[name][..., 3:]
         if name != "dinitial_state":  # on Hopper by another kernel, as heads are not added up before they are rounded
-            assert relative_rms(got, x) < 0.004, name
+            assert relative_rms(outputs, x) < 0.004, name
         else:
-            np.testing.assert_allclose(got, x, rtol=1e-5, atol=1e-5 * abs(x).max(), err_msg=name)
+            np.testing.assert_allclose(outputs, x, rtol=1e-5, atol=1e-5 * abs(x).max(), err_msg=name)
 
 
 def test_what_accumulates():

@@ -83,8 +83,8 @@ def test_a_sequence_in_several_calls(member, length, cuts, seed):
         outs.append(out)
     member.assert_close(np.concatenate(outs, axis=1), tokens | fixed)
     _, last = member.run(tokens | fixed)
-    for got, want in zip(both(state), both(last), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=2**-6 * np.abs(want).max())
+    for outputs, want in zip(both(state), both(last), strict=True):
+        np.testing.assert_allclose(outputs, want, rtol=0, atol=2**-6 * np.abs(want).max())
 
 
 STEPS = [name for name in STATED if name not in ("linear, divided", "based")]
@@ -160,8 +160,8 @@ def test_packed_sequences_among_poison(place, monkeypatch, name, family):
     assert np.isfinite(clean).all()
     np.testing.assert_array_equal(PACKED.gather(out), clean)
     assert (out[:, PACKED.nobodys] == 0).all()
-    for got, want, start in zip(both(actual), both(expected), starts, strict=True) if member.start else ():
-        np.testing.assert_array_equal(place.get(got)[PACKED.which], place.get(want))
+    for outputs, want, start in zip(both(actual), both(expected), starts, strict=True) if member.start else ():
+        np.testing.assert_array_equal(place.get(outputs)[PACKED.which], place.get(want))
         np.testing.assert_array_equal(place.get(want)[[0, 2]], start[[0, 2]])
 
 

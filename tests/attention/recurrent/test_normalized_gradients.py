@@ -31,23 +31,23 @@ def run(place, args, **options):
     """Gradients by name, in NumPy arrays."""
     results = attention.linear_backward(**moved(args, place.put), normalize=True, **options)
     names = [name for name in ("dq", "dk", "dv", "ddecay", "dinitial_state") if name != "ddecay" or "decay" in args]
-    got = moved(dict(zip(names, results, strict=True)), place.get)
-    return got | dict(zip(("dinitial_state", "dinitial_z"), got["dinitial_state"]))
+    outputs = moved(dict(zip(names, results, strict=True)), place.get)
+    return outputs | dict(zip(("dinitial_state", "dinitial_z"), outputs["dinitial_state"]))
 
 
 def check(place, args, family=None):
     """Compare all gradients with the reference's, and return them."""
-    got = run(place, args, family=family)
+    outputs = run(place, args, family=family)
     want, low = (reference.linear_backward(**args, normalize=True, low=low) for low in (False, True))
     for x in want, low:
         x |= dict(zip(("dinitial_state", "dinitial_z"), x["dinitial_state"]))
-    for name, x in got.items():
+    for name, x in outputs.items():
         assert x.shape == want[name].shape, name
         if x.dtype == f32:  # the gradients of N and of n cancel
             assert relative_rms(x, want[name]) <= max(LIMIT, 3 * relative_rms(low[name], want[name])), name
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
-    return got
+    return outputs
 
 
 @pytest.mark.parametrize(("length", "decay"), [(1, "token"), (64, "none"), (65, "head"), (130, "token"), (20, "channel")])
@@ -73,8 +73,8 @@ def test_gates_that_forget_everything(place, family):
     args = positive(130, key_heads=2)
     draw = np.random.default_rng(2).random(args["decay"].shape)
     args["decay"] = np.where(draw < 0.1, -np.inf, np.where(draw < 0.5, 0, -0.1)).astype(f32)
-    got = check(place, args, family=family)
-    assert (got["ddecay"][args["decay"] < -100] == 0).all()
+    outputs = check(place, args, family=family)
+    assert (outputs["ddecay"][args["decay"] < -100] == 0).all()
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
@@ -92,13 +92,13 @@ def test_packed_sequences_among_poison(place, monkeypatch, decay):
         for x, own in zip(spread[name], pair):
             x[packing.which] = own
     alone = check(place, args | states | {"cu_seqlens": packing.cu_seqlens})
-    got = run(place, spread)
+    outputs = run(place, spread)
     for name, x in alone.items():
         if name.startswith("dinitial"):
-            np.testing.assert_array_equal(got[name][packing.which], x)
+            np.testing.assert_array_equal(outputs[name][packing.which], x)
         else:
-            np.testing.assert_array_equal(packing.gather(got[name].astype(f32)), x.astype(f32))
-            assert (got[name][:, packing.nobodys] == 0).all(), name
+            np.testing.assert_array_equal(packing.gather(outputs[name].astype(f32)), x.astype(f32))
+            assert (outputs[name][:, packing.nobodys] == 0).all(), name
     for name, inputs in zip(("dinitial_state", "dinitial_z"), args["dstate"]):
         np.testing.assert_array_equal(alone[name][0], inputs[0])
 
@@ -107,8 +107,8 @@ def test_outputs_and_options():
     """Pairs are written and returned; one of dstate may be None."""
     args = positive(20)
     into = {"dinitial_state": tuple(np.full_like(x, np.nan) for x in args["initial_state"])}
-    wanted, got = (attention.linear_backward(**args, normalize=True, **more) for more in ({}, into))
-    for x, y, z in zip(wanted[-1], got[-1], into["dinitial_state"]):
+    wanted, outputs = (attention.linear_backward(**args, normalize=True, **more) for more in ({}, into))
+    for x, y, z in zip(wanted[-1], outputs[-1], into["dinitial_state"]):
         np.testing.assert_array_equal(x, y)
         assert y is z
     assert len(attention.linear_backward(**args, normalize=True, dinitial_state=False)) == 4

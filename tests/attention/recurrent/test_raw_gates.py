@@ -262,9 +262,9 @@ def test_gradients_are_those_of_the_formula(member):
     q, k, v, a, A_log, dt_bias, b = by_hand
     q, k = (norm(x.float(), dim=-1).bfloat16() for x in (q, k))
     train(q, k, v, -A_log.exp() * softplus(a + dt_bias), b.sigmoid())
-    for got, expected in zip(by_kernels[: None if member is delta_rule else -1], by_hand, strict=False):
+    for actual, expected in zip(by_kernels[: None if member is delta_rule else -1], by_hand, strict=False):
         assert expected.grad.abs().max() > 0
-        torch.testing.assert_close(got.grad, expected.grad, rtol=2**-6, atol=2**-7 * float(expected.grad.abs().max()))
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=2**-6, atol=2**-7 * float(expected.grad.abs().max()))
 
 
 def test_under_jax_jit():
@@ -276,8 +276,8 @@ def test_under_jax_jit():
     )
     arrays = q, k, v, b, *of_gate
     expected, state = call(*arrays)
-    got, last = jax.jit(call)(*map(jax.numpy.asarray, arrays))
-    np.testing.assert_allclose(got.astype(F32), expected.astype(F32), atol=2**-6 * np.abs(expected.astype(F32)).max())
+    actual, last = jax.jit(call)(*map(jax.numpy.asarray, arrays))
+    np.testing.assert_allclose(actual.astype(F32), expected.astype(F32), atol=2**-6 * np.abs(expected.astype(F32)).max())
     np.testing.assert_allclose(last, state, atol=2**-7 * np.abs(state).max())
     loss = lambda A_log: linear(q, k, v, decay=gates.softplus(of_gate[0], A_log)).astype("float32").sum()
     step = jax.grad(loss)(jax.numpy.asarray(of_gate[1]))
@@ -382,8 +382,8 @@ def test_views_of_one_projection(place, monkeypatch, nothing_known, member, gate
         beta = {"beta": gates.beta(b[..., 0])} if member is delta_rule else {}
         return member(q, k, v, decay=gates.softplus(a if channels else a[..., 0], *of_head), **beta, return_state=True)
 
-    for got, expected in zip(call(*views), call(*map(place.put, arrays)), strict=True):
-        got, expected = (place.get(x).astype(float) for x in (got, expected))
+    for actual, expected in zip(call(*views), call(*map(place.put, arrays)), strict=True):
+        actual, expected = (place.get(x).astype(float) for x in (actual, expected))
         assert np.isfinite(expected).all()
         by_cp_async = odd and member is linear and not channels  # by another kernel
-        np.testing.assert_allclose(got, expected, rtol=0, atol=2**-6 * np.abs(expected).max() if by_cp_async else 0)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2**-6 * np.abs(expected).max() if by_cp_async else 0)

@@ -125,8 +125,8 @@ def test_packed_sequences(place, cut, monkeypatch, delta, kind):
     start = poisoned((len(packing.ends) - 1, *args["initial_state"].shape[1:]), np.float32)
     start[packing.which] = args["initial_state"]
     on_device = {name: place.put(start if name == "initial_state" else packing.spread(x)) for name, x in args.items()}
-    got, last = (delta_rule if delta else linear)(**on_device, cu_seqlens=place.put(packing.ends), return_state=True)
-    assert (packing.gather(place.get(got)) == out).all() and (place.get(got)[:, packing.nobodys].astype(float) == 0).all()
+    actual, last = (delta_rule if delta else linear)(**on_device, cu_seqlens=place.put(packing.ends), return_state=True)
+    assert (packing.gather(place.get(actual)) == out).all() and (place.get(actual)[:, packing.nobodys].astype(float) == 0).all()
     assert (place.get(last)[packing.which] == state).all()
 
 

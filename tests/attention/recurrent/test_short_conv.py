@@ -58,14 +58,14 @@ def check(place, args):
     (ref, window), (low, _) = (reference.short_conv(**inputs, low=rounds) for rounds in (False, True))
     reference.assert_close(out, ref, low, name="out")
     np.testing.assert_array_equal(state.astype(float), window.astype(state.dtype).astype(float))
-    got = backward(place, args)
+    outputs = backward(place, args)
     want, low = (reference.short_conv_backward(**args, low=rounds) for rounds in (False, True))
-    for name, x in got.items():
+    for name, x in outputs.items():
         if name in OF_FLOAT32:
             np.testing.assert_allclose(x, want[name], rtol=1e-5, atol=2e-5 * max(1, np.abs(want[name]).max(initial=0)))
         else:
             reference.assert_close(x, want[name], low[name], factor=3, name=name)
-    return {"out": out, "state": state, **got}
+    return {"out": out, "state": state, **outputs}
 
 
 @pytest.mark.parametrize("length", edges(16, 32, most=33) + [2, 3])
@@ -99,10 +99,10 @@ def test_without_what_is_optional(place):
     args = case(20)
     plain = {name: args[name] for name in ("dout", "x", "weight", "activation")}
     zeros = {name: 0 * args[name] for name in ("bias", "initial_state", "dstate")}
-    want, got = (check(place, plain | more) for more in (zeros, {}))
-    for name, x in got.items():
+    want, outputs = (check(place, plain | more) for more in (zeros, {}))
+    for name, x in outputs.items():
         np.testing.assert_array_equal(x, want[name])
-    assert "dbias" not in got and "dinitial_state" not in got
+    assert "dbias" not in outputs and "dinitial_state" not in outputs
 
 
 def test_packed_sequences_among_poison(place, monkeypatch):
@@ -118,12 +118,12 @@ def test_packed_sequences_among_poison(place, monkeypatch):
         spread[name][packing.which] = args[name]
     among = args | spread | {"cu_seqlens": packing.ends}
     out, state = forward(place, among)
-    got = {"out": out, "state": state, **backward(place, among)}
+    outputs = {"out": out, "state": state, **backward(place, among)}
     for name in "out", "dx":
-        np.testing.assert_array_equal(packing.gather(got[name]).view("u2"), alone[name].view("u2"))
-        assert (got[name][:, packing.nobodys] == 0).all()
+        np.testing.assert_array_equal(packing.gather(outputs[name]).view("u2"), alone[name].view("u2"))
+        assert (outputs[name][:, packing.nobodys] == 0).all()
     for name in "state", "dinitial_state":
-        np.testing.assert_array_equal(got[name][packing.which].astype(f32), alone[name].astype(f32))
+        np.testing.assert_array_equal(outputs[name][packing.which].astype(f32), alone[name].astype(f32))
     np.testing.assert_array_equal(alone["state"][0], args["initial_state"][0])
     np.testing.assert_array_equal(alone["dinitial_state"][0], args["dstate"][0])
 
@@ -278,8 +278,8 @@ def test_torch():
     ways = [torch.autograd.grad(way(*leaves), leaves) for way in (loss, compiled)]
     ways.append(torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False), leaves))
     ways.append(torch.func.grad(loss, (0, 1, 2, 3))(x, weight, bias, start))
-    for got in ways:
-        for gradient, expected in zip(got, want, strict=True):
+    for outputs in ways:
+        for gradient, expected in zip(outputs, want, strict=True):
             torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
         wide = x.float().requires_grad_()
@@ -307,7 +307,7 @@ def test_jax():
         want = attention.short_conv_backward(
             2 * out, x, weight, bias, activation="silu", initial_state=start, dstate=2 * state.astype("float32")
         )
-        for got in (jax.grad(total, (0, 1, 2, 3))(*leaves), jax.jit(jax.grad(total, (0, 1, 2, 3)))(*leaves)):
-            for gradient, expected, leaf in zip(got, want, leaves, strict=True):
+        for outputs in (jax.grad(total, (0, 1, 2, 3))(*leaves), jax.jit(jax.grad(total, (0, 1, 2, 3)))(*leaves)):
+            for gradient, expected, leaf in zip(outputs, want, leaves, strict=True):
                 assert gradient.dtype == leaf.dtype
                 np.testing.assert_array_equal(np.asarray(gradient, f32), np.asarray(expected.astype(leaf.dtype), f32))

@@ -139,7 +139,7 @@ def test_finite_differences_of_hedgehog():
     of_keys = {"q": 2, "k": 2, "q_map": 0, "k_map": 0}  # the axis of heads
     shared = {name: x.take(range(0, HEADS, 2), of_keys[name]) if name in of_keys else x for name, x in arrays.items()}
     repeated = {name: x.repeat(2, of_keys[name]) if name in of_keys else x for name, x in shared.items()}
-    got, each = (hedgehog_backward(dout, **x, window=2) for x in (shared, repeated))
+    outputs, each = (hedgehog_backward(dout, **x, window=2) for x in (shared, repeated))
     for name, axis in of_keys.items():
         halves = [each["d" + name].take(range(i, HEADS, 2), axis) for i in range(2)]
-        np.testing.assert_allclose(got["d" + name], sum(halves), atol=1e-12)
+        np.testing.assert_allclose(outputs["d" + name], sum(halves), atol=1e-12)

@@ -41,8 +41,8 @@ def closed_form(q, k, v, decay, beta, state, scale):
     return out, last
 
 
-def close(got, expected, rtol=1e-10):
-    for a, b in zip(got, expected, strict=True):
+def close(actual, expected, rtol=1e-10):
+    for a, b in zip(actual, expected, strict=True):
         if isinstance(a, tuple):
             close(a, b, rtol)
         else:
@@ -55,8 +55,8 @@ def close(got, expected, rtol=1e-10):
 def test_the_closed_form(decay, delta, shared):
     q, k, v, gates, beta, state = inputs(1, shared, decay)
     beta = beta if delta else None
-    got = linear(q, k, v, decay=gates, beta=beta, scale=0.7, initial_state=state)
-    close(got, closed_form(q, k, v, gates, beta, state, 0.7))
+    actual = linear(q, k, v, decay=gates, beta=beta, scale=0.7, initial_state=state)
+    close(actual, closed_form(q, k, v, gates, beta, state, 0.7))
     close(linear(q, k, v, decay=gates, beta=beta), closed_form(q, k, v, gates, beta, 0 * state, DK**-0.5))
 
 

@@ -70,8 +70,8 @@ def agree(place, q, k, v, lengths, *, leftpad=None, size=None, splits=None, caus
     kwargs = {name: put(place, x) if name in ARRAYS else x for name, x in kwargs.items()}
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     inputs = place.put(q), place.put(keys), place.put(values)
-    got, lse = attention.decode(*inputs, out=out, return_lse=True, splits=splits, causal=causal, family=family, **kwargs)
-    assert got is out
+    outputs, lse = attention.decode(*inputs, out=out, return_lse=True, splits=splits, causal=causal, family=family, **kwargs)
+    assert outputs is out
     (ref, ref_lse), (low, low_lse) = known(q, k, v, lengths, leftpad, causal=causal, **options)
     cap = options.get("softcap") or 0.0
     reference.assert_close(place.get(out), ref, low, factor=3 if cap else 2)

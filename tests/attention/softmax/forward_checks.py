@@ -62,8 +62,8 @@ def agree(place, q, k, v, *, family=None, block=None, **options):
     block: see there."""
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), q.dtype))
     args = there(place, options) | ({} if family is None else {"family": family})
-    got, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **args)
-    assert got is out
+    outputs, lse = attention.forward(*map(place.put, unseen(q, k, v, block=block, **options)), out=out, return_lse=True, **args)
+    assert outputs is out
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, low_lse = reference.forward_low(q, k, v, **options)
     cap = options.get("softcap") or 0.0

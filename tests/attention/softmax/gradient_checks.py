@@ -40,27 +40,27 @@ def agree(
     inputs = [q, k, v, *[options[name] for name in ("sink",) if name in options]]
     outputs = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in zip(NAMES, inputs)}
     args |= {name: place.put(x) for name, x in dlse.items()} | {"deterministic": deterministic, "family": family}
-    got = attention.backward(place.put(given_dout), *qkv, out, lse, **args, **outputs)
-    assert len(got) == len(inputs) and all(x is outputs[name] for name, x in zip(NAMES, got))
+    actual = attention.backward(place.put(given_dout), *qkv, out, lse, **args, **outputs)
+    assert len(actual) == len(inputs) and all(x is outputs[name] for name, x in zip(NAMES, actual))
     given_out = {"out": place.get(out)} if by_output else {}
     ref, low = (f(dout, q, k, v, **given_out, **dlse, **options) for f in (reference.backward, reference.backward_low))
-    got = [place.get(x) for x in got]
+    actual = [place.get(x) for x in actual]
     if "sink" in options:  # from the rounded output: a sum of many rounding errors says nothing
-        *got, dsink = got
+        *actual, dsink = actual
         delta = (dout.astype(float) * place.get(out).astype(float)).sum(-1).swapaxes(1, 2) - dlse.get("dlse", 0)
         want = -(np.exp(options["sink"][:, None] - place.get(lse).astype(float)) * delta).sum((0, 2))
         np.testing.assert_allclose(dsink, want, rtol=1e-4, atol=1e-4)
-    for name, *each in zip(NAMES, got, ref, low):
+    for name, *each in zip(NAMES, actual, ref, low):
         judge(name, *each)
-    return got
+    return actual
 
 
-def judge(name, got, ref, low):
+def judge(name, actual, ref, low):
     """Assert that a gradient is as close to float64 as the reference in the inputs' dtype, up to a factor of 3."""
     if np.abs(ref).max(initial=0) < NOTHING:  # each row sees one key: only rounding is left
-        assert np.abs(got.astype(F32)).max(initial=0) < NOISE, name
+        assert np.abs(actual.astype(F32)).max(initial=0) < NOISE, name
     else:
-        reference.assert_close(got, ref, low, factor=3, name=name)
+        reference.assert_close(actual, ref, low, factor=3, name=name)
 
 
 def gradient_of_lse(lse):
@@ -75,8 +75,8 @@ def agree_among_poison(place, packing, arrays, family, **options):
     dout, (out, lse) = draw(arrays[0].shape, arrays[0].dtype), reference.forward_low(*arrays, **packed_options)
     put = [place.put(packing.spread(x)) for x in (dout, *arrays, out)]
     args = {"cu_seqlens": place.put(packing.ends), "family": family}
-    got = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **args, **there(place, options))
+    actual = attention.backward(*put, place.put(packing.spread(lse, 2, FAR_LSE)), **args, **there(place, options))
     ref, low = (f(dout, *arrays, **packed_options) for f in (reference.backward, reference.backward_low))
-    for name, dx, *each in zip(NAMES, map(place.get, got), ref, low):
+    for name, dx, *each in zip(NAMES, map(place.get, actual), ref, low):
         assert (dx[:, packing.nobodys].astype(F32) == 0).all(), name
         judge(name, packing.gather(dx), *each)

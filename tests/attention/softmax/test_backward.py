@@ -165,9 +165,9 @@ def test_bias_loaded_by_tma(place, batch, head_dim, options):
     dout, args, arrays = draw(q.shape, q.dtype), there(place, options), [place.put(x) for x in unseen(q, k, v, **options)]
     out, lse = attention.forward(*arrays, return_lse=True, **args)
     dbias = place.put(np.full(options["bias"].shape, np.nan, F32))
-    got = attention.backward(place.put(dout), *arrays, out, lse, **args, dbias=dbias, family="sm_90")
+    actual = attention.backward(place.put(dout), *arrays, out, lse, **args, dbias=dbias, family="sm_90")
     ref, low = (f(dout, q, k, v, **options, dbias=True) for f in (reference.backward, reference.backward_low))
-    for name, *each in zip(("dq", "dk", "dv", "dbias"), map(place.get, got), ref, low, strict=True):
+    for name, *each in zip(("dq", "dk", "dv", "dbias"), map(place.get, actual), ref, low, strict=True):
         reference.assert_close(*each, factor=3, name=name)
 
 
@@ -201,8 +201,8 @@ def test_bias_and_slopes_under_dropout(place):
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     *_, dbias, dalibi = attention.backward(*arrays, out, lse, **args, dbias=True, dalibi=True)
     *_, bias, alibi = reference.backward(dout, q, k, v, **options, dbias=True, dalibi=True, out=place.get(out))
-    for got, want in ((dbias, bias), (dalibi, alibi)):
-        assert np.abs(place.get(got) - want).max() < 0.02 * np.abs(want).max() + 1e-3
+    for actual, want in ((dbias, bias), (dalibi, alibi)):
+        assert np.abs(place.get(actual) - want).max() < 0.02 * np.abs(want).max() + 1e-3
 
 
 @pytest.mark.parametrize(("head_dim", "family"), [(64, "sm_90"), (128, "sm_90"), (72, "sm_80")])
@@ -215,8 +215,8 @@ def test_accumulate(place, head_dim, family):
     before = [draw((*x.shape[:-1], 2 * x.shape[-1]), F32) for x in (q, k, v, sink)]
     storage = [place.put(x.copy()) for x in before]
     outputs = dict(zip(NAMES, (x[..., ::2] for x in storage)))
-    got = attention.backward(*arrays, out, lse, accumulate=True, family=family, **args, **outputs)
-    assert all(x is y for x, y in zip(got, outputs.values(), strict=True))
+    actual = attention.backward(*arrays, out, lse, accumulate=True, family=family, **args, **outputs)
+    assert all(x is y for x, y in zip(actual, outputs.values(), strict=True))
     added = [place.get(x) - y for x, y in zip(storage, before)]
     assert not any(x[..., 1::2].any() for x in added) and not added[1][:, :70].any()
     expected = dict(zip(NAMES, attention.backward(*arrays, out, lse, **args, family=family)))
@@ -283,8 +283,8 @@ def test_keys_in_use(place, packed, family):
     else:
         (q, k, v), options = inputs(3, 40, 150, 1, 1, 64), dict(lengths_k=np.array([30, 0, 133], np.int32), causal=True)
         unused = np.arange(150) >= options["lengths_k"][:, None]
-    _, *got = agree(place, q, k, v, family, with_dlse=True, **options)
-    assert all((x[unused].astype(F32) == 0).all() for x in got)
+    _, *actual = agree(place, q, k, v, family, with_dlse=True, **options)
+    assert all((x[unused].astype(F32) == 0).all() for x in actual)
 
 
 @pytest.mark.parametrize("family", ["sm_90", "sm_80"])
@@ -295,8 +295,8 @@ def test_a_nan_stays_in_its_sequence(place, family):
         x[:, 20:50] = np.nan
     q, k, v = (place.put(x) for x in (q, k, v))
     out, lse = attention.forward(q, k, v, cu_seqlens=ends, return_lse=True)
-    for got in attention.backward(q, q, k, v, out, lse, cu_seqlens=ends, family=family):
-        bad = np.isnan(place.get(got).astype(F32)).any((0, 2, 3))
+    for actual in attention.backward(q, q, k, v, out, lse, cu_seqlens=ends, family=family):
+        bad = np.isnan(place.get(actual).astype(F32)).any((0, 2, 3))
         assert bad[20:50].all() and not bad[:20].any() and not bad[50:].any()
 
 
@@ -314,8 +314,8 @@ def test_random_sequences(pairs, causal, hopper_too):
 def test_empty(place, seq_q, seq_kv, batch):
     q, k, v = (place.put(x) for x in inputs(batch, seq_q, seq_kv, 2, 2, 64))
     out, lse = attention.forward(q, k, v, return_lse=True)
-    for got, x in zip(attention.backward(out, q, k, v, out, lse), (q, k, v), strict=True):
-        assert got.shape == x.shape and (place.get(got).astype(F32) == 0).all()
+    for actual, x in zip(attention.backward(out, q, k, v, out, lse), (q, k, v), strict=True):
+        assert actual.shape == x.shape and (place.get(actual).astype(F32) == 0).all()
 
 
 @pytest.mark.parametrize("skip", [1, 2, 4])
@@ -327,8 +327,8 @@ def test_arrays_that_tma_cannot_address(place, skip):
     attention.backward(q, q, k, v, out, lse, causal=True, dq=dq, dk=dk, dv=dv)
     host = [np.ascontiguousarray(place.get(x)[..., skip:]) for x in room]
     ref, low = (f(host[0], *host[:3], causal=True) for f in (reference.backward, reference.backward_low))
-    for got, *each in zip(host[3:], ref, low, strict=True):
-        reference.assert_close(got, *each, factor=3)
+    for actual, *each in zip(host[3:], ref, low, strict=True):
+        reference.assert_close(actual, *each, factor=3)
 
 
 @pytest.mark.parametrize("seed", range(3))

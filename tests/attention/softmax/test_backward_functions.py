@@ -140,11 +140,11 @@ ARRAYS = {
 }  # fmt: skip
 
 
-def judge(options, dout, q, k, v, out, lse, got, place):
+def judge(options, dout, q, k, v, out, lse, actual, place):
     """Judge all gradients. The reference computes delta from the rounded output: a sum of many rounding errors says nothing."""
     expected = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
     ref = reference.backward(dout, q, k, v, out=place.get(out), **options, **expected)
-    for n, (x, y) in enumerate(zip(map(place.get, got), ref, strict=True)):
+    for n, (x, y) in enumerate(zip(map(place.get, actual), ref, strict=True)):
         assert x.shape == y.shape
         np.testing.assert_allclose(x.astype(F32), y, atol=(2e-2 if n < 3 else 4e-3) * np.abs(y).max() + NOISE)
 
@@ -165,9 +165,9 @@ def test_gradients_of_what_scores_read(place, name, family):
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     options, args = add_dlse(place, lse, options, args)
     expected = {f"d{name}": True for name in ("bias", "alibi", "aux") if name in options}
-    got, again = (attention.backward(*arrays, out, lse, **args, **expected) for _ in range(2))
-    judge(options, dout, q, k, v, out, lse, got, place)
-    for x, y in zip(got[3:], again[3:], strict=True):
+    actual, again = (attention.backward(*arrays, out, lse, **args, **expected) for _ in range(2))
+    judge(options, dout, q, k, v, out, lse, actual, place)
+    for x, y in zip(actual[3:], again[3:], strict=True):
         assert (place.get(x) == place.get(y)).all()  # the same bits
 
 
@@ -185,8 +185,8 @@ def test_accumulate(place, rows):
     before = [normal(*shape[:-1], 2 * shape[-1])[..., ::2] for shape in shapes[:4]] + [normal(*shape) for shape in shapes[4:]]
     outputs = [place.put(x.copy()) for x in before]
     args |= dict(zip(("dq", "dk", "dv", "dbias", "dalibi", "dsink"), outputs)) | {"daux": [None, *outputs[6:]]}
-    got = attention.backward(*arrays, out, lse, accumulate=True, **args)
-    assert len(got) == len(outputs) and all(x is y for x, y in zip(got, outputs))
+    actual = attention.backward(*arrays, out, lse, accumulate=True, **args)
+    assert len(actual) == len(outputs) and all(x is y for x, y in zip(actual, outputs))
     for x, y, want in zip(outputs, before, expected):
         np.testing.assert_allclose(
             place.get(x) - y, want.astype(F32), rtol=0.01, atol=0.01 * np.abs(want.astype(F32)).max() + NOISE
@@ -232,9 +232,9 @@ def test_learned_gradients_of_sequences_between_neighbours_of_poison(place, monk
     out, lse = reference.forward_low(q, k, v, **packed_options)
     put = [place.put(packing.spread(x)) for x in (q, q, k, v, out)]
     lse = place.put(packing.spread(lse, 2, FAR_LSE))
-    got = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
+    actual = attention.backward(*put, lse, **there(place, options), dbias=True, dalibi=True)
     want = reference.backward(q, q, k, v, out=out, **packed_options, dbias=True, dalibi=True)
-    for x, y in zip(map(place.get, got[3:]), want[3:], strict=True):
+    for x, y in zip(map(place.get, actual[3:]), want[3:], strict=True):
         np.testing.assert_allclose(x[ours][..., : y.shape[-1]], y, atol=4e-3 * np.abs(y).max() + NOISE)
 
 
@@ -248,9 +248,9 @@ def test_shared_slopes_of_packed_sequences(place, family, options):
     arrays, args = [place.put(x) for x in (dout, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     options, args = add_dlse(place, lse, options, args)
-    got, again = (attention.backward(*arrays, out, lse, **args, dalibi=True) for _ in range(2))
-    judge(options, dout, q, k, v, out, lse, got, place)
-    assert (place.get(got[3]) == place.get(again[3])).all()
+    actual, again = (attention.backward(*arrays, out, lse, **args, dalibi=True) for _ in range(2))
+    judge(options, dout, q, k, v, out, lse, actual, place)
+    assert (place.get(actual[3]) == place.get(again[3])).all()
 
 
 SCORE = st.sampled_from([None, lambda s, b, h, i, j: s * sigmoid(s), lambda s, b, h, i, j: s + 0.1 * (j - i) * (h + b)])
@@ -267,8 +267,8 @@ def combination(place, lengths, heads, score, mask, softcap, window, shape, slop
     arrays, args = [place.put(x) for x in (q, q, k, v)], there(place, options | {"family": family})
     out, lse = attention.forward(*arrays[1:], return_lse=True, **args)
     options, args = add_dlse(place, lse, options, args)
-    got = attention.backward(*arrays, out, lse, **args, dbias=True, **({"dalibi": True} if slopes else {}))
-    judge(options, q, q, k, v, out, lse, got, place)
+    actual = attention.backward(*arrays, out, lse, **args, dbias=True, **({"dalibi": True} if slopes else {}))
+    judge(options, q, q, k, v, out, lse, actual, place)
 
 
 COMBINATIONS = st.tuples(
@@ -299,8 +299,8 @@ def test_as_compiled(as_compiled):
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     as_compiled("sm_80")
     options, _ = add_dlse(OnInterpreter(), lse, options, {})
-    got = attention.backward(q, q, k, v, out, lse, family="sm_80", daux=True, deterministic=True, **options)
-    judge(options, q, q, k, v, out, lse, got, OnInterpreter())
+    actual = attention.backward(q, q, k, v, out, lse, family="sm_80", daux=True, deterministic=True, **options)
+    judge(options, q, q, k, v, out, lse, actual, OnInterpreter())
 
 
 @pytest.mark.release  # for sm_90a: test_backward.py
@@ -310,8 +310,8 @@ def test_packed_sequences_as_compiled(as_compiled):
     options = dict(cu_seqlens=np.array([0, 9, 20], np.int32), lengths_k=np.array([9, 7], np.int32), alibi=normal(2, 1) ** 2)
     out, lse = attention.forward(q, k, v, return_lse=True, **options)
     as_compiled("sm_80")
-    got = attention.backward(q, q, k, v, out, lse, family="sm_80", dalibi=True, deterministic=True, **options)
-    judge(options, q, q, k, v, out, lse, got, OnInterpreter())
+    actual = attention.backward(q, q, k, v, out, lse, family="sm_80", dalibi=True, deterministic=True, **options)
+    judge(options, q, q, k, v, out, lse, actual, OnInterpreter())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -330,7 +330,7 @@ def test_torch_tensors_that_require_grad(device):
         out = attention.forward(q, k, v, sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets), **options)
         return out.float().square().sum()
 
-    got = torch.autograd.grad(loss(*leaves), leaves)
+    actual = torch.autograd.grad(loss(*leaves), leaves)
     with torch.no_grad():
         args = options | dict(sink=sink, alibi=alibi, bias=bias.bfloat16(), aux=(table, buckets))
         out, lse = attention.forward(q, k, v, return_lse=True, **args)
@@ -339,7 +339,7 @@ def test_torch_tensors_that_require_grad(device):
             (2 * out.float()).bfloat16(), q, k, v, out, lse, **args, **expected
         )
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for one in (got, torch.autograd.grad(compiled(*leaves), leaves)):
+    for one in (actual, torch.autograd.grad(compiled(*leaves), leaves)):
         for x, y in zip(one, (dq, dk, dv, dsink, dalibi, dbias, daux), strict=True):
             torch.testing.assert_close(x, y, rtol=2**-6, atol=2**-6, check_dtype=False)
     (only,) = torch.autograd.grad(loss(*[x.detach() for x in leaves[:-1]], table), table)
@@ -354,9 +354,9 @@ def test_gradients_of_arrays_that_flex_attention_captures():
     q, k, v = (torch.from_numpy(x.astype(F32)).bfloat16().requires_grad_() for x in inputs(1, 20, 20, 2, 2, 64, layout="bhsd"))
     table, scales = (torch.from_numpy(x).requires_grad_() for x in (normal(2, 50), SCALES))
     leaves, places = (q, k, v, table, scales), torch.arange(20) - torch.arange(20)[:, None] + 30
-    got = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30], return_lse=True)
+    actual = flex_attention(q, k, v, lambda s, b, h, i, j: s * scales[h] + table[h, j - i + 30], return_lse=True)
     s = q.float() @ k.float().mT / 8 * scales[:, None, None] + table[:, places]
     expected = torch.softmax(s, -1) @ v.float(), torch.logsumexp(s, -1)
-    losses = [out.float().square().sum() + lse.square().sum() for out, lse in (got, expected)]
+    losses = [out.float().square().sum() + lse.square().sum() for out, lse in (actual, expected)]
     for x, y in zip(*(torch.autograd.grad(loss, leaves) for loss in losses), strict=True):
         torch.testing.assert_close(x.float(), y.float(), rtol=0.02, atol=0.02 * float(y.abs().max()))

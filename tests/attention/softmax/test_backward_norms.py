@@ -29,15 +29,15 @@ def agree(place, q, k, v, **options):
     out, lse = attention.forward(*put, return_lse=True, **args)
     options["dlse"] = dlse = gradient_of_lse(place.get(lse))
     outputs = {name: place.put(poisoned(x.shape, x.dtype)) for name, x in (("dq", q), ("dk", k))}
-    got = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **args, **outputs)
-    assert got[0] is outputs["dq"] and got[1] is outputs["dk"]
+    actual = attention.backward(place.put(dout), *put, out, lse, dlse=place.put(dlse), **args, **outputs)
+    assert actual[0] is outputs["dq"] and actual[1] is outputs["dk"]
     options.pop("family", None)
     ref, low = (flat(f(dout, q, k, v, **options)) for f in (reference.backward, reference.backward_low))
-    got = [place.get(x) for x in flat(got)]
-    for n, three in enumerate(zip(got, ref, low, strict=True)):
+    actual = [place.get(x) for x in flat(actual)]
+    for n, three in enumerate(zip(actual, ref, low, strict=True)):
         if np.abs(three[1]).max() > 1e-9:  # a bias of all keys moves all scores of a row alike: its gradient is 0
             reference.assert_close(*three, factor=3, name=f"{n}")
-    return got
+    return actual
 
 
 def gradients_of_layer_norm(place, x, dy, norm):
@@ -48,10 +48,10 @@ def gradients_of_layer_norm(place, x, dy, norm):
     return [place.get(y) for y in (dx, *parts)]
 
 
-def assert_is_the_formula(got, x, dy, norm):
+def assert_is_the_formula(actual, x, dy, norm):
     """Assert that dx has the error of one rounding, and sums that of float32."""
     exact = formula.norm_backward(x.astype(float), norm, dy.astype(float), 1e-6, float)
-    for mine, ref in zip(got, exact, strict=True):
+    for mine, ref in zip(actual, exact, strict=True):
         unit = 2.0 ** (-20 if mine.dtype == F32 else -8)
         np.testing.assert_allclose(mine.astype(float), ref, rtol=unit, atol=unit * np.abs(ref).max())
 
@@ -178,13 +178,13 @@ def test_torch():
     def loss(q, k, v, w, b):
         return attention.forward(q, k, v, q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2).float().square().sum()
 
-    got = torch.autograd.grad(loss(*args), args)
+    actual = torch.autograd.grad(loss(*args), args)
     with torch.no_grad():
         options = dict(q_norm=(w, b), k_norm=w.float(), norm_eps=1e-2)
         out, lse = attention.forward(q, k, v, return_lse=True, **options)
         dq, dk, dv, (dw, db), more = attention.backward((2 * out.float()).bfloat16(), q, k, v, out, lse, **options)
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    for one in got, torch.autograd.grad(compiled(*args), args):
+    for one in actual, torch.autograd.grad(compiled(*args), args):
         for x, y, z in zip(one, (dq, dk, dv, dw + more, db), args, strict=True):
             assert x.dtype == z.dtype
             torch.testing.assert_close(x.float(), y.float(), rtol=2**-5, atol=2**-4)
@@ -206,8 +206,8 @@ def test_accumulate_through_norms(place, ours, layout="bhsd"):
         rooms = [place.put(x.copy()) for x in before]
         parted = [*rooms[:3], tuple(rooms[3:5]), *rooms[5:]] if ours else rooms
         outputs = dict(zip(names, parted, strict=True))
-        got = attention.backward(*put, out, lse, accumulate=accumulate, **some, **outputs)
-        assert all(x is y for x, y in zip(flat(got), rooms, strict=True))
+        actual = attention.backward(*put, out, lse, accumulate=accumulate, **some, **outputs)
+        assert all(x is y for x, y in zip(flat(actual), rooms, strict=True))
         for n, (x, y, want) in enumerate(zip(rooms, before, host, strict=True)):
             got_x = place.get(x).astype(F32) - y * accumulate
             np.testing.assert_allclose(got_x, want, rtol=0.01, atol=0.02 * np.abs(want).max() + 1e-4, err_msg=f"{n}")

@@ -102,8 +102,8 @@ def test_score_options_in_tiles_of_64():
     caches = [poisoned((3, *x.shape[1:]), x.dtype) for x in (k, v)]
     for cache, x in zip(caches, (k, v)):
         cache[[2, 0]] = x
-    got = attention.decode(q, *caches, lengths=np.array([100, 5]), batch_index=np.array([2, 0]), family="sm_90")
-    np.testing.assert_array_equal(got, agree(OnInterpreter(), q, k, v, (100, 5))[0])
+    actual = attention.decode(q, *caches, lengths=np.array([100, 5]), batch_index=np.array([2, 0]), family="sm_90")
+    np.testing.assert_array_equal(actual, agree(OnInterpreter(), q, k, v, (100, 5))[0])
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim", "size"), [(96, 128, 40), (192, 192, None), (256, 256, None)])
@@ -195,8 +195,8 @@ def test_batch_index(place):
         cache[[3, 1]] = x
     given = [place.put(x) for x in (q, *caches)]
     kwargs = {"lengths": place.put(np.array(lengths)), "batch_index": place.put(np.array([3, 1], np.int32))}
-    got = attention.decode(*given, **kwargs)
-    np.testing.assert_array_equal(place.get(got), agree(place, q, k, v, lengths)[0])
+    actual = attention.decode(*given, **kwargs)
+    np.testing.assert_array_equal(place.get(actual), agree(place, q, k, v, lengths)[0])
 
 
 def test_layouts_and_strides(place):

@@ -47,9 +47,9 @@ def agrees(place, lengths, head_dim, tokens, size, per, splits, dtype=FP8, famil
     if size and "T" in per:
         (kwargs["k_descale"], kwargs["v_descale"]), _ = in_pages(descales, lengths, size)
     kwargs, scale = {name: place.put(x) for name, x in kwargs.items()}, None if per else 0.01 if dtype == FP8 else 0.001
-    got = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, family=family, **kwargs)
+    actual = attention.decode(place.put(q), *[place.put(x) for x in eight], scale=scale, splits=splits, family=family, **kwargs)
     (ref, _), (low, _) = known(q, *caches, lengths, causal=True, scale=scale)
-    reference.assert_close(place.get(got), ref, low, factor=4)
+    reference.assert_close(place.get(actual), ref, low, factor=4)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_descales_of_each_token_and_norms_of_keys(bias, dtype):
     weights = draw((2, 2, 64), np.float32, 10)
     norm = (weights[0], weights[1]) if bias else weights[0]
     kwargs = {"k_descale": units[0], "v_descale": units[1], "lengths": np.int32(lengths)}
-    got = attention.decode(q, *eight, **kwargs, k_norm=norm, norm_eps=0.01, splits=2)
+    actual = attention.decode(q, *eight, **kwargs, k_norm=norm, norm_eps=0.01, splits=2)
     caches = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
     (ref, _), (low, _) = known(q, *caches, lengths, causal=True, k_norm=norm, norm_eps=0.01)
-    reference.assert_close(got, ref, low, factor=4)
+    reference.assert_close(actual, ref, low, factor=4)
 
 
 def test_descales_of_each_token_anywhere(place):
@@ -122,13 +122,13 @@ def test_descales_of_each_token_anywhere(place):
     kwargs = {"lengths": np.int32(lengths), "leftpad": np.int32(leftpad), "batch_index": np.int32(index)}
     kwargs = {name: place.put(x) for name, x in kwargs.items()} | {"splits": 2}
     inputs, descales = [place.put(x) for x in (q, *caches)], [place.put(x).swapaxes(1, 2) for x in descales]
-    got = attention.decode(*inputs, k_descale=descales[0], v_descale=descales[1], **kwargs)
+    actual = attention.decode(*inputs, k_descale=descales[0], v_descale=descales[1], **kwargs)
     wide = [x.astype(np.float32) * d[..., None] for x, d in zip(eight, units)]
     (ref, _), (low, _) = known(q, *wide, lengths, leftpad, causal=True)
-    reference.assert_close(place.get(got), ref, low, factor=4)
+    reference.assert_close(place.get(actual), ref, low, factor=4)
     transposed = [x.swapaxes(1, 2) for x in (*inputs, *descales)]
     again = attention.decode(*transposed[:3], k_descale=transposed[3], v_descale=transposed[4], layout="bhsd", **kwargs)
-    np.testing.assert_array_equal(place.get(again).swapaxes(1, 2), place.get(got))
+    np.testing.assert_array_equal(place.get(again).swapaxes(1, 2), place.get(actual))
 
 
 # ---- as compiled ------------------------------------------------------------------------------------------------------

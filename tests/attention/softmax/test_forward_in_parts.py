@@ -46,8 +46,8 @@ def in_parts(place, q, k, v, cut, **options):
     out, lse = place.put(poisoned(q.shape, np.float32)), place.put(poisoned((q.shape[0], q.shape[2], q.shape[1]), np.float32))
     call_options = there(place, options) | dict(out=out, lse=lse, return_lse=True)
     for n, part in enumerate(parts):
-        got = attention.forward(*map(place.put, (q, *part)), accumulate=n > 0, **call_options)
-        assert got[0] is out and got[1] is lse
+        outputs = attention.forward(*map(place.put, (q, *part)), accumulate=n > 0, **call_options)
+        assert outputs[0] is out and outputs[1] is lse
 
     def both(function):
         actual = [function(q, *part, **options) for part in parts]

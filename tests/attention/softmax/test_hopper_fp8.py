@@ -46,8 +46,8 @@ def agree(place, q, k, v, *, out_dtype=BF16, **options):
     out = place.put(poisoned((*q.shape[:-1], v.shape[-1]), out_dtype))
     put = {name: place.put(options[name]) for name in UNITS if isinstance(options.get(name), np.ndarray)}
     args = there(place, options) | put
-    got, lse = attention.forward(*map(place.put, unseen(q, k, v, **options)), out=out, return_lse=True, **args)
-    assert got is out
+    outputs, lse = attention.forward(*map(place.put, unseen(q, k, v, **options)), out=out, return_lse=True, **args)
+    assert outputs is out
     ref, ref_lse = reference.forward(q, k, v, **options)
     low, _ = reference.forward_low(q, k, v, **options)
     reference.assert_close(place.get(out), ref, low, factor=4)

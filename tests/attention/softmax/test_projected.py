@@ -76,10 +76,11 @@ class Made:
         return actual | ({"sink": self.sink} if settings["sunk"] else {})
 
 
-def close(got, expected, dtype):
+def close(outputs, expected, dtype):
     """But for a rounding, and what float32 loses of sums."""
     bits = {BF16: 8, FP16: 11}.get(dtype, 18)
-    np.testing.assert_allclose(got.astype(float), expected, rtol=2.0**-bits, atol=2.0 ** -(bits + 2) * np.abs(expected).max())
+    atol = 2.0 ** -(bits + 2) * np.abs(expected).max()
+    np.testing.assert_allclose(outputs.astype(float), expected, rtol=2.0**-bits, atol=atol)
 
 
 @every_case
@@ -111,8 +112,8 @@ def test_gradients_are_those_of_all_that(place, case):
     variant = {n: place.put(x) if n == "sink" else x for n, x in result.variant().items()}
     v = place.put(np.ascontiguousarray(result.split(result.x)[2]))
     dq, dk, dv, *dsink = map(place.get, attention.backward(dout, *turned, v, out, lse, deterministic=True, **variant))
-    got = place.get(dx)
-    np.testing.assert_array_equal(got[:, :, result.heads + result.kv_heads :], dv)
+    outputs = place.get(dx)
+    np.testing.assert_array_equal(outputs[:, :, result.heads + result.kv_heads :], dv)
     z, scale = result.z()
     dn = result.turn(np.concatenate([dq, dk], 2).astype(float), back=True)
     dz = dn * result.all_weights
@@ -121,7 +122,7 @@ def test_gradients_are_those_of_all_that(place, case):
         for x, expected in zip(more, wanted_weights):
             close(place.get(x), expected, F32)
         dz = (dz - z * (dz * z).mean(-1, keepdims=True)) * scale
-    close(got[:, :, : result.heads + result.kv_heads], dz, dtype)
+    close(outputs[:, :, : result.heads + result.kv_heads], dz, dtype)
     if settings["sunk"]:
         np.testing.assert_array_equal(place.get(more[-1]), dsink[0])
 
