@@ -24,14 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
 from ops import (
     col_sum,
     columns,
     divmod,
     load,
-    minimum,
     row_sum,
     store,
     subtile,
@@ -53,9 +52,10 @@ DQ_CONSUMER, DK_CONSUMER, PRODUCER = range(CONSUMERS + 1)  # warpgroups
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 REGISTERS = 56, 224  # of a thread of the producer, of a consumer
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b and <S, dS>, a head each in turn
-KEY_STAGES = 2  # chunks whose Q and K are in flight
+KEY_STAGES = 1  # chunks whose Q and K are in flight
 STAGES = CUMSUM_WARPS  # heads whose V, dO and states are in flight: each of those warps has the same slots of S and dS
 STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
+MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
 SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
 
 
@@ -112,7 +112,10 @@ def make(config: Config):
     DQK = array(4, fp32 if config.partial else INPUT)
     D_VEC = ROW_VEC if SKIP_OF_COLUMN else COL_VEC  # D of a head comes with as many columns, all the same
     STATE_READERS = warpgroup.WARPGROUP + WITH_GATES  # a consumer, and the warp that multiplies S and dS
+    GATED, STRONG_ONLY = bool(gate.kind), bool(gate.kind) and INPUT is fp16
+    SHARES, SCALED_SCORES = GATED and not STRONG_ONLY, INPUT is fp16
     vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS, WARPS, writers=1)
+    shared_values = ring(VALUE if SHARES else st(16, 16, INPUT), 2, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP)
     smem = shared(
         q=ring(KEY, KEY_STAGES, WARPS),
         k=ring(KEY, KEY_STAGES, WARPS),
@@ -121,6 +124,8 @@ def make(config: Config):
         s=ring(STATE, STAGES, STATE_READERS),
         ds=ring(STATE, STAGES, STATE_READERS),
         dp=ring(SCORES, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
+        decayed_dos=shared_values,
+        weighted_vs=shared_values,
         out=VALUE,
         b=vectors,
         a=vectors,
@@ -134,18 +139,68 @@ def make(config: Config):
         return i, head, column
 
     @inlined
-    def dot_panel(x, tile, n):
-        """The row sums of 64 channels of x and of a shared tile."""
-        panel = subtile(tile, CHUNK, 0, COLUMNS, n)
-        return row_sum(columns(x, COLUMNS, n) * fp32(warpgroup.load(panel, ROWS)))
+    def hand_over(tiles, slot, x):
+        """Hand x to the other consumer, rounded, if scores are products of factors."""
+        if SHARES:
+            warpgroup.store(tiles.claim(slot), x)
+            tiles.publish(slot)
 
     @inlined
-    def dot_rows(x, tile):
-        """The row sums of x * tile."""
-        if KEYS > COLUMNS:
-            return dot_panel(x, tile, 0) + dot_panel(x, tile, 1)
+    def wait_shared(tiles, slot, tile):
+        """What the other consumer has handed over; without decays the tile itself."""
+        if SHARES:
+            return tiles.wait(slot)
         else:
-            return dot_panel(x, tile, 0)
+            return tile
+
+    @inlined
+    def release_shared(tiles, slot):
+        """Release what the other consumer has handed over."""
+        if SHARES:
+            tiles.release(slot)
+
+    @inlined
+    def add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale):
+        """(dp_sum with the products of a head, the row sums of q * dq), where decays are in dO and V."""
+        if WITH_GATES:
+            o = warpgroup.mm_ABt(q_tile, s_tile)
+            weighted_v = wait_shared(weighted_vs, slot, v_tile)
+            dp_sum = warpgroup.mma_ABt(dp_sum, decayed_do, weighted_v)
+            o = warpgroup.wait(warpgroup.mma_AB(o, p, weighted_v))
+            dots = row_sum(o * fp32(decayed_do)) * scale
+        else:
+            dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, wait_shared(weighted_vs, slot, v_tile)), 0.0
+        return warpgroup.wait(dp_sum), dots
+
+    @inlined
+    def add_strong_scores(dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale):
+        """add_scores of a chunk whose decays are no products of factors of rows and of columns that numbers can hold."""
+        if WITH_GATES:
+            dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scale
+        else:
+            dots = 0.0
+        dp = warpgroup.mm_ABt(do_tile, v_tile)
+        decays, weights = gate.load_decays(b, a, slot, b_rows)
+        decays, dp = warpgroup.causal(decays, 0, 0.0), warpgroup.wait(dp) * weights
+        if WITH_GATES:
+            dots = dots + row_sum(fp32(INPUT(fp32(p) * decays)) * dp) * (1.0 if SCALED_SCORES else scale)
+        return dp_sum + dp * decays, dots
+
+    @inlined
+    def multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale):
+        """(w P^T dO of a head, the row sums of its products with V), where decays are in dO and V."""
+        inner = warpgroup.wait(warpgroup.mm_AB(p_t, wait_shared(decayed_dos, slot, do_tile)))
+        inner = inner * (1.0 if SCALED_SCORES else scale)
+        dots = row_sum(inner * fp32(weighted_v))
+        return gate.decay(inner, a_rows * -1.0), dots
+
+    @inlined
+    def multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale):
+        """multiply_scores of a chunk whose decays are no products of factors."""
+        decays = warpgroup.triu(gate.load_decays_of_rows(b, slot, b_rows), 0, 0.0)
+        inner = warpgroup.wait(warpgroup.mm_AB(INPUT(fp32(p_t) * decays), do_tile)) * (1.0 if SCALED_SCORES else scale)
+        inner = gate.decay(inner, b_rows - a_rows)
+        return inner, row_sum(inner * fp32(warpgroup.load(v_tile, ROWS)))
 
     @inlined
     def dot_states(s_tile, ds_tile):
@@ -178,8 +233,9 @@ def make(config: Config):
         gDStates: S^T and dS^T of each chunk. gQueryDots, gKeyDots: of each token and (head, block of columns); gCarriedDots and
         gStateDots: of each chunk, head and (block of columns, warp) or block of columns. gSkipSums: of each (chunk, warp, block
         of columns) and head; gColumnSums: of each head, (chunk, warp) and column."""
-        q, k, v, do, s, ds, dp_tiles, out, b, a = smem.open()
+        q, k, v, do, s, ds, dp_tiles, decayed_dos, weighted_vs, out, b, a = smem.open()
         wg = warpgroup.id()
+        score_scale = scale if SCALED_SCORES else float32(1)
         index, share = divmod(cuda.blockIdx.x, shares)
         index, key_head = divmod(index, heads)
         sequence, part = divmod(index, parts)
@@ -226,39 +282,42 @@ def make(config: Config):
             for i in range(chunks):
                 number = int32(part + parts * i)
                 token, remaining = seq.chunk_start(number), seq.remaining(number)
-                chunk = seq_layout.chunk_index(token, sequence, length)
                 q_tile, k_tile = q.wait(i), k.wait(i)
                 clear_tails((q_tile, k_tile), remaining)
-                p = warpgroup.wait(warpgroup.mm_ABt(q_tile, k_tile)) * scale
+                p = INPUT(warpgroup.causal(warpgroup.wait(warpgroup.mm_ABt(q_tile, k_tile)) * score_scale, 0, 0.0))
                 dq, dp_sum = zeros(SUMS), zeros(TILE)
                 for block in range(n):
                     slot = int32(n * i + block)
-                    head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
-                    dp = warpgroup.mm_ABt(do_tile, v_tile)
-                    if HAS_SKIP:
-                        products = fp32(warpgroup.load(do_tile, ROWS)) * fp32(warpgroup.load(v_tile, ROWS))
-                        row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
-                        if SKIP_OF_HEAD:
-                            gSkipSums[row * width + column, head] = tile_sum(products)
-                        if SKIP_OF_COLUMN:
-                            store(gColumnSums, col_sum(products), (head, row, int32(COLUMNS * column)))
-                    b_rows, a_cols, _ = gate.consume_cumsum(b, a, slot, 0.0, remaining)
-                    dp = gate.decay_scores(warpgroup.wait(dp), b_rows, a_cols)
+                    s_tile, (b_rows, _, b_last) = s.wait(slot), gate.load_sums(b, a, slot)
+                    decayed_do = INPUT(gate.decay(fp32(warpgroup.load(do_tile, ROWS)), b_rows))
+                    hand_over(decayed_dos, slot, decayed_do)
+                    dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
+                    if STRONG_ONLY:
+                        dp_sum, dots = add_strong_scores(
+                            dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale
+                        )
+                    elif GATED:
+                        if b_last < MIN_SUM:
+                            dp_sum, dots = add_strong_scores(
+                                dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale
+                            )
+                            wait_shared(weighted_vs, slot, v_tile)
+                        else:
+                            dp_sum, dots = add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale)
+                    else:
+                        dp_sum, dots = add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale)
+                    dq = warpgroup.wait(dq)
+                    release_shared(weighted_vs, slot)
+                    gate.release_sums(b, a, slot)
                     v.release(slot)
-                    dq_block = warpgroup.mm_AB(do_tile, s.wait(slot))
-                    dp_sum = dp_sum + dp
-                    dots = row_sum(dp * p)
-                    dq_block = warpgroup.wait(dq_block)
                     do.release(slot)
                     s.release(slot)
                     if WITH_GATES:
-                        dots = dots + gate.decay(dot_rows(dq_block, q_tile), b_rows) * scale
                         at = seq.batch, token, int32(first + block)
                         warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, at, cols=1)
-                    dq = dq + gate.decay(dq_block, b_rows)
-                dp_left = INPUT(dp_sum * scale)
+                dp_left = INPUT(warpgroup.causal(dp_sum, 0, 0.0) * scale)
                 warpgroup.store(dp_tiles.claim(i), dp_left)
                 dp_tiles.publish(i)
                 dq = warpgroup.wait(warpgroup.mma_AB(dq * scale, dp_left, k_tile))
@@ -284,7 +343,7 @@ def make(config: Config):
                 chunk = seq_layout.chunk_index(token, sequence, length)
                 q_tile, k_tile = q.wait(i), k.wait(i)
                 clear_tails((q_tile, k_tile), remaining)
-                p = warpgroup.wait(warpgroup.mm_ABt(k_tile, q_tile)) * scale
+                p_t = INPUT(warpgroup.triu(warpgroup.wait(warpgroup.mm_ABt(k_tile, q_tile)) * score_scale, 0, 0.0))
                 dk = zeros(SUMS)
                 for block in range(n):
                     slot = int32(n * i + block)
@@ -293,32 +352,46 @@ def make(config: Config):
                         d = load(gD, D_VEC, (head, int32(COLUMNS * column)))
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
-                    ds_tile = ds.wait(slot)
-                    dp = warpgroup.mm_ABt(v_tile, do_tile)
-                    b_rows, b_cols, b_last, weights = gate.consume_weighted_cumsum(b, a, slot, 0.0, remaining)
-                    to_end = minimum(b_last - b_rows, 0.0)
-                    p_block = warpgroup.triu(gate.decay_all_scores(p, b_rows * -1.0, b_cols * -1.0), 0, 0.0)
-                    dots = row_sum(warpgroup.wait(dp) * p_block)
-                    p_block = INPUT(p_block)
+                    ds_tile, (b_rows, a_rows, b_last) = ds.wait(slot), gate.load_sums(b, a, slot)
                     dv = warpgroup.mm_ABt(k_tile, ds_tile)
-                    dv = gate.decay(warpgroup.wait(dv), to_end)
                     values = fp32(warpgroup.load(v_tile, ROWS))
-                    carried = row_sum(dv * values)
-                    dv = warpgroup.mma_AB(dv, p_block, do_tile)
-                    dk = warpgroup.mma_AB(dk, INPUT(values * gate.decay(weights, to_end)), ds_tile)
+                    dk = warpgroup.mma_AB(dk, INPUT(gate.decay(values, b_last - a_rows)), ds_tile)
+                    weighted_v = INPUT(gate.decay(values, a_rows * -1.0))
+                    hand_over(weighted_vs, slot, weighted_v)
+                    if STRONG_ONLY:
+                        inner, dots = multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale)
+                    elif GATED:
+                        if b_last < MIN_SUM:
+                            inner, dots = multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale)
+                            wait_shared(decayed_dos, slot, do_tile)
+                        else:
+                            inner, dots = multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale)
+                    else:
+                        inner, dots = multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale)
+                    release_shared(decayed_dos, slot)
+                    dk = warpgroup.wait(dk)
+                    dv = gate.decay(warpgroup.wait(dv), b_last - a_rows)
+                    values = fp32(warpgroup.load(v_tile, ROWS))
+                    carried, dv = row_sum(dv * values), dv + inner
+                    gate.release_sums(b, a, slot)
                     if WITH_GATES:
                         at = seq.batch, token, int32(first + block)
-                        warpgroup.store(truncate(gKeyDots, 1, seq.end), dots + carried, at, cols=1)
+                        key_dots = gate.unweigh(dots + carried, a_rows, b_rows)
+                        warpgroup.store(truncate(gKeyDots, 1, seq.end), key_dots, at, cols=1)
                         warp = int32(warpgroup.WARPGROUP * column + warpgroup.rank())
-                        gCarriedDots[chunk, head, warp] = tile_sum(carried * weights)
-                    dv = warpgroup.wait(dv, newer=1) * weights
+                        gCarriedDots[chunk, head, warp] = tile_sum(carried)
                     if HAS_SKIP:
-                        dv = dv + fp32(warpgroup.load(do_tile, ROWS)) * d
+                        dout = fp32(warpgroup.load(do_tile, ROWS))
+                        dv = dv + dout * d
+                        row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
+                        if SKIP_OF_HEAD:
+                            gSkipSums[row * width + column, head] = tile_sum(dout * values)
+                        if SKIP_OF_COLUMN:
+                            store(gColumnSums, col_sum(dout * values), (head, row, int32(COLUMNS * column)))
                     if VARLEN:
                         seq_layout.store_rows(gDV, dv, seq, token, head, column)
                     else:
                         warpgroup.send(gDV, (seq.batch, token, head, column), out, dv)
-                    dk = warpgroup.wait(dk)
                     v.release(slot)
                     do.release(slot)
                     ds.release(slot)

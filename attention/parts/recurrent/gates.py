@@ -41,6 +41,7 @@ TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
 COL_VEC, ROW_VEC = TILE.col_vec, TILE.row_vec  # a number for each of the 16 rows; for each of the 64 columns
 CHUNK_COL_VEC = rt(CHUNK, 16, fp32).col_vec  # a number for each of 64 rows: a lane has half as many as of ROW_VEC
 LOG2_E = math.log2(math.e)
+MIN_WEIGHT = -100.0  # of a key, in powers of 2, where it is divided by
 FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer digits left for small gates beside them
 
 
@@ -112,10 +113,29 @@ class Gate:
         return 0.0, 0.0, float32(0)
 
     @inlined
-    def consume_weighted_cumsum(self, b, a, j, g, remaining):
-        """Hopper's consumer: (b of this warp's rows, b of all tokens, b_last, the weights of this warp's rows)."""
-        b_rows, b_cols, b_last = self.consume_cumsum(b, a, j, g, remaining)
-        return b_rows, b_cols, b_last, 1.0
+    def load_sums(self, b, a, j):
+        """Hopper's consumer: (b and a of this warp's rows, b_last) of the chunk in the j-th slots of the rings, which
+        release_sums gives back. Weights count as MIN_WEIGHT at least, so that they have reciprocals."""
+        return 0.0, 0.0, float32(0)
+
+    @inlined
+    def load_decays(self, b, a, j, b_rows):
+        """(exp2(b - b^T) of this warp's rows and all columns, the weights of all columns) of the chunk in the j-th slots."""
+        return 1.0, 1.0
+
+    @inlined
+    def load_decays_of_rows(self, b, j, b_rows):
+        """exp2(b^T - b) of this warp's rows and all columns of the chunk in the j-th slots."""
+        return 1.0
+
+    @inlined
+    def release_sums(self, b, a, j):
+        """Hopper's consumer: release the j-th slots of the rings."""
+
+    @inlined
+    def unweigh(self, x, a, b):
+        """x, numbers of rows, divided by the weights."""
+        return x
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
@@ -228,6 +248,39 @@ class TokenGate(DecayGate):
         return b_rows, a_cols, b_last
 
     @inlined
+    def load_sums(self, b, a, j):
+        b_chunk = b.wait(j)
+        b_rows, b_last = warpgroup.load(b_chunk, COL_VEC), last_element(b_chunk)
+        if self.weighted:
+            return b_rows, minimum(warpgroup.load(a.wait(j), COL_VEC), b_rows - MIN_WEIGHT), b_last
+        else:
+            return b_rows, b_rows, b_last
+
+    @inlined
+    def load_decays(self, b, a, j, b_rows):
+        b_cols, weights = load(b.wait(j), ROW_VEC), 1.0
+        if self.weighted:
+            weights = exp2(b_cols - load(a.wait(j), ROW_VEC))
+        return exp2(zeros(TILE) + b_rows - b_cols), weights
+
+    @inlined
+    def load_decays_of_rows(self, b, j, b_rows):
+        return exp2(zeros(TILE) - b_rows + load(b.wait(j), ROW_VEC))
+
+    @inlined
+    def release_sums(self, b, a, j):
+        b.release(j)
+        if self.weighted:
+            a.release(j)
+
+    @inlined
+    def unweigh(self, x, a, b):
+        if self.weighted:
+            return x * exp2(a - b)
+        else:
+            return x
+
+    @inlined
     def load_gates(self, gGates, batch, token, end, head):
         return load(truncate(gGates, 1, end), CHUNK_COL_VEC, (batch, token, head), cols=1)
 
@@ -321,15 +374,6 @@ class Mamba2Gate(TokenGate):
             dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
         b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)
-
-    @inlined
-    def consume_weighted_cumsum(self, b, a, j, g, remaining):
-        b_chunk, a_chunk = b.wait(j), a.wait(j)
-        b_rows, b_cols, b_last = warpgroup.load(b_chunk, COL_VEC), load(b_chunk, ROW_VEC), last_element(b_chunk)
-        weights = exp2(b_rows - warpgroup.load(a_chunk, COL_VEC))
-        b.release(j)
-        a.release(j)
-        return b_rows, b_cols, b_last, weights
 
 
 class Mamba2Decay(Mamba2Gate):
