@@ -183,24 +183,32 @@ def make(config: Config):
         decays, weights = gate.load_decays(b, a, slot, b_rows)
         decays, dp = warpgroup.causal(decays, 0, 0.0), warpgroup.wait(dp) * weights
         if WITH_GATES:
-            dots = dots + row_sum(fp32(INPUT(fp32(p) * decays)) * dp) * (1.0 if SCALED_SCORES else scale)
+            dots = dots + scale_scores(row_sum(fp32(INPUT(fp32(p) * decays)) * dp), scale)
         return dp_sum + dp * decays, dots
 
     @inlined
-    def multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale):
-        """(w P^T dO of a head, the row sums of its products with V), where decays are in dO and V."""
-        inner = warpgroup.wait(warpgroup.mm_AB(p_t, wait_shared(decayed_dos, slot, do_tile)))
-        inner = inner * (1.0 if SCALED_SCORES else scale)
-        dots = row_sum(inner * fp32(weighted_v))
-        return gate.decay(inner, a_rows * -1.0), dots
+    def multiply_strong_scores(p_t, do_tile, b, slot, b_rows):
+        """P^T dO of such a chunk."""
+        decays = warpgroup.triu(gate.load_decays_of_rows(b, slot, b_rows), 0, 0.0)
+        return warpgroup.wait(warpgroup.mm_AB(INPUT(fp32(p_t) * decays), do_tile))
 
     @inlined
-    def multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale):
-        """multiply_scores of a chunk whose decays are no products of factors."""
-        decays = warpgroup.triu(gate.load_decays_of_rows(b, slot, b_rows), 0, 0.0)
-        inner = warpgroup.wait(warpgroup.mm_AB(INPUT(fp32(p_t) * decays), do_tile)) * (1.0 if SCALED_SCORES else scale)
-        inner = gate.decay(inner, b_rows - a_rows)
-        return inner, row_sum(inner * fp32(warpgroup.load(v_tile, ROWS)))
+    def is_strong(b_last):
+        """1.0 if a chunk is strong, 0.0 if not."""
+        if STRONG_ONLY:
+            return float32(1)
+        elif GATED:
+            return float32(1) if b_last < MIN_SUM else float32(0)
+        else:
+            return float32(0)
+
+    @inlined
+    def scale_scores(x, scale):
+        """x, made from scores, times the scale, if it is not in the scores, nor 1."""
+        if SCALED_SCORES or gate.weighted:
+            return x
+        else:
+            return x * scale
 
     @inlined
     def dot_states(s_tile, ds_tile):
@@ -282,18 +290,28 @@ def make(config: Config):
             for i in range(chunks):
                 number = int32(part + parts * i)
                 token, remaining = seq.chunk_start(number), seq.remaining(number)
+                chunk = seq_layout.chunk_index(token, sequence, length)
                 q_tile, k_tile = q.wait(i), k.wait(i)
                 clear_tails((q_tile, k_tile), remaining)
                 p = INPUT(warpgroup.causal(warpgroup.wait(warpgroup.mm_ABt(q_tile, k_tile)) * score_scale, 0, 0.0))
                 dq, dp_sum = zeros(SUMS), zeros(TILE)
                 for block in range(n):
                     slot = int32(n * i + block)
+                    head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
                     s_tile, (b_rows, _, b_last) = s.wait(slot), gate.load_sums(b, a, slot)
-                    decayed_do = INPUT(gate.decay(fp32(warpgroup.load(do_tile, ROWS)), b_rows))
+                    dout = fp32(warpgroup.load(do_tile, ROWS))
+                    decayed_do = INPUT(gate.decay(dout, b_rows))
                     hand_over(decayed_dos, slot, decayed_do)
                     dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
+                    if HAS_SKIP:
+                        products = dout * fp32(warpgroup.load(v_tile, ROWS))
+                        row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
+                        if SKIP_OF_HEAD:
+                            gSkipSums[row * width + column, head] = tile_sum(products)
+                        if SKIP_OF_COLUMN:
+                            store(gColumnSums, col_sum(products), (head, row, int32(COLUMNS * column)))
                     if STRONG_ONLY:
                         dp_sum, dots = add_strong_scores(
                             dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale
@@ -353,41 +371,37 @@ def make(config: Config):
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
                     ds_tile, (b_rows, a_rows, b_last) = ds.wait(slot), gate.load_sums(b, a, slot)
-                    dv = warpgroup.mm_ABt(k_tile, ds_tile)
-                    values = fp32(warpgroup.load(v_tile, ROWS))
-                    dk = warpgroup.mma_AB(dk, INPUT(gate.decay(values, b_last - a_rows)), ds_tile)
-                    weighted_v = INPUT(gate.decay(values, a_rows * -1.0))
+                    values, strong = fp32(warpgroup.load(v_tile, ROWS)), is_strong(b_last)
+                    weighted_v = INPUT(gate.decay(values, a_rows * (strong - 1.0)))
                     hand_over(weighted_vs, slot, weighted_v)
+                    carried_dv = warpgroup.mm_ABt(k_tile, ds_tile)
+                    dk = warpgroup.mma_AB(dk, INPUT(gate.decay(values, b_last - a_rows)), ds_tile)
                     if STRONG_ONLY:
-                        inner, dots = multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale)
+                        dv = multiply_strong_scores(p_t, do_tile, b, slot, b_rows)
                     elif GATED:
                         if b_last < MIN_SUM:
-                            inner, dots = multiply_strong_scores(p_t, do_tile, v_tile, b, slot, b_rows, a_rows, scale)
+                            dv = multiply_strong_scores(p_t, do_tile, b, slot, b_rows)
                             wait_shared(decayed_dos, slot, do_tile)
                         else:
-                            inner, dots = multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale)
+                            dv = warpgroup.wait(warpgroup.mm_AB(p_t, wait_shared(decayed_dos, slot, do_tile)))
                     else:
-                        inner, dots = multiply_scores(p_t, do_tile, decayed_dos, slot, weighted_v, a_rows, scale)
+                        dv = warpgroup.wait(warpgroup.mm_AB(p_t, do_tile))
+                    dk, carried_dv = warpgroup.wait(dk), warpgroup.wait(carried_dv)
                     release_shared(decayed_dos, slot)
-                    dk = warpgroup.wait(dk)
-                    dv = gate.decay(warpgroup.wait(dv), b_last - a_rows)
-                    values = fp32(warpgroup.load(v_tile, ROWS))
-                    carried, dv = row_sum(dv * values), dv + inner
+                    values, to_end = fp32(weighted_v), b_last - b_rows * strong
+                    dv = scale_scores(dv, scale) + gate.decay(carried_dv, to_end)
+                    dots, carried = row_sum(dv * values), gate.decay(row_sum(carried_dv * values), to_end)
+                    dv = gate.decay(dv, b_rows * strong - a_rows)
                     gate.release_sums(b, a, slot)
                     if WITH_GATES:
                         at = seq.batch, token, int32(first + block)
-                        key_dots = gate.unweigh(dots + carried, a_rows, b_rows)
-                        warpgroup.store(truncate(gKeyDots, 1, seq.end), key_dots, at, cols=1)
+                        dots = gate.decay(dots, (a_rows - b_rows) * (1.0 - strong))
+                        warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, at, cols=1)
                         warp = int32(warpgroup.WARPGROUP * column + warpgroup.rank())
+                        carried = gate.decay(carried, (b_rows - a_rows) * strong)
                         gCarriedDots[chunk, head, warp] = tile_sum(carried)
                     if HAS_SKIP:
-                        dout = fp32(warpgroup.load(do_tile, ROWS))
-                        dv = dv + dout * d
-                        row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
-                        if SKIP_OF_HEAD:
-                            gSkipSums[row * width + column, head] = tile_sum(dout * values)
-                        if SKIP_OF_COLUMN:
-                            store(gColumnSums, col_sum(dout * values), (head, row, int32(COLUMNS * column)))
+                        dv = dv + fp32(warpgroup.load(do_tile, ROWS)) * d
                     if VARLEN:
                         seq_layout.store_rows(gDV, dv, seq, token, head, column)
                     else:

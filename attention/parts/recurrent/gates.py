@@ -133,11 +133,6 @@ class Gate:
         """Hopper's consumer: release the j-th slots of the rings."""
 
     @inlined
-    def unweigh(self, x, a, b):
-        """x, numbers of rows, divided by the weights."""
-        return x
-
-    @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
         """(A, dt_bias) of a head for Mamba-2's gates, dt A; (exp(A_log), dt_bias) for those of a formula; (0, 0) otherwise."""
         return 0.0, 0.0
@@ -272,13 +267,6 @@ class TokenGate(DecayGate):
         b.release(j)
         if self.weighted:
             a.release(j)
-
-    @inlined
-    def unweigh(self, x, a, b):
-        if self.weighted:
-            return x * exp2(a - b)
-        else:
-            return x
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
