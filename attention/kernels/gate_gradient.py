@@ -5,7 +5,7 @@
 over the tokens i of the chunk of t. carried: the sum of the parts of k_i . dk_i that come from dS, the gradient of the state
 after the chunk. S: the state before it. A gate below FLOOR, as -inf, has a gradient of 0.
 
-A block's warps have a head each, which are adjacent in memory. If there is one gate for each head, its gradient is the sum over
+A warp has a chunk of 16 heads, which are adjacent in memory. If there is one gate for each head, its gradient is the sum over
 all tokens, of which a warp sums a part; partial_sums.py adds these parts in a fixed order."""
 
 import functools
@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_index, divmod, less, load, store, tile_sum, truncate, where, zeros
+from ops import col_sum, divmod, less, load, row_index, store, truncate, where, zeros
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import ROW_VEC
-from ..parts.recurrent.gradients import differentiate_gates, sum_row_dots
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
 from ..parts.recurrent.tokens import SequenceLayout
 
-WARPS = 8  # of a block: as many heads
+WARPS = 4  # of a block
 
 
 @dataclass(frozen=True)
@@ -51,34 +50,33 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_gates(
-        gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gGates: array(3),
-        gGradient: array(3), gPartial: array(2), gCuSeqlens: ENDS, length: INT, splits: INT, heads: INT, groups: INT,
-        parts: INT,
+        gQueryDots: array(4), gKeyDots: array(4), gCarriedDots: array(3), gStateDots: array(3), gGates: array(3),
+        gGradient: array(3), gPartial: array(2), gCuSeqlens: ENDS, length: INT, splits: INT, groups: INT, warps: INT,
     ):  # fmt: skip
-        """A block has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads. gQueryDots,
-        gKeyDots: `parts` of each row sum, for each token and head. gCarriedDots, gStateDots: the parts of `carried` and
-        of <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
-        index, group = divmod(cuda.blockIdx.x, groups)
-        (sequence, split), total = divmod(index, splits), float32(0)
-        head = int32(WARPS * group + cuda.threadIdx.x // LANES)
-        if head >= heads:
+        """A warp, of `warps`, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads.
+        gQueryDots, gKeyDots: parts of each row sum, for each token and head. gCarriedDots, gStateDots: the parts of `carried`
+        and of <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
+        warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
+        if warp >= warps:
             return
-        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        index, group = divmod(warp, groups)
+        (sequence, split), total = divmod(index, splits), zeros(HEAD_VEC)
+        head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
-            r = sum_row_dots(gQueryDots, seq, token, head, parts) - sum_row_dots(gKeyDots, seq, token, head, parts)
-            gates = load(truncate(gGates, 1, seq.end), ROW_VEC, (seq.batch, token, head), cols=1)
+            r = sum_row_dots(gQueryDots, seq, token, head) - sum_row_dots(gKeyDots, seq, token, head)
+            gates = load(truncate(gGates, 1, seq.end), GATES, (seq.batch, token, head), 1, 2)
             gradient = differentiate_gates(r, gates, gCarriedDots, gStateDots, chunk, head)
             if PER_HEAD:
-                total += tile_sum(where(less(col_index(ROW_VEC), float32(seq.remaining(j))), gradient, 0.0))
+                total = total + col_sum(where(less(row_index(GATES), float32(seq.remaining(j))), gradient, 0.0))
             else:
-                store(truncate(gGradient, 1, seq.end), gradient, (seq.batch, token, head), cols=1)
+                store(truncate(gGradient, 1, seq.end), gradient, (seq.batch, token, head), 1, 2)
         if PER_HEAD:
-            gPartial[index, head] = total
+            store(gPartial, total, (index, head), cols=1)
         else:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(split, padding.num_chunks(), splits):
-                store(gGradient, zeros(ROW_VEC), (padding.batch, padding.chunk_start(j), head), cols=1)
+                store(gGradient, zeros(GATES), (padding.batch, padding.chunk_start(j), head), 1, 2)
 
     return sum_gates, None

@@ -22,11 +22,11 @@ from numpy import float32, int32
 
 from ops import (
     block,
-    col_index,
     col_sum,
     divmod,
     less,
     load,
+    row_index,
     row_sum,
     sigmoid,
     silu,
@@ -42,14 +42,13 @@ from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import ROW_VEC, Mamba2Gate
-from ..parts.recurrent.gradients import differentiate_gates, sum_row_dots
+from ..parts.recurrent.gates import Mamba2Gate
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
 TOKENS = WARPS * PART.rows  # of a block
 TOKEN_VEC = PART.col_vec
-HEADS = 8  # of a block that has a head a warp
 SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
 
 
@@ -227,7 +226,7 @@ class Mamba2StepGradients:
 
     gate: Mamba2Gate
     varlen: bool
-    threads = LANES * HEADS
+    threads = LANES * WARPS
 
     def __str__(self):
         return f"Mamba-2 gradients of steps, {self.gate}" + ", varlen" * self.varlen
@@ -240,37 +239,38 @@ class Mamba2StepGradients:
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate_steps(
-            gQueryDots: array(3), gValueDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gDt: array(3),
+            gQueryDots: array(4), gValueDots: array(4), gCarriedDots: array(3), gStateDots: array(3), gDt: array(3),
             gA: array(2), gDtBias: array(2), gDDt: array(3), gRateSums: array(2), gBiasSums: array(2), gCuSeqlens: ENDS,
-            length: INT, splits: INT, heads: INT, groups: INT, parts: INT,
+            length: INT, splits: INT, groups: INT, warps: INT,
         ):  # fmt: skip
-            """A block has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads, a head a
-            warp. gQueryDots: q . dq, gValueDots: v . dv / dt of each token and head, in `parts` parts; gCarriedDots,
-            gStateDots: see gradients.py. gRateSums, gBiasSums: the sums of dt dg and of dstep of each split and head."""
-            index, group = divmod(cuda.blockIdx.x, groups)
-            sequence, split = divmod(index, splits)
-            head = int32(HEADS * group + cuda.threadIdx.x // LANES)
-            if head >= heads:
+            """A warp, of `warps` in all, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of
+            heads. gQueryDots: q . dq, gValueDots: v . dv / dt of each token and head, in parts; gCarriedDots, gStateDots: see
+            gradients.py. gRateSums, gBiasSums: the sums of dt dg and of dstep of each split and head."""
+            warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
+            if warp >= warps:
                 return
-            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-            (rate, bias), rate_sum, bias_sum = gate.load_rate_and_bias(gA, gDtBias, head), float32(0), float32(0)
+            index, group = divmod(warp, groups)
+            sequence, split = divmod(index, splits)
+            head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            rate, bias = load(gA, HEAD_VEC, (head, 0), cols=0), load(gDtBias, HEAD_VEC, (head, 0), cols=0)
+            rate_sum, bias_sum = zeros(HEAD_VEC), zeros(HEAD_VEC)
             for j in range(split, seq.num_chunks(), splits):
                 token, chunk = seq.chunk_start(j), seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
-                inside, at = less(col_index(ROW_VEC), float32(seq.remaining(j))), (seq.batch, token, head)
-                step = load(truncate(gDt, 1, seq.end), ROW_VEC, at, cols=1) + bias
+                inside, at = less(row_index(GATES), float32(seq.remaining(j))), (seq.batch, token, head)
+                step = load(truncate(gDt, 1, seq.end), GATES, at, 1, 2) + bias
                 dt = where(inside, gate.step_size(step), 0.0)
-                value_dots = sum_row_dots(gValueDots, seq, token, head, parts)
-                r = sum_row_dots(gQueryDots, seq, token, head, parts) - dt * value_dots
+                value_dots = sum_row_dots(gValueDots, seq, token, head)
+                r = sum_row_dots(gQueryDots, seq, token, head) - dt * value_dots
                 dg = differentiate_gates(r, dt * rate, gCarriedDots, gStateDots, chunk, head)
                 dstep = gate.differentiate_step(step, value_dots + dg * rate)
-                store(truncate(gDDt, 1, seq.end), dstep, at, cols=1)
-                rate_sum += tile_sum(dt * dg)
-                bias_sum += tile_sum(where(inside, dstep, 0.0))
-            gRateSums[index, head] = rate_sum
-            gBiasSums[index, head] = bias_sum
+                store(truncate(gDDt, 1, seq.end), dstep, at, 1, 2)
+                rate_sum = rate_sum + col_sum(dt * dg)
+                bias_sum = bias_sum + col_sum(where(inside, dstep, 0.0))
+            store(gRateSums, rate_sum, (index, head), cols=1)
+            store(gBiasSums, bias_sum, (index, head), cols=1)
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(split, padding.num_chunks(), splits):
-                store(gDDt, zeros(ROW_VEC), (padding.batch, padding.chunk_start(j), head), cols=1)
+                store(gDDt, zeros(GATES), (padding.batch, padding.chunk_start(j), head), 1, 2)
 
         return differentiate_steps, None
 

@@ -11,9 +11,9 @@ from tiles.launching.launch import kernel_for
 from tiles.layout import WARPGROUP
 
 from ..kernels.mamba2_gradients import (
-    HEADS,
     PART,
     TOKENS,
+    WARPS,
     Mamba2GradientInputs,
     Mamba2GradientOutputs,
     Mamba2OutputGate,
@@ -21,6 +21,7 @@ from ..kernels.mamba2_gradients import (
 )
 from ..kernels.shared_heads_gradients_hopper import COLUMNS
 from ..parts.recurrent.gates import Mamba2Gate
+from ..parts.recurrent.gradients import HEADS
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, DtOptions, is_varlen
 from .recurrent_chunks import (
@@ -32,7 +33,7 @@ from .recurrent_chunks import (
     intern_value,
     plan_token_decay,
 )
-from .recurrent_gradients import count_chunk_indices, gate_dots
+from .recurrent_gradients import count_chunk_indices, gate_dots, split_row_parts
 from .shared_heads_gradients import GateInputs, plan_shared_heads, serves_shared_heads
 from .token_loop_gradients import plan_linear_gradients
 
@@ -150,14 +151,14 @@ def _differentiate_steps(
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     splits, groups = -(-count_chunk_indices(problem) // sequences), -(-heads // HEADS)
     sums: Arrays = {name: scratch(sequences * splits, heads) for name in ("gRateSums", "gBiasSums")}
-    config = intern_value(Mamba2StepGradients, gate, is_varlen(problem))
+    config, warps = intern_value(Mamba2StepGradients, gate, is_varlen(problem)), sequences * splits * groups
+    dots = split_row_parts(dots, -(-problem.extents["value_dim"] // COLUMNS))
     step = kernel_for(config, config, problem.device).bind(
-        sequences * splits * groups,
+        -(-warps // WARPS),
         length=length,
         splits=splits,
-        heads=heads,
         groups=groups,
-        parts=-(-problem.extents["value_dim"] // COLUMNS),
+        warps=warps,
         gQueryDots=dots["gQueryDots"],
         gValueDots=dots["gKeyDots"],
         gCarriedDots=dots["gCarriedDots"],

@@ -12,7 +12,7 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
-from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
+from ..parts.recurrent.gradients import HEADS, GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
 from .partial_sums import sum_partials
@@ -202,6 +202,18 @@ def gate_dots(
     return dots | {"gCarriedDots": scratch(chunks, heads, carried_parts), "gStateDots": scratch(chunks, heads, state_parts)}
 
 
+def split_row_parts(dots: Arrays, parts: int) -> Arrays:
+    """The arrays of gate_dots with an axis for the parts of each row sum."""
+    split = dict(dots)
+    for name in ("gQueryDots", "gKeyDots"):
+        if x := dots.get(name):
+            batch, length, rows = x.form.shape
+            *strides, stride = x.form.strides
+            form = x.form._replace(shape=(batch, length, rows // parts, parts), strides=(*strides, parts * stride, stride))
+            split[name] = x._replace(form=form)
+    return split
+
+
 def plan_gate_sums(
     problem: Problem,
     arrays: Arrays,
@@ -220,21 +232,21 @@ def plan_gate_sums(
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
     dots = gate_dots(problem, scratch, carried_parts, state_parts, row_parts, subtracts_key_dots)
-    groups, splits = -(-heads // gate_gradient.WARPS), -(-chunks // sequences)
+    groups, splits = -(-heads // HEADS), -(-chunks // sequences)
+    warps = sequences * splits * groups
     partial = scratch(sequences * splits, heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
     step = kernel.bind(
-        sequences * splits * groups,
+        -(-warps // gate_gradient.WARPS),
         gGates=spread_to_tokens(problem, decay),
         gGradient=None if per_head else gradient,
         gPartial=partial,
         gCuSeqlens=problem["cu_seqlens"],
         length=length,
         splits=splits,
-        heads=heads,
         groups=groups,
-        parts=row_parts,
-        **{"gKeyDots": None} | dots,
+        warps=warps,
+        **{"gKeyDots": None} | split_row_parts(dots, row_parts),
     )
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 

@@ -34,30 +34,43 @@ from collections.abc import Iterator
 
 from numpy import int32
 
-from ops import columns, cumsum, exp, less, load, minimum, row_sum, tile_sum, truncate, warpgroup, where, zeros
-from tiles import fp32, inlined, static
+from ops import col_sum, columns, cumsum, exp, less, load, minimum, row_sum, tile_sum, truncate, warpgroup, where, zeros
+from tiles import fp32, inlined, rt, static
 from tiles.launching.arguments import array, record
 
-from .gates import FLOOR, ROW_VEC, DecayGate, Gate, HeadGate, clamp_gates
+from .gates import FLOOR, DecayGate, Gate, HeadGate, clamp_gates
 from .results import ScanOutputs, ScanResult, ScanStates
+from .tokens import CHUNK
+
+GATES = rt(CHUNK, 16, fp32, "col")  # a number for each token of a chunk and each of 16 heads
+HEADS, HEAD_VEC = GATES.cols, GATES.row_vec
 
 
 @inlined
-def sum_row_dots(dots, seq, token, head, parts):
-    """The row sums of the 64 tokens from `token` on, of which each head has `parts` parts."""
-    dots_of_sequence, total = truncate(dots, 1, seq.end), zeros(ROW_VEC)
-    for part in range(parts):
-        total = total + load(dots_of_sequence, ROW_VEC, (seq.batch, token, int32(head * parts + part)), cols=1)
+def sum_row_dots(dots, seq, token, head):
+    """The row sums of the chunk that begins at `token`, for the heads from `head` on, as GATES. dots: parts of them, (batch,
+    token, head, part)."""
+    dots_of_sequence, total = truncate(dots, 1, seq.end), zeros(GATES)
+    for part in range(dots.shape[3]):
+        total = total + load(dots_of_sequence, GATES, (seq.batch, token, head, int32(part)), 1, 2)
+    return total
+
+
+@inlined
+def sum_chunk_dots(dots, chunk, head):
+    """The sums of a chunk and the heads from `head` on, as a HEAD_VEC. dots: parts of them, (chunk, head, part)."""
+    total = zeros(HEAD_VEC)
+    for part in range(dots.shape[2]):
+        total = total + load(dots, HEAD_VEC, (chunk, head, int32(part)), cols=1)
     return total
 
 
 @inlined
 def differentiate_gates(r, gates, gCarriedDots, gStateDots, chunk, head):
-    """dg of a chunk's tokens, by the equation above: 0 of a gate that forward takes for FLOOR, as -inf. r: q . dq - k . dk, by
-    rows. gCarriedDots, gStateDots: parts of the other two sums, of each chunk and head."""
-    carried = tile_sum(load(gCarriedDots, ROW_VEC, (chunk, head, 0), cols=2))
-    state_dot = tile_sum(load(gStateDots, ROW_VEC, (chunk, head, 0), cols=2))
-    later_tokens = tile_sum(r) + carried + state_dot * exp(tile_sum(clamp_gates(gates)))
+    """dg of a chunk's tokens for the heads from `head` on, by the equation above: 0 of a gate that forward takes for FLOOR, as
+    -inf. r: q . dq - k . dk, as GATES. gCarriedDots, gStateDots: parts of the other two sums, of each chunk and head."""
+    later_tokens = sum_chunk_dots(gStateDots, chunk, head) * exp(col_sum(clamp_gates(gates)))
+    later_tokens = later_tokens + sum_chunk_dots(gCarriedDots, chunk, head) + col_sum(r)
     return where(less(gates, FLOOR), 0.0, r - cumsum(r) + later_tokens)
 
 
