@@ -41,12 +41,11 @@ from ..parts.recurrent.gates import (
     FormulaGate,
     Gate,
     HeadGate,
-    Mamba2Decay,
     Mamba2Gate,
     TokenGate,
 )
 from ..parts.recurrent.gradients import ReversedGate, gradient_fields
-from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, ScanStates, scan_forms
+from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
@@ -167,10 +166,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                         gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
                         yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, ReversedGate(gate)))
             elif kind is Mamba2Gate and size[0] <= WIDE_KEY_DIM and (everything or size == (WIDE_KEY_DIM, 2)):
-                gate, unweighted = Mamba2Gate(softplus=True), ReversedGate(Mamba2Decay(softplus=True))
                 for varlen in (False, True) if everything else (False,):
-                    yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, unweighted))
-                yield Config(*size, input_dtype, unweighted, ScanStates())
+                    yield Config(*size, input_dtype, Mamba2Gate(softplus=True), ChunkStates(), varlen)
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
 

@@ -14,21 +14,21 @@ from ..kernels.mamba2_gradients import (
     PART,
     TOKENS,
     WARPS,
+    Mamba2Decays,
     Mamba2GradientInputs,
     Mamba2GradientOutputs,
     Mamba2OutputGate,
     Mamba2StepGradients,
 )
 from ..kernels.shared_heads_gradients_hopper import COLUMNS
-from ..parts.recurrent.gates import Mamba2Gate
-from ..parts.recurrent.gradients import HEADS
+from ..parts.recurrent.gates import Mamba2Gate, TokenGate
+from ..parts.recurrent.gradients import GATES, HEADS
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, DtOptions, is_varlen
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
     Arrays,
     ScratchAllocator,
-    choose_mamba2_decay,
     choose_mamba2_gate,
     intern_value,
     plan_token_decay,
@@ -104,7 +104,20 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
         steps.append(_differentiate_output_gate(problem, dy, None))
     arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
     raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
-    gate, unweighted = (f(dt_options) for f in (choose_mamba2_gate, choose_mamba2_decay))
+    gate, decays = choose_mamba2_gate(dt_options), scratch(batch, length, heads)
+    tiles, groups = -(-length // GATES.rows), -(-heads // HEADS)
+    decay_kernel = intern_value(Mamba2Decays, gate)
+    steps.append(
+        kernel_for(decay_kernel, decay_kernel, problem.device).bind(
+            -(-batch * tiles * groups // WARPS),
+            gDt=problem["dt"],
+            gGates=decays,
+            tiles=tiles,
+            groups=groups,
+            warps=batch * tiles * groups,
+            **raw,
+        )
+    )
     dots = gate_dots(problem, scratch, WARPGROUP * width, width, width)
     skip_arrays: Arrays = {}
     if skip and len(skip.form.shape) == 1:
@@ -113,7 +126,7 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
         skip_arrays = {"gColumnSums": scratch(heads, chunks * WARPGROUP, columns)}
     if is_varlen(problem):
         steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
-    gates = GateInputs(gate, unweighted, raw | {"gGates": problem["dt"]})
+    gates = GateInputs(gate, raw | {"gGates": problem["dt"]}, intern_value(TokenGate, True), decays)
     extra_arrays = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     steps += _differentiate_steps(problem, gate, raw, dots, outputs, scratch)

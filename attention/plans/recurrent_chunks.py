@@ -25,7 +25,7 @@ from ..kernels import (
     mamba2_shared_heads_hopper,
 )
 from ..parts.recurrent.gate_formulas import GateFormula
-from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Decay, Mamba2Gate, TokenGate
+from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
 from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim
@@ -273,11 +273,6 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
 def choose_mamba2_gate(dt_options: DtOptions) -> Mamba2Gate:
     """The kind of gates that Mamba-2 computes from dt and A."""
     return intern_value(Mamba2Gate, False, dt_options.dt_softplus, *dt_options.limits)
-
-
-def choose_mamba2_decay(dt_options: DtOptions) -> Mamba2Decay:
-    """The kind of gates that Mamba-2 computes from dt and A, without the weights of keys."""
-    return intern_value(Mamba2Decay, False, dt_options.dt_softplus, *dt_options.limits)
 
 
 def _choose_gate(arrays: Arrays, dt_options: DtOptions, scale_at_end: bool = False, formula: GateFormula | None = None) -> Gate:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
@@ -85,12 +86,13 @@ def choose_parts(shares: int, *work: int) -> int:
 
 
 class GateInputs(NamedTuple):
-    """The gates of a call. weighted: their kind, with the weights of keys; unweighted: without these. arrays: the inputs that
-    they are computed from, by the names of the kernels' parameters."""
+    """The gates of a call. gate: their kind, with the weights of keys; arrays: the inputs that they are computed from, by the
+    names of the kernels' parameters. decay, decays: the same without these weights."""
 
-    weighted: Gate
-    unweighted: Gate
+    gate: Gate
     arrays: Arrays
+    decay: Gate
+    decays: Operand | None
 
 
 def plan_shared_heads(
@@ -104,14 +106,16 @@ def plan_shared_heads(
     width, chunks, stored = -(-value_dim // COLUMNS), count_chunk_indices(problem), arrays.get("chunk_states")
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    shared: Arrays = gates.arrays | {"gCuSeqlens": problem["cu_seqlens"]}
+    packing: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
+    shared = gates.arrays | packing
     buffers: Arrays = shared | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
-    reverse = StateScan(problem, intern_value(ReversedGate, gates.unweighted), shared | {"gQ": q, "gK": q, "gV": dout}, scale)
+    queries: Arrays = {"gGates": gates.decays, "gQ": q, "gK": q, "gV": dout}
+    reverse = StateScan(problem, intern_value(ReversedGate, gates.decay), packing | queries, scale)
     scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
     if stored:
         buffers["gStates"] = merge_chunks(stored)
     else:
-        forward = StateScan(problem, gates.weighted, shared | {"gQ": k, "gK": k, "gV": v})
+        forward = StateScan(problem, gates.gate, shared | {"gQ": k, "gK": k, "gV": v})
         scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
     steps: list[Step] = []
     for name, (scan, states) in scans.items():
@@ -124,7 +128,7 @@ def plan_shared_heads(
     partial, names = shares > 1, ("dq", "dk")
     outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
     skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
-    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.weighted, skip, partial, is_varlen(problem)
+    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate, skip, partial, is_varlen(problem)
     config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays)
     parts = choose_parts(shares, *work)
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
@@ -156,5 +160,5 @@ def plan_linear_shared_heads(problem: Problem, arrays: Arrays, scale: float, scr
     finish: list[Step] = []
     if arrays["ddecay"] is not None:
         dots, finish = plan_gate_sums(problem, arrays, scratch, WARPGROUP * width, width, width)
-    steps = plan_shared_heads(problem, arrays, GateInputs(gate, gate, {"gGates": gates}), scale, scratch, dots)
+    steps = plan_shared_heads(problem, arrays, GateInputs(gate, {"gGates": gates}, gate, gates), scale, scratch, dots)
     return [*steps, *finish]

@@ -362,15 +362,3 @@ class Mamba2Gate(TokenGate):
             dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
         b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)
-
-
-class Mamba2Decay(Mamba2Gate):
-    """Mamba-2's gates without the weights: of the gradients of states, to which queries add."""
-
-    kind, weighted = "step without weights", False
-
-    @inlined
-    def compute_cumsum(self, g, rate, bias, remaining):
-        dt = where(less(col_index(ROW_VEC), float32(remaining)), self.step_size(g + bias), 0.0)
-        b = cumsum(clamp_gates(dt * rate) * LOG2_E)
-        return b, b

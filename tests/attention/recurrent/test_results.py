@@ -3,7 +3,7 @@
 import pytest
 
 from attention.kernels import chunk_ampere, chunk_hopper
-from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Decay, Mamba2Gate, TokenGate
+from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from attention.parts.recurrent.results import ChunkStates, ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
@@ -42,8 +42,8 @@ def test_spaces(module, arch):
     shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
     assert {type(config.gate) for config in shipped} == {*kinds, FormulaGate, ReversedGate}
-    of_steps, of_chunks = ({Mamba2Decay}, {ChunkStates}) if module is chunk_hopper else (set(), set())
-    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate} | of_steps
+    of_chunks = {ChunkStates} if module is chunk_hopper else set()
+    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate}
     results = {ScanStates, ScanNormalizer, ScanOutputs, QueryGradients, KeyGradients, GroupedStates, UnroundedOutputs}
     assert {type(config.result) for config in shipped} == results | of_chunks
     assert all(config.supports_result for config in shipped)
