@@ -43,7 +43,7 @@ MIN_DECAY = 2.0**-90  # a chunk that decays by less is strong
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: Mamba-2's gates. result: which of D and z there
-    are. varlen: are sequences packed (cu_seqlens)?"""
+    are, and whether states are stored. varlen: are sequences packed (cu_seqlens)?"""
 
     key_dim: int
     dtype: dtype
@@ -88,7 +88,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         full = Mamba2Gate(softplus=True), ScanOutputs(skip=True, silu=True)
         limited = Mamba2Gate(softplus=True, low=0.001, high=0.1), full[1]
-        forms = ((Mamba2Gate(), ScanOutputs()), full, *[limited] * everything)
+        stored = Mamba2Gate(softplus=True), ScanOutputs(skip=True, stores_states=True)
+        forms = ((Mamba2Gate(), ScanOutputs()), stored, full, *[limited] * everything)
         for key_dim, form, varlen in itertools.product(KEY_DIMS, forms, (False, True)):
             if everything or (form is not full and not varlen):
                 yield Config(key_dim, bf16, *form, varlen)
@@ -103,7 +104,7 @@ def make(config: Config):
     CHUNKS_AT_ONCE, WARPGROUPS, SCORES_TILE = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     seq_layout = SequenceLayout(config.varlen)
-    state = TransposedState(config.key_dim, INPUT, seq_layout)
+    PARAMS, state = result.params(INPUT), TransposedState(config.key_dim, INPUT, seq_layout)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
     keys = ring(config.key, STAGES, readers + WARPS)
     values = ring(config.value, STAGES * CONSUMERS, WARPS)
@@ -125,7 +126,7 @@ def make(config: Config):
     def scan(
         gQ: TMA_KEYS, gK: TMA_KEYS, gV: TMA_VALUES, gZ: TMA_VALUES, gGates: array(3), gA: array(2), gDtBias: array(2),
         gD: array(2), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
-        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, width: INT,
+        gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, group: INT, width: INT, params: PARAMS,
     ):  # fmt: skip
         """The outputs and the state after each sequence. `group` value heads share a key head; each is `width` blocks of 64
         columns wide, and together they have `blocks` thread blocks."""
@@ -183,8 +184,10 @@ def make(config: Config):
             head, row, out = int32(key_head * group + group_head), int32(COLUMNS * column), subtile(out_tiles, CHUNK, wg)
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, row, 0), aligned=False)
             d = warpgroup.load(gD, COL_VEC, (head, row))
+            first_index = seq_layout.chunk_index(seq.start, sequence, length)
             for j in range(n):
                 slot = CONSUMERS * j + wg
+                result.store_state(params, s_t, int32(first_index + j), head, row, 0)
                 keys, queries = k.wait(j), q.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                 v_tile = v.wait(slot)

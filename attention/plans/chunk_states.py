@@ -1,5 +1,5 @@
 """The states before chunks, which forward stores in training for gradients that read them (linear_gradient_walk.py,
-channel_gradient_walk.py).
+channel_gradient_walk.py, shared_heads_gradients.py).
 
 With T the bytes of an array of tokens, bf16 and H = Hk, Dk = Dv = 128: forward writes 2 T more (6 T instead of 4 T), and the
 backward pass, which reads them among 9 T, need not read k and v and write the states first (4 T). So stored states save 2 T of
@@ -20,6 +20,13 @@ from ..kernels.linear_gradients_hopper import KEY_DIMS, VALUES
 from .recurrent_checks import has_channel_decay
 
 MEMORY = STORED, RECOMPUTED = "states", "recompute"
+
+
+def check_memory(memory: str) -> str:
+    """`memory`, as a caller of attention.linear passed it. ValueError: it is not one of MEMORY."""
+    if memory not in MEMORY:
+        raise ValueError(f"memory: must be one of {MEMORY}: {memory=}")
+    return memory
 
 
 def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, family: str | None) -> str:
@@ -54,8 +61,9 @@ def _is_hopper(ordinal: int | None) -> bool:
 _is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
 
 
-def check_chunk_states(problem: Problem) -> None:
-    """ValueError: no gradients read the states before chunks of such a problem."""
+def check_chunk_states(problem: Problem, keys: str = "q", values: str = "v") -> None:
+    """ValueError: no gradients read the states before chunks of such a problem. keys, values: the names of two arguments with
+    Dk and Dv channels."""
     key_dim, value_dim = problem("key_dim", "value_dim")
     gates = problem["decay"]
     if has_channel_decay(problem) and key_dim <= channel_gradients_hopper.HALF:
@@ -63,11 +71,11 @@ def check_chunk_states(problem: Problem) -> None:
     elif has_channel_decay(problem) and gates and gates.form.dtype != "float32":
         message = f"with decays of channels takes float32 ones: decay.dtype={gates.form.dtype}"
     elif key_dim > KEY_DIMS[-1] or value_dim > VALUES:
-        shapes = f"q.shape={problem.shape('q')}, v.shape={problem.shape('v')}"
+        shapes = ", ".join([f"{name}.shape={problem.shape(name)}" for name in (keys, values)])
         message = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"
     else:
         return
-    raise ValueError(f"return_chunk_states: {message}; linear_backward computes these states itself")
+    raise ValueError(f"return_chunk_states: {message}; {problem.member}_backward computes these states itself")
 
 
 def merge_chunks(states: Operand) -> Operand:

@@ -87,6 +87,7 @@ def plan_mamba2_gradients(problem: Problem, dt_options: DtOptions, vector_bytes:
 def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
     """The arrays of linear attention's gradients that are those of Mamba-2, by their names there."""
     arrays: Arrays = {"q": problem["C"], "k": problem["B"], "dq": problem["dC"], "dk": problem["dB"]}
+    arrays["chunk_states"] = problem["chunk_states"]
     for name, own_name in STATES.items():
         state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
         arrays[name] = state and state.permuted(SWAP_STATE_AXES)

@@ -139,6 +139,7 @@ def plan_token_decay(
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
     parts = arrays.get("gD"), normalizer, arrays.get("gZ"), chunk_states
+    states: Arrays = {"states": chunk_states} if chunk_states else {}
     result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
@@ -146,7 +147,7 @@ def plan_token_decay(
     if segments == 1:
         arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
     if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
-        return [_scan_shared_heads(problem, config, arrays, width)], scratch.shapes
+        return [_scan_shared_heads(problem, config, arrays | states, width)], scratch.shapes
     steps = []
 
     def launch(config, width: int, segments: int, scanned_segments: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
@@ -179,7 +180,7 @@ def plan_token_decay(
         z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
         steps.append(launch(z_config, 1, 1, 1, arrays | normalizer_arrays))
         arrays["gNormalizer"] = normalizers
-    arrays |= {"gInitialState": initial_state} | ({"states": chunk_states} if chunk_states else {})
+    arrays |= {"gInitialState": initial_state} | states
     steps.append(launch(config, width, segments, segments, arrays, states_per_sequence))
     return steps, scratch.shapes
 

@@ -42,7 +42,7 @@ from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
-from ..plans.chunk_states import MEMORY, STORED, check_chunk_states, choose_memory, merge_chunks
+from ..plans.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
 from ..plans.gla_chunks import plan_gla_chunks, serves_gla_chunks
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
@@ -157,8 +157,7 @@ def linear(
     and state have gradients, in torch and JAX: `linear_backward`. flash-linear-attention's names: attention.compat.fla."""
     normalize, return_state = check_flag("normalize", normalize), check_flag("return_state", return_state)
     return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
-    if memory not in MEMORY:
-        raise ValueError(f"memory: must be one of {MEMORY}: {memory=}")
+    check_memory(memory)
     initial_states = initial_state if isinstance(initial_state, tuple) else (initial_state,)
     raw = NOT_RAW
     if is_raw(decay, None, qk_l2norm):

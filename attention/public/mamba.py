@@ -4,7 +4,7 @@ import math
 from numbers import Integral
 from typing import Any
 
-from tiles.calls import torch_op
+from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -15,9 +15,10 @@ from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans import recurrent_checks, recurrent_chunks
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from ..plans.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
 from ..plans.packed_tokens import pack_batches
 from ..plans.recurrent_checks import DtOptions
-from ..plans.recurrent_chunks import SEGMENT_RESULTS
+from ..plans.recurrent_chunks import SEGMENT_RESULTS, count_chunks
 from .mamba_gradients import MAMBA2_DERIVATIVE
 
 TOKENS = """
@@ -40,9 +41,12 @@ STATES = """
     out             (batch, seqlen, heads, value_dim)       tile     output
     states          (sequences, heads, value_dim, key_dim)  float32  output  return_final_states
 """
-MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES)
+CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     output  return_chunk_states  memory:states"
+MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES + CHUNK_STATES, chunks=count_chunks)
 SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)
-OUTPUTS_FROM_SEGMENTS = Schema("mamba2_outputs_from_segments", TOKENS + OTHERS + STEPS + SEGMENT_RESULTS + STATES)
+OUTPUTS_FROM_SEGMENTS = Schema(
+    "mamba2_outputs_from_segments", TOKENS + OTHERS + STEPS + SEGMENT_RESULTS + STATES + CHUNK_STATES, chunks=count_chunks
+)
 
 
 @suggests_argument_names
@@ -61,8 +65,10 @@ def mamba2(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Any = None,
     return_final_states: bool = False,
+    return_chunk_states: bool = False,
     seq_idx: Any = None,
     cu_seqlens: Any = None,
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -97,15 +103,24 @@ def mamba2(
     number changes, and the returned states are those of each batch's last sequence. The host reads it, which waits for the
     device, so torch.compile, jax.jit and CUDA graphs do not take it: cu_seqlens does the same without these limits.
 
+    memory: as in attention.linear. In training forward stores the states before each chunk of 64 tokens, (B, S / 64, H, P, N)
+    in x's dtype, on Hopper where P and N are at most 128; memory="recompute": the backward pass computes them again.
+    return_chunk_states: return them, too, for mamba2_backward; not with seq_idx.
+
     out: written in place instead of a new array. Returns `out`, the same kind of array as x, or with
-    return_final_states=True `(out, states)`, float32 (B, H, P, N). On GPUs since Ampere. Arrays, `stream`, `family` and
-    errors are those of attention.forward. out and states have gradients, in torch and JAX: `mamba2_backward`."""
+    return_final_states=True `(out, states)`, float32 (B, H, P, N). States before chunks come last. On GPUs since Ampere.
+    Arrays, `stream`, `family` and errors are those of attention.forward. out and states have gradients, in torch and JAX:
+    `mamba2_backward`."""
     if chunk_size is not None and not (isinstance(chunk_size, Integral) and chunk_size > 0):
         raise ValueError(f"chunk_size: must be a positive integer or None, and has no effect: {chunk_size=}")
     dt_options = recurrent_checks.make_dt_options(dt_softplus, dt_limit)
-    options = *dt_options, check_flag("return_final_states", return_final_states), family
+    flags = check_flag("return_final_states", return_final_states), family
+    stored = check_flag("return_chunk_states", return_chunk_states), check_memory(memory)
+    options = *dt_options, *flags, *stored
     if seq_idx is None:
         return _scan(stream, (x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, out), options)
+    if return_chunk_states:
+        raise ValueError("return_chunk_states: is not returned with seq_idx: pass cu_seqlens instead")
     if initial_states is not None or cu_seqlens is not None:
         raise ValueError("seq_idx: takes neither initial_states nor cu_seqlens: pass cu_seqlens instead, which takes both")
     batches = pack_batches(seq_idx, x, stream)
@@ -121,15 +136,27 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     """The result of a call with these arrays, in the order of MAMBA2. torch's autograd records it if one of them requires
     grad."""
     *inputs, out = arrays
+    x, _, _, B, *_ = inputs
+    *others, family, returned, memory = options
     if requires_grad(*inputs) or torch_op.is_mapped_with_grad(inputs):
-        refuse_with_gradients(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream, return_chunk_states=returned or None)
+        options = *others, family, False, choose_memory(memory, B, x, None, False, family)
         return recurrent_autograd().call_with_gradients("mamba2", tuple(inputs), options)
-    return _mamba2(stream, (*arrays, None), options)
+    if not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, inputs)):
+        memory = choose_memory(memory, B, x, None, False, family)
+    return _mamba2(stream, (*arrays, None, None), (*others, family, returned, STORED if returned else memory))
 
 
 @program(MAMBA2, MAMBA2_DERIVATIVE.make_vjp, MAMBA2_DERIVATIVE.no_second_derivatives, MAMBA2_DERIVATIVE.prepare)
-def _mamba2(problem: Problem, dt_options: DtOptions, return_final_states: bool, family: str | None) -> Plan:
-    """The Plan of a call of mamba2. The schema's `states` is a result, which a caller cannot pass."""
+def _mamba2(
+    problem: Problem,
+    dt_options: DtOptions,
+    return_final_states: bool,
+    family: str | None,
+    return_chunk_states: bool,
+    memory: str,
+) -> Plan:
+    """The Plan of a call of mamba2. The schema's `states` and `chunk_states` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem, "B", "x")
     batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
     if not (batch and length and heads):
@@ -154,7 +181,13 @@ def _mamba2(problem: Problem, dt_options: DtOptions, return_final_states: bool, 
     if problem["local_state"]:
         arrays |= {"gLocalStates": problem["local_state"], "gTotalDecays": problem["total_decay"]}
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
-    steps, scratch = recurrent_chunks.plan_token_decay(problem, arrays, 1.0, vector_bytes, dt_options)
+    chunk_states = None
+    if return_chunk_states and memory == STORED:
+        check_chunk_states(problem, "B", "x")
+        chunk_states = merge_chunks(problem["chunk_states"])
+    steps, scratch = recurrent_chunks.plan_token_decay(
+        problem, arrays, 1.0, vector_bytes, dt_options, chunk_states=chunk_states
+    )
     return Plan(steps, scratch)
 
 
@@ -194,10 +227,13 @@ def outputs_from_segments(
     initial_states: Any = None,
     cu_seqlens: Any = None,
     family: str | None = None,
+    return_chunk_states: bool = False,
 ) -> Any:
-    """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched."""
-    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, None, None
-    return _outputs_from_segments(None, arrays, (*recurrent_checks.make_dt_options(dt_softplus, dt_limit), False, family))
+    """The output of `mamba2`, computed from the results of segment_states: only the second pass is launched. With
+    return_chunk_states (out, chunk_states), as mamba2 returns them."""
+    arrays = x, dt, A, B, C, D, z, dt_bias, cu_seqlens, local_state, total_decay, initial_states, *[None] * 3
+    options = *recurrent_checks.make_dt_options(dt_softplus, dt_limit), False, family, return_chunk_states, STORED
+    return _outputs_from_segments(None, arrays, options)
 
 
 @program(SEGMENTS)

@@ -13,6 +13,7 @@ from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
 from ..plans.mamba2_gradients import plan_mamba2_gradients
 from ..plans.recurrent_checks import DtOptions
+from ..plans.recurrent_chunks import count_chunks
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
 MAMBA2_BACKWARD = Schema(
@@ -30,6 +31,7 @@ MAMBA2_BACKWARD = Schema(
     cu_seqlens       (ends)                                    ends     optional
     initial_states   (sequences, heads, value_dim, key_dim)    float32  optional
     dstates          (sequences, heads, value_dim, key_dim)    float32  optional
+    chunk_states     (batch, chunks, heads, value_dim, key_dim)  tile   optional
     dx               (batch, seqlen, heads, value_dim)         tile     output
     ddt              (batch, seqlen, heads)                    float32  output
     dA               (heads)                                   float32  output
@@ -40,6 +42,7 @@ MAMBA2_BACKWARD = Schema(
     ddt_bias         (heads)                                   float32  output  grads:ddt_bias
     dinitial_states  (sequences, heads, value_dim, key_dim)    float32  output  grads:dinitial_states
     """,
+    chunks=count_chunks,
 )
 OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out
 
@@ -61,6 +64,7 @@ def mamba2_backward(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     initial_states: Any = None,
     dstates: Any = None,
+    chunk_states: Any = None,
     cu_seqlens: Any = None,
     dx: Any = None,
     ddt: Any = None,
@@ -82,16 +86,17 @@ def mamba2_backward(
         ddt = (dv . x + A dg) softplus'(dt + dt_bias)     ddt_bias[h] = sum ddt
 
     and dC = dq, dB = dk. Where dt would be beyond a limit, ddt is 0. dout: as out. dstates: (B, H, P, N) float32, None where L
-    does not depend on the states. All others up to cu_seqlens: what mamba2 was called with. (seq_idx: pass cu_seqlens.)
+    does not depend on the states. chunk_states: what mamba2(.., return_chunk_states=True) returned last, so that states need
+    not be computed again. All others up to cu_seqlens: what mamba2 was called with. (seq_idx: pass cu_seqlens.)
 
     dx to dinitial_states: arrays to write to instead of new ones. dx, dB, dC and dz have the dtype and shape of x, B, C and z;
     ddt, dA, dD and ddt_bias are float32 in the shapes of dt, A, D and dt_bias. dD, dz, ddt_bias, dinitial_states: False for a
     gradient that is not wanted; dinitial_states=True for one that is, where there are no initial states. A gate dt A below -100
     counts as -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
 
-    Nothing that forward computed is read: for dz the outputs before the gate are computed once more. Where heads share B and C,
-    on Hopper with N up to 128, two scans store the states before all chunks of 64 tokens and their gradients in x's dtype, and
-    one kernel computes the gradients of all chunks and adds those of B and C. Elsewhere dt x, dv and y are written to memory in
+    For dz the outputs before the gate are computed once more. Where heads share B and C, on Hopper with N up to 128, two scans
+    store the states before all chunks of 64 tokens, unless forward has, and their gradients in x's dtype, and one kernel
+    computes the gradients of all chunks and adds those of B and C. Elsewhere dt x, dv and y are written to memory in
     x's dtype, and dB and dC of each head in float32, before those of heads that share B and C are summed. In float16 the
     elements of states, and there dt x, dv and y, must stay below 65504, unlike in forward. All sums are made in float32, in a
     fixed order: the same bits every time. Where P is above 128, and no heads share B and C (on Hopper with cu_seqlens alone),
@@ -102,8 +107,10 @@ def mamba2_backward(
     grads, optional_gradients = choose_optional_gradients(
         dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
     )
-    arrays = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, dx, ddt, dA, dB, dC, *optional_gradients
-    return _mamba2_backward(stream, arrays, (*recurrent_checks.make_dt_options(dt_softplus, dt_limit), grads, family))
+    inputs = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, chunk_states
+    gradients = dx, ddt, dA, dB, dC, *optional_gradients
+    options = *recurrent_checks.make_dt_options(dt_softplus, dt_limit), grads, family
+    return _mamba2_backward(stream, (*inputs, *gradients), options)
 
 
 @program(MAMBA2_BACKWARD, no_gradient=no_second_derivatives("attention.mamba2"))
@@ -119,4 +126,4 @@ def _mamba2_backward(problem: Problem, dt_options: DtOptions, grads: str, family
     return plan_mamba2_gradients(problem, dt_options, vector_bytes, grads.split())
 
 
-MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"))
+MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"), "chunk_states")

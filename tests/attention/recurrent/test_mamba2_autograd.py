@@ -21,16 +21,18 @@ def tensors(length=5, batch=1):
     return [a.requires_grad_() for a in (x, dt, rate, B, C, D, z, bias, start)]
 
 
-def loss(*leaves):
-    out, states = attention.mamba2(**dict(zip(NAMES, leaves)), **STEPS, return_final_states=True)
+def loss(*leaves, **options):
+    out, states = attention.mamba2(**dict(zip(NAMES, leaves)), **STEPS, **options, return_final_states=True)
     return out.float().square().sum() + states.square().sum()
 
 
-def wanted(leaves):
-    """The gradients of `loss` by mamba2_backward, in the dtypes of the arguments."""
+def wanted(leaves, stored):
+    """The gradients of `loss` by mamba2_backward, in the dtypes of the arguments. stored: from the states that forward stores?
+    Those of another kernel have other bits."""
     arrays = dict(zip(NAMES, [a.detach() for a in leaves]))
-    out, states = attention.mamba2(**arrays, **STEPS, return_final_states=True)
-    actual = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, **STEPS, dstates=2 * states)
+    out, states, chunk_states = attention.mamba2(**arrays, **STEPS, return_final_states=True, return_chunk_states=True)
+    options = STEPS | {"dstates": 2 * states, "chunk_states": chunk_states if stored else None}
+    actual = attention.mamba2_backward((2 * out.float()).to(out.dtype), **arrays, **options)
     return [a.to(leaf.dtype) for a, leaf in zip(actual, leaves, strict=True)]
 
 
@@ -42,9 +44,9 @@ def test_torch():
     ways = [torch.autograd.grad(way(*leaves), leaves) for way in (loss, compiled)]
     ways.append(torch.autograd.grad(torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False), leaves))
     ways.append(torch.func.grad(loss, tuple(range(len(NAMES))))(*[a.detach() for a in leaves]))
-    want = wanted(leaves)
-    for got in ways:
-        for name, a, b in zip(NAMES, got, want, strict=True):
+    ways.append(torch.autograd.grad(loss(*leaves, memory="recompute"), leaves))
+    for got, stored in zip(ways, [True, True, True, False, False], strict=True):
+        for name, a, b in zip(NAMES, got, wanted(leaves, stored), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0, msg=name)
 
 
@@ -87,6 +89,8 @@ def test_what_has_no_gradient():
         torch.autograd.grad(loss(*leaves), leaves[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="^out: is not supported for tensors that require grad"):
         attention.mamba2(*leaves[:5], out=torch.empty_like(leaves[0]))
+    with pytest.raises(NotImplementedError, match="^return_chunk_states: is not supported for tensors that require grad"):
+        attention.mamba2(*leaves[:5], return_chunk_states=True)
 
 
 def test_jax():
@@ -100,9 +104,9 @@ def test_jax():
             out, states = attention.mamba2(**dict(zip(NAMES, arrays)), **STEPS, return_final_states=True)
             return (out.astype("float32") ** 2).sum() + (states**2).sum()
 
-        out, states = attention.mamba2(**leaves, **STEPS, return_final_states=True)
+        out, states, chunk_states = attention.mamba2(**leaves, **STEPS, return_final_states=True, return_chunk_states=True)
         dout = (2 * out.astype("float32")).astype("bfloat16")
-        want = attention.mamba2_backward(dout, **leaves, **STEPS, dstates=2 * states)
+        want = attention.mamba2_backward(dout, **leaves, **STEPS, dstates=2 * states, chunk_states=chunk_states)
         of_all = jax.grad(total, tuple(range(len(NAMES))))
         for got in of_all(*leaves.values()), jax.jit(of_all)(*leaves.values()):
             for name, a, b in zip(NAMES, got, want, strict=True):
