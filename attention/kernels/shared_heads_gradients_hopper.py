@@ -179,9 +179,8 @@ def make(config: Config):
             dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scale
         else:
             dots = 0.0
-        dp = warpgroup.mm_ABt(do_tile, v_tile)
-        decays, weights = gate.load_decays(b, a, slot, b_rows)
-        decays, dp = warpgroup.causal(decays, 0, 0.0), warpgroup.wait(dp) * weights
+        dp = gate.weigh_columns(warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile)), b, a, slot)
+        decays = warpgroup.causal(gate.load_decays(b, slot, b_rows), 0, 0.0)
         if WITH_GATES:
             dots = dots + scale_scores(row_sum(fp32(INPUT(fp32(p) * decays)) * dp), scale)
         return dp_sum + dp * decays, dots

@@ -119,13 +119,18 @@ class Gate:
         return 0.0, 0.0, float32(0)
 
     @inlined
-    def load_decays(self, b, a, j, b_rows):
-        """(exp2(b - b^T) of this warp's rows and all columns, the weights of all columns) of the chunk in the j-th slots."""
-        return 1.0, 1.0
+    def load_decays(self, b, j, b_rows):
+        """exp2(b - b^T) of this warp's rows and all columns of the chunk in the j-th slot."""
+        return 1.0
+
+    @inlined
+    def weigh_columns(self, x, b, a, j):
+        """x times the weights of all columns of the chunk in the j-th slots."""
+        return x
 
     @inlined
     def load_decays_of_rows(self, b, j, b_rows):
-        """exp2(b^T - b) of this warp's rows and all columns of the chunk in the j-th slots."""
+        """exp2(b^T - b) of this warp's rows and all columns of the chunk in the j-th slot."""
         return 1.0
 
     @inlined
@@ -252,11 +257,15 @@ class TokenGate(DecayGate):
             return b_rows, b_rows, b_last
 
     @inlined
-    def load_decays(self, b, a, j, b_rows):
-        b_cols, weights = load(b.wait(j), ROW_VEC), 1.0
+    def load_decays(self, b, j, b_rows):
+        return exp2(zeros(TILE) + b_rows - load(b.wait(j), ROW_VEC))
+
+    @inlined
+    def weigh_columns(self, x, b, a, j):
         if self.weighted:
-            weights = exp2(b_cols - load(a.wait(j), ROW_VEC))
-        return exp2(zeros(TILE) + b_rows - b_cols), weights
+            return x * exp2(load(b.wait(j), ROW_VEC) - load(a.wait(j), ROW_VEC))
+        else:
+            return x
 
     @inlined
     def load_decays_of_rows(self, b, j, b_rows):
