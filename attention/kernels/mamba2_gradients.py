@@ -1,7 +1,7 @@
 """What surrounds linear attention in Mamba-2's gradients: before them a kernel that computes values and gates from x and dt,
 and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates. Where the kernel
 between them reads x and dt itself (shared_heads_gradients_hopper.py) there are one for dy before it and one for dz, if there is
-a z, one for the decays before it, and one for the gradients of dt, dt_bias and A.
+a z, and one for the gradients of dt, dt_bias and A.
 
 With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 
@@ -220,39 +220,6 @@ class Mamba2OutputGate:
 
 
 @dataclass(frozen=True)
-class Mamba2Decays:
-    """The configuration of the kernel that computes dt A alone, for the scan of the states' gradients."""
-
-    gate: Mamba2Gate
-    threads = LANES * WARPS
-
-    def __str__(self):
-        return f"Mamba-2 decays, {self.gate}"
-
-    @staticmethod
-    @functools.cache
-    def make(config: "Mamba2Decays"):
-        """(kernel, shared memory) of a configuration."""
-        gate = config.gate
-
-        @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-        def compute_decays(
-            gDt: array(3), gA: array(2), gDtBias: array(2), gGates: array(3), tiles: INT, groups: INT, warps: INT
-        ):
-            """gGates = dt A, a warp one of the `tiles` of tokens for one of `groups` groups of heads."""
-            warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
-            if warp >= warps:
-                return
-            index, group = divmod(warp, groups)
-            batch, tile = divmod(index, tiles)
-            at = batch, int32(GATES.rows * tile), int32(HEADS * group)
-            rate, bias = load(gA, HEAD_VEC, (at[2], 0), cols=0), load(gDtBias, HEAD_VEC, (at[2], 0), cols=0)
-            store(gGates, gate.step_size(load(gDt, GATES, at, 1, 2) + bias) * rate, at, 1, 2)
-
-        return compute_decays, None
-
-
-@dataclass(frozen=True)
 class Mamba2StepGradients:
     """The configuration of the kernel for the gradients of steps, from what shared_heads_gradients_hopper.py stored. varlen:
     are sequences packed (cu_seqlens)?"""
@@ -308,7 +275,7 @@ class Mamba2StepGradients:
         return differentiate_steps, None
 
 
-Mamba2GradientConfig = Mamba2GradientInputs | Mamba2GradientOutputs | Mamba2OutputGate | Mamba2Decays | Mamba2StepGradients
+Mamba2GradientConfig = Mamba2GradientInputs | Mamba2GradientOutputs | Mamba2OutputGate | Mamba2StepGradients
 
 
 def space(target: Target, everything: bool) -> Iterator[Mamba2GradientConfig]:
@@ -318,7 +285,6 @@ def space(target: Target, everything: bool) -> Iterator[Mamba2GradientConfig]:
         if everything:
             yield from (Mamba2OutputGate(fp16, dz, varlen) for dz in (False, True))
     gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
-    yield from (Mamba2Decays(gate) for gate in gates if everything or gate.has_limits)
     for gate, varlen in itertools.product(gates, (False, True)):
         if everything or (gate.has_limits and varlen):
             yield Mamba2StepGradients(gate, varlen)

@@ -30,12 +30,15 @@ from ops import (
     col_sum,
     columns,
     divmod,
+    exp2,
+    last_element,
     load,
     row_sum,
     store,
+    store_wait,
     subtile,
     tile_sum,
-    transpose,
+    tma_store,
     truncate,
     warpgroup,
     zeros,
@@ -44,30 +47,31 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE, Gate, Mamba2Gate, TokenGate
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS = 2
 DQ_CONSUMER, DK_CONSUMER, PRODUCER = range(CONSUMERS + 1)  # warpgroups
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
+LOAD_WARP, STORE_WARP = range(2)  # of the producer; the others multiply S and dS
+STATE_WARPS = warpgroup.WARPGROUP - 2
 REGISTERS = 56, 224  # of a thread of the producer, of a consumer
-CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b and <S, dS>, a head each in turn
-KEY_STAGES = 1  # chunks whose Q and K are in flight
-STAGES = CUMSUM_WARPS  # heads whose V, dO and states are in flight: each of those warps has the same slots of S and dS
+STAGES = 3  # heads whose V, dO and states are in flight
 STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
 MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
 SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
+GATES = "", "token", "step"  # are there gates, and weights of keys?
 
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. skip: one of SKIPS. partial:
+    """A kernel's configuration. key_dim: the channels of keys, padded. gates: one of GATES. skip: one of SKIPS. partial:
     are dQ and dK float32, to be added over the blocks that share the value heads of a key head? varlen: are sequences packed
     (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too?"""
 
     key_dim: int
     dtype: dtype
-    gate: Gate
+    gates: str
     skip: str = ""
     partial: bool = False
     varlen: bool = False
@@ -75,89 +79,106 @@ class Config:
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     def __str__(self):
-        size, gates = f"Dk {self.key_dim} {self.dtype}", "gradients of gates" * self.with_gates
+        size, gates = f"Dk {self.key_dim} {self.dtype}", f"gates by {self.gates}" * bool(self.gates)
         flags = f"D by {self.skip}" * bool(self.skip), "partial" * self.partial, "varlen" * self.varlen
-        return ", ".join(filter(None, (size, str(self.gate), gates, *flags)))
+        return ", ".join(filter(None, (size, gates, "gradients of gates" * self.with_gates, *flags)))
 
 
 KEY_DIMS = 64, 128  # as padded
-LINEAR_GATES = Gate(), TokenGate(scale_at_end=True)
-STEPS = Mamba2Gate(softplus=True)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. everything: fp16, packed sequences, partial sums and D of columns at all sizes, too."""
     if target.has_wgmma:
-        for input_dtype, key_dim, gate in itertools.product(
-            (bf16, fp16) if everything else (bf16,), KEY_DIMS, (*LINEAR_GATES, STEPS)
-        ):
+        for input_dtype, key_dim, gates in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, GATES):
             for varlen, partial in itertools.product((False, True), repeat=2) if everything else ((False, False),):
-                for skip in SKIPS if everything and gate is STEPS else ("head" if gate is STEPS else "",):
-                    yield Config(key_dim, input_dtype, gate, skip, partial, varlen, bool(gate.kind))
+                steps = gates == "step"
+                for skip in SKIPS if everything and steps else ("head" * steps,):
+                    yield Config(key_dim, input_dtype, gates, skip, partial, varlen, bool(gates))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, gate, KEYS, VARLEN, WITH_GATES = config.dtype, config.gate, config.key_dim, config.varlen, config.with_gates
+    INPUT, KEYS, VARLEN, WITH_GATES = config.dtype, config.key_dim, config.varlen, config.with_gates
     producer_registers, consumer_registers = REGISTERS
     SKIP_OF_HEAD, SKIP_OF_COLUMN, HAS_SKIP = config.skip == "head", config.skip == "column", bool(config.skip)
     seq_layout, SUMS, ROWS = SequenceLayout(VARLEN), rt(16, KEYS, fp32), rt(16, COLUMNS, INPUT)
-    KEY, VALUE, STATE, SCORES = (
-        st(CHUNK, KEYS, INPUT),
-        st(CHUNK, COLUMNS, INPUT),
-        st(COLUMNS, KEYS, INPUT),
-        st(CHUNK, CHUNK, INPUT),
-    )
+    KEY, VALUE, STATE = st(CHUNK, KEYS, INPUT), st(CHUNK, COLUMNS, INPUT), st(COLUMNS, KEYS, INPUT)
     DQK = array(4, fp32 if config.partial else INPUT)
     D_VEC = ROW_VEC if SKIP_OF_COLUMN else COL_VEC  # D of a head comes with as many columns, all the same
-    STATE_READERS = warpgroup.WARPGROUP + WITH_GATES  # a consumer, and the warp that multiplies S and dS
-    GATED, STRONG_ONLY = bool(gate.kind), bool(gate.kind) and INPUT is fp16
+    STATE_READERS = warpgroup.WARPGROUP + STATE_WARPS * WITH_GATES
+    GATED, WEIGHTED = bool(config.gates), config.gates == "step"
+    STRONG_ONLY = GATED and INPUT is fp16  # whose range is too small for factors of decays
     SHARES, SCALED_SCORES = GATED and not STRONG_ONLY, INPUT is fp16
-    vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS, WARPS, writers=1)
-    shared_values = ring(VALUE if SHARES else st(16, 16, INPUT), 2, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP)
+    GATE_SUMS, TWO_ROWS = sv(CHUNK * (1 + WEIGHTED), fp32), sv(2 * CHUNK, fp32)
+    DECAYED_DOS, WEIGHTED_VS = VALUE, VALUE if SHARES else st(16, 16, INPUT)
     smem = shared(
-        q=ring(KEY, KEY_STAGES, WARPS),
-        k=ring(KEY, KEY_STAGES, WARPS),
+        q=ring(KEY, 1, WARPS),
+        k=ring(KEY, 1, WARPS),
         v=ring(VALUE, STAGES, WARPS),
         do=ring(VALUE, STAGES, WARPS),
         s=ring(STATE, STAGES, STATE_READERS),
         ds=ring(STATE, STAGES, STATE_READERS),
-        dp=ring(SCORES, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
-        decayed_dos=shared_values,
-        weighted_vs=shared_values,
-        out=VALUE,
-        b=vectors,
-        a=vectors,
+        sums=ring(GATE_SUMS, STAGES, WARPS),
+        decayed_dos=ring(DECAYED_DOS, 1 + SHARES, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
+        weighted_vs=ring(WEIGHTED_VS, 2, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
+        query_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
+        key_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
+        out=ring(VALUE, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
     @inlined
-    def find_block(slot, n, first, width):
-        """(the number of the chunk, the head, the number of the block of columns) of a slot of a thread block."""
-        i, block = divmod(int32(slot), n)
-        head, column = divmod(int32(first + block), width)
-        return i, head, column
-
-    @inlined
-    def hand_over(tiles, slot, x):
-        """Hand x to the other consumer, rounded, if scores are products of factors."""
+    def hand_over(tiles, j, x):
+        """Hand x to the other consumer, rounded, if scores are products of factors. The fence is that of loads before."""
         if SHARES:
-            warpgroup.store(tiles.claim(slot), x)
-            tiles.publish(slot)
+            warpgroup.store(tiles.claim(j), x)
+            tiles.publish(j)
 
     @inlined
-    def wait_shared(tiles, slot, tile):
+    def wait_shared(tiles, j, tile):
         """What the other consumer has handed over; without decays the tile itself."""
         if SHARES:
-            return tiles.wait(slot)
+            return tiles.wait(j)
         else:
             return tile
 
     @inlined
-    def release_shared(tiles, slot):
+    def release_shared(tiles, j):
         """Release what the other consumer has handed over."""
         if SHARES:
-            tiles.release(slot)
+            tiles.release(j)
+
+    @inlined
+    def turn_of(i, block, n):
+        """Which of the first consumer's tiles dO with decays is; dP comes after those of all heads."""
+        return int32((n + 1) * i + block) if SHARES else int32(i)
+
+    @inlined
+    def load_sums(sums, slot):
+        """(b and a of this warp's rows, b_last)."""
+        if GATED:
+            b = subtile(sums.wait(slot), CHUNK, 0)
+            b_rows, b_last = warpgroup.load(b, COL_VEC), last_element(b)
+            if WEIGHTED:
+                return b_rows, warpgroup.load(subtile(sums.wait(slot), CHUNK, 1), COL_VEC), b_last
+            else:
+                return b_rows, b_rows, b_last
+        else:
+            return 0.0, 0.0, float32(0)
+
+    @inlined
+    def load_cols(sums, slot, part):
+        """b or a, by `part`, of all columns."""
+        return load(subtile(sums.wait(slot), CHUNK, part), ROW_VEC)
+
+    @inlined
+    def decay(x, b):
+        """exp2(b) x"""
+        if GATED:
+            return x * exp2(b)
+        else:
+            return x
 
     @inlined
     def add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale):
@@ -173,22 +194,24 @@ def make(config: Config):
         return warpgroup.wait(dp_sum), dots
 
     @inlined
-    def add_strong_scores(dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale):
+    def add_strong_scores(dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, sums, slot, b_rows, scale):
         """add_scores of a chunk whose decays are no products of factors of rows and of columns that numbers can hold."""
         if WITH_GATES:
             dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scale
         else:
             dots = 0.0
-        dp = gate.weigh_columns(warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile)), b, a, slot)
-        decays = warpgroup.causal(gate.load_decays(b, slot, b_rows), 0, 0.0)
+        dp = warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile))
+        if WEIGHTED:
+            dp = dp * exp2(load_cols(sums, slot, 0) - load_cols(sums, slot, 1))
+        decays = warpgroup.causal(exp2(zeros(TILE) + b_rows - load_cols(sums, slot, 0)), 0, 0.0)
         if WITH_GATES:
             dots = dots + scale_scores(row_sum(fp32(INPUT(fp32(p) * decays)) * dp), scale)
         return dp_sum + dp * decays, dots
 
     @inlined
-    def multiply_strong_scores(p_t, do_tile, b, slot, b_rows):
+    def multiply_strong_scores(p_t, do_tile, sums, slot, b_rows):
         """P^T dO of such a chunk."""
-        decays = warpgroup.triu(gate.load_decays_of_rows(b, slot, b_rows), 0, 0.0)
+        decays = warpgroup.triu(exp2(zeros(TILE) - b_rows + load_cols(sums, slot, 0)), 0, 0.0)
         return warpgroup.wait(warpgroup.mm_AB(INPUT(fp32(p_t) * decays), do_tile))
 
     @inlined
@@ -204,22 +227,29 @@ def make(config: Config):
     @inlined
     def scale_scores(x, scale):
         """x, made from scores, times the scale, if it is not in the scores, nor 1."""
-        if SCALED_SCORES or gate.weighted:
+        if SCALED_SCORES or WEIGHTED:
             return x
         else:
             return x * scale
 
     @inlined
-    def dot_states(s_tile, ds_tile):
-        """<S, dS>, by one warp: 16 rows of 64 channels at once."""
-        total = zeros(STATE_PART)
-        for row in range(COLUMNS // STATE_PART.rows):
+    def dot_states(s_tile, ds_tile, part):
+        """<S, dS>, by one of STATE_WARPS warps, which has as many parts of the rows: 16 rows of 64 channels at once."""
+        total, parts = zeros(STATE_PART), COLUMNS // STATE_PART.rows // STATE_WARPS
+        for i in range(parts):
             for panel in range(KEYS // COLUMNS):
-                states = load(subtile(s_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS)
-                products = fp32(states) * fp32(load(subtile(ds_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS))
+                row = int32(parts * part + i)
+                states = load(subtile(s_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS, fenced=False)
+                gradients = load(subtile(ds_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS)
+                products = fp32(states) * fp32(gradients)
                 halves = columns(products, COLUMNS // 2, 0) + columns(products, COLUMNS // 2, 1)
                 total = total + columns(halves, STATE_PART.cols, 0) + columns(halves, STATE_PART.cols, 1)
         return tile_sum(total)
+
+    @inlined
+    def load_part(vector, part):
+        """64 of the numbers of a shared vector."""
+        return load(subtile(vector, CHUNK, part), ROW_VEC)
 
     @inlined
     def clear_tails(tiles, remaining):
@@ -230,8 +260,8 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_shared_heads(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATE, 4, 2, 3), gDStates: tiled(STATE, 4, 2, 3), gGates: array(gate.rank), gA: array(2),
-        gDtBias: array(2), gD: array(2), gDQ: DQK, gDK: DQK, gDV: seq_layout.output_argument(VALUE), gQueryDots: array(3),
+        gStates: tiled(STATE, 4, 2, 3), gDStates: tiled(STATE, 4, 2, 3), gSums: tiled(GATE_SUMS, 3, None, 2), gD: array(2),
+        gDQ: DQK, gDK: DQK, gDV: seq_layout.output_argument(VALUE), gQueryDots: array(3),
         gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gSkipSums: array(2), gColumnSums: array(3),
         gCuSeqlens: ENDS, length: INT, parts: INT, shares: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
@@ -240,7 +270,7 @@ def make(config: Config):
         gDStates: S^T and dS^T of each chunk. gQueryDots, gKeyDots: of each token and (head, block of columns); gCarriedDots and
         gStateDots: of each chunk, head and (block of columns, warp) or block of columns. gSkipSums: of each (chunk, warp, block
         of columns) and head; gColumnSums: of each head, (chunk, warp) and column."""
-        q, k, v, do, s, ds, dp_tiles, decayed_dos, weighted_vs, out, b, a = smem.open()
+        q, k, v, do, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out = smem.open()
         wg = warpgroup.id()
         score_scale = scale if SCALED_SCORES else float32(1)
         index, share = divmod(cuda.blockIdx.x, shares)
@@ -255,7 +285,7 @@ def make(config: Config):
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
             warp = warpgroup.rank()
-            if warp == 0:
+            if warp == LOAD_WARP:
                 for i in range(chunks):
                     token = seq.chunk_start(part + parts * i)
                     chunk = seq_layout.chunk_index(token, sequence, length)
@@ -264,26 +294,50 @@ def make(config: Config):
                     for block in range(n):
                         slot = n * i + block
                         head, column = divmod(int32(first + block), width)
+                        if GATED:
+                            sums.fill(slot, gSums, (chunk, head, 0))
                         v.fill(slot, gV, (seq.batch, token, head, column))
                         do.fill(slot, gDOut, (seq.batch, token, head, column))
                         ds.fill(slot, gDStates, (chunk, head, column, 0))
                         s.fill(slot, gStates, (chunk, head, column, 0))
-            elif gate.per_token:
-                i, head, _ = find_block(warp - 1, n, first, width)
-                g = gate.load_gates(gGates, seq.batch, seq.chunk_start(part + parts * i), seq.end, head)
-                rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
-                for slot in range(warp - 1, n * chunks, CUMSUM_WARPS):
-                    i, head, column = find_block(slot, n, first, width)
+            elif warp == STORE_WARP:
+                for slot in range(n * chunks):
+                    i, block = divmod(int32(slot), n)
+                    head, column = divmod(int32(first + block), width)
                     token = seq.chunk_start(part + parts * i)
-                    gate.publish_cumsum(b, a, slot, transpose(g), rate, bias, seq.end - token)
-                    i, next_head, _ = find_block(slot + CUMSUM_WARPS, n, first, width)  # loaded under <S, dS>
-                    g = gate.load_gates(gGates, seq.batch, seq.chunk_start(part + parts * i), seq.end, next_head)
-                    rate, bias = gate.load_rate_and_bias(gA, gDtBias, next_head)
+                    chunk = seq_layout.chunk_index(token, sequence, length)
+                    if WITH_GATES or HAS_SKIP:
+                        dots = query_dots.wait(slot)
+                        if WITH_GATES:
+                            at = seq.batch, token, int32(first + block)
+                            store(truncate(gQueryDots, 1, seq.end), load_part(dots, 0), at, cols=1)
+                        if SKIP_OF_HEAD:
+                            gSkipSums[chunk * width + column, head] = tile_sum(load_part(dots, 1))
+                        query_dots.release(slot)
                     if WITH_GATES:
-                        dot = dot_states(s.wait(slot), ds.wait(slot))
-                        s.release(slot)
-                        ds.release(slot)
-                        gStateDots[seq_layout.chunk_index(token, sequence, length), head, column] = dot
+                        dots = key_dots.wait(slot)
+                        store(truncate(gKeyDots, 1, seq.end), load_part(dots, 0), at, cols=1)
+                        gCarriedDots[chunk, head, column] = tile_sum(load_part(dots, 1))
+                        key_dots.release(slot)
+                    tile = out.wait(slot)
+                    if VARLEN:
+                        for row in range(CHUNK // 16):
+                            at = seq.batch, int32(token + 16 * row), head, int32(COLUMNS * column)
+                            rows = load(subtile(tile, 16, row), ROWS, fenced=False)
+                            store(truncate(gDV, 1, seq.end), rows, at, 1, 3, aligned=True)
+                    else:
+                        tma_store(gDV, (seq.batch, token, head, column), tile)
+                        store_wait()
+                    out.release(slot)
+            elif WITH_GATES:
+                for slot in range(n * chunks):
+                    i, block = divmod(int32(slot), n)
+                    head, column = divmod(int32(first + block), width)
+                    chunk = seq_layout.chunk_index(seq.chunk_start(part + parts * i), sequence, length)
+                    dot = dot_states(s.wait(slot), ds.wait(slot), warp - 2)
+                    s.release(slot)
+                    ds.release(slot)
+                    gStateDots[chunk, head, int32(STATE_WARPS * column + warp - 2)] = dot
         elif wg == DQ_CONSUMER:
             warpgroup.claim_registers(consumer_registers)
             for i in range(chunks):
@@ -299,26 +353,25 @@ def make(config: Config):
                     head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
-                    s_tile, (b_rows, _, b_last) = s.wait(slot), gate.load_sums(b, a, slot)
-                    dout = fp32(warpgroup.load(do_tile, ROWS))
-                    decayed_do = INPUT(gate.decay(dout, b_rows))
-                    hand_over(decayed_dos, slot, decayed_do)
-                    dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
+                    s_tile, (b_rows, _, b_last) = s.wait(slot), load_sums(sums, slot)
+                    dout = fp32(warpgroup.load(do_tile, ROWS, fenced=not SHARES))
+                    decayed_do = INPUT(decay(dout, b_rows))
                     if HAS_SKIP:
-                        products = dout * fp32(warpgroup.load(v_tile, ROWS))
-                        row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
-                        if SKIP_OF_HEAD:
-                            gSkipSums[row * width + column, head] = tile_sum(products)
+                        products = dout * fp32(warpgroup.load(v_tile, ROWS, fenced=not SHARES))
+                        skip_dots = row_sum(products)
                         if SKIP_OF_COLUMN:
+                            row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
                             store(gColumnSums, col_sum(products), (head, row, int32(COLUMNS * column)))
+                    hand_over(decayed_dos, turn_of(i, block, n), decayed_do)
+                    dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
                     if STRONG_ONLY:
                         dp_sum, dots = add_strong_scores(
-                            dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale
+                            dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, sums, slot, b_rows, scale
                         )
                     elif GATED:
                         if b_last < MIN_SUM:
                             dp_sum, dots = add_strong_scores(
-                                dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, b, a, slot, b_rows, scale
+                                dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, sums, slot, b_rows, scale
                             )
                             wait_shared(weighted_vs, slot, v_tile)
                         else:
@@ -327,16 +380,22 @@ def make(config: Config):
                         dp_sum, dots = add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale)
                     dq = warpgroup.wait(dq)
                     release_shared(weighted_vs, slot)
-                    gate.release_sums(b, a, slot)
+                    if GATED:
+                        sums.release(slot, None, SHARES)
                     v.release(slot)
                     do.release(slot)
                     s.release(slot)
-                    if WITH_GATES:
-                        at = seq.batch, token, int32(first + block)
-                        warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, at, cols=1)
+                    if WITH_GATES or HAS_SKIP:
+                        row_dots = query_dots.claim(slot)
+                        if WITH_GATES:
+                            warpgroup.store(subtile(row_dots, CHUNK, 0), dots)
+                        if HAS_SKIP:
+                            warpgroup.store(subtile(row_dots, CHUNK, 1), skip_dots)
+                        query_dots.publish(slot)
                 dp_left = INPUT(warpgroup.causal(dp_sum, 0, 0.0) * scale)
-                warpgroup.store(dp_tiles.claim(i), dp_left)
-                dp_tiles.publish(i)
+                turn = turn_of(i, n, n)
+                warpgroup.store(decayed_dos.claim(turn), dp_left)
+                decayed_dos.publish(turn)
                 dq = warpgroup.wait(warpgroup.mma_AB(dq * scale, dp_left, k_tile))
                 k.release(i)
                 q.release(i)
@@ -369,51 +428,52 @@ def make(config: Config):
                         d = load(gD, D_VEC, (head, int32(COLUMNS * column)))
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     clear_tails((v_tile, do_tile), remaining)
-                    ds_tile, (b_rows, a_rows, b_last) = ds.wait(slot), gate.load_sums(b, a, slot)
-                    values, strong = fp32(warpgroup.load(v_tile, ROWS)), is_strong(b_last)
-                    weighted_v = INPUT(gate.decay(values, a_rows * (strong - 1.0)))
+                    ds_tile, (b_rows, a_rows, b_last) = ds.wait(slot), load_sums(sums, slot)
+                    values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), is_strong(b_last)
+                    weighted_v = INPUT(decay(values, a_rows * (strong - 1.0)))
                     hand_over(weighted_vs, slot, weighted_v)
                     carried_dv = warpgroup.mm_ABt(k_tile, ds_tile)
-                    dk = warpgroup.mma_AB(dk, INPUT(gate.decay(values, b_last - a_rows)), ds_tile)
+                    dk = warpgroup.mma_AB(dk, INPUT(decay(values, b_last - a_rows)), ds_tile)
                     if STRONG_ONLY:
-                        dv = multiply_strong_scores(p_t, do_tile, b, slot, b_rows)
+                        dv = multiply_strong_scores(p_t, do_tile, sums, slot, b_rows)
                     elif GATED:
                         if b_last < MIN_SUM:
-                            dv = multiply_strong_scores(p_t, do_tile, b, slot, b_rows)
-                            wait_shared(decayed_dos, slot, do_tile)
+                            dv = multiply_strong_scores(p_t, do_tile, sums, slot, b_rows)
+                            wait_shared(decayed_dos, turn_of(i, block, n), do_tile)
                         else:
-                            dv = warpgroup.wait(warpgroup.mm_AB(p_t, wait_shared(decayed_dos, slot, do_tile)))
+                            decayed_do = wait_shared(decayed_dos, turn_of(i, block, n), do_tile)
+                            dv = warpgroup.wait(warpgroup.mm_AB(p_t, decayed_do))
                     else:
                         dv = warpgroup.wait(warpgroup.mm_AB(p_t, do_tile))
                     dk, carried_dv = warpgroup.wait(dk), warpgroup.wait(carried_dv)
-                    release_shared(decayed_dos, slot)
+                    release_shared(decayed_dos, turn_of(i, block, n))
                     values, to_end = fp32(weighted_v), b_last - b_rows * strong
-                    dv = scale_scores(dv, scale) + gate.decay(carried_dv, to_end)
-                    dots, carried = row_sum(dv * values), gate.decay(row_sum(carried_dv * values), to_end)
-                    dv = gate.decay(dv, b_rows * strong - a_rows)
-                    gate.release_sums(b, a, slot)
+                    dv = scale_scores(dv, scale) + decay(carried_dv, to_end)
+                    dots, carried = row_sum(dv * values), decay(row_sum(carried_dv * values), to_end)
+                    dv = decay(dv, b_rows * strong - a_rows)
                     if WITH_GATES:
-                        at = seq.batch, token, int32(first + block)
-                        dots = gate.decay(dots, (a_rows - b_rows) * (1.0 - strong))
-                        warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, at, cols=1)
-                        warp = int32(warpgroup.WARPGROUP * column + warpgroup.rank())
-                        carried = gate.decay(carried, (b_rows - a_rows) * strong)
-                        gCarriedDots[chunk, head, warp] = tile_sum(carried)
+                        row_dots = key_dots.claim(slot)
+                        if WEIGHTED:
+                            carried = decay(carried, (b_rows - a_rows) * strong)
+                            dots = decay(dots, (a_rows - b_rows) * (1.0 - strong))
+                        warpgroup.store(subtile(row_dots, CHUNK, 0), dots)
+                        warpgroup.store(subtile(row_dots, CHUNK, 1), carried)
+                        key_dots.publish(slot)
                     if HAS_SKIP:
-                        dv = dv + fp32(warpgroup.load(do_tile, ROWS)) * d
-                    if VARLEN:
-                        seq_layout.store_rows(gDV, dv, seq, token, head, column)
-                    else:
-                        warpgroup.send(gDV, (seq.batch, token, head, column), out, dv)
+                        dv = dv + fp32(warpgroup.load(do_tile, ROWS, fenced=False)) * d
+                    warpgroup.store(out.claim(slot), dv)
+                    out.publish(slot)  # its fence is that of loads, too
+                    if GATED:
+                        sums.release(slot, None, True)
                     v.release(slot)
                     do.release(slot)
                     ds.release(slot)
-                dk = warpgroup.wait(warpgroup.mma_AtB(dk, dp_tiles.wait(i), q.wait(i)))
-                dp_tiles.release(i)
+                turn = turn_of(i, n, n)
+                dk = warpgroup.wait(warpgroup.mma_AtB(dk, decayed_dos.wait(turn), q.wait(i)))
+                decayed_dos.release(turn)
                 k.release(i)
                 q.release(i)
                 out_at = seq.batch, token, out_head, 0
                 warpgroup.store(truncate(gDK, 1, seq.end), dk, out_at, 1, 3, aligned=True)
-            warpgroup.store_wait()
 
     return differentiate_shared_heads, smem

@@ -14,15 +14,14 @@ from ..kernels.mamba2_gradients import (
     PART,
     TOKENS,
     WARPS,
-    Mamba2Decays,
     Mamba2GradientInputs,
     Mamba2GradientOutputs,
     Mamba2OutputGate,
     Mamba2StepGradients,
 )
-from ..kernels.shared_heads_gradients_hopper import COLUMNS
-from ..parts.recurrent.gates import Mamba2Gate, TokenGate
-from ..parts.recurrent.gradients import GATES, HEADS
+from ..kernels.shared_heads_gradients_hopper import COLUMNS, STATE_WARPS
+from ..parts.recurrent.gates import Mamba2Gate
+from ..parts.recurrent.gradients import HEADS
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, DtOptions, is_varlen
 from .recurrent_chunks import (
@@ -105,29 +104,16 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
         steps.append(_differentiate_output_gate(problem, dy, None))
     arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
     raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
-    gate, decays = choose_mamba2_gate(dt_options), scratch(batch, length, heads)
-    tiles, groups = -(-length // GATES.rows), -(-heads // HEADS)
-    decay_kernel = intern_value(Mamba2Decays, gate)
-    steps.append(
-        kernel_for(decay_kernel, decay_kernel, problem.device).bind(
-            -(-batch * tiles * groups // WARPS),
-            gDt=problem["dt"],
-            gGates=decays,
-            tiles=tiles,
-            groups=groups,
-            warps=batch * tiles * groups,
-            **raw,
-        )
-    )
-    dots = gate_dots(problem, scratch, WARPGROUP * width, width, width)
+    gate = choose_mamba2_gate(dt_options)
+    dots = gate_dots(problem, scratch, width, STATE_WARPS * width, width)
     skip_arrays: Arrays = {}
     if skip and len(skip.form.shape) == 1:
-        skip_arrays = {"gSkipSums": scratch(chunks * WARPGROUP * width, heads)}
+        skip_arrays = {"gSkipSums": scratch(chunks * width, heads)}
     elif skip:
         skip_arrays = {"gColumnSums": scratch(heads, chunks * WARPGROUP, columns)}
     if is_varlen(problem):
         steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
-    gates = GateInputs(gate, raw | {"gGates": problem["dt"]}, intern_value(TokenGate, True), decays)
+    gates = GateInputs(gate, raw | {"gGates": problem["dt"]})
     extra_arrays = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     steps += _differentiate_steps(problem, gate, raw, dots, outputs, scratch)

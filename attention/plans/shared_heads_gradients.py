@@ -11,12 +11,11 @@ from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
-from tiles.layout import WARPGROUP
 
-from ..kernels import shared_heads_gradients_hopper
-from ..kernels.shared_heads_gradients_hopper import COLUMNS, KEY_DIMS
-from ..parts.recurrent.gates import Gate
-from ..parts.recurrent.gradients import ReversedGate
+from ..kernels import gate_sums, shared_heads_gradients_hopper
+from ..kernels.shared_heads_gradients_hopper import CHUNK, COLUMNS, KEY_DIMS, STATE_WARPS
+from ..parts.recurrent.gates import Gate, TokenGate
+from ..parts.recurrent.gradients import HEADS, ReversedGate
 from .chunk_states import merge_chunks
 from .linear_gradient_walk import STATES, StateScan
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
@@ -87,12 +86,38 @@ def choose_parts(shares: int, *work: int) -> int:
 
 class GateInputs(NamedTuple):
     """The gates of a call. gate: their kind, with the weights of keys; arrays: the inputs that they are computed from, by the
-    names of the kernels' parameters. decay, decays: the same without these weights."""
+    names of the kernels' parameters, gGates first of all."""
 
     gate: Gate
     arrays: Arrays
-    decay: Gate
-    decays: Operand | None
+
+
+def plan_gate_sums_of_chunks(
+    problem: Problem, gates: GateInputs, scratch: ScratchAllocator
+) -> tuple[list[Step], Operand | None, Gate, Operand | None]:
+    """(the launch that sums gates up, the sums, and the kind of gates without weights and their array)."""
+    gate, inputs = gates
+    if not gate.kind:
+        return [], None, gate, None
+    heads, sequences, length = problem("heads", "sequences", "seqlen")
+    chunks, decays = count_chunk_indices(problem), gates.arrays["gGates"]
+    sums = scratch(chunks, heads, CHUNK * (1 + gate.weighted))
+    outputs: Arrays = {"gSums": sums}
+    if gate.weighted:
+        outputs["gDecays"] = decays = scratch(problem.extents["batch"], length, heads)
+    splits, groups = -(-chunks // sequences), -(-heads // HEADS)
+    warps, config = sequences * splits * groups, intern_value(gate_sums.Config, gate, is_varlen(problem))
+    step = kernel_for(gate_sums, config, problem.device).bind(
+        -(-warps // gate_sums.WARPS),
+        length=length,
+        splits=splits,
+        groups=groups,
+        warps=warps,
+        gCuSeqlens=problem["cu_seqlens"],
+        **inputs,
+        **outputs,
+    )
+    return [step], sums, intern_value(TokenGate, True), decays
 
 
 def plan_shared_heads(
@@ -108,16 +133,16 @@ def plan_shared_heads(
     ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
     packing: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
     shared = gates.arrays | packing
-    buffers: Arrays = shared | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"]}
-    queries: Arrays = {"gGates": gates.decays, "gQ": q, "gK": q, "gV": dout}
-    reverse = StateScan(problem, intern_value(ReversedGate, gates.decay), packing | queries, scale)
+    steps, sums, decay_gate, decays = plan_gate_sums_of_chunks(problem, gates, scratch)
+    buffers: Arrays = packing | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"], "gSums": sums}
+    queries: Arrays = {"gGates": decays, "gQ": q, "gK": q, "gV": dout}
+    reverse = StateScan(problem, intern_value(ReversedGate, decay_gate), packing | queries, scale)
     scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
     if stored:
         buffers["gStates"] = merge_chunks(stored)
     else:
         forward = StateScan(problem, gates.gate, shared | {"gQ": k, "gK": k, "gV": v})
         scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
-    steps: list[Step] = []
     for name, (scan, states) in scans.items():
         buffers[name] = stored_states = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
         steps += scan.store_states(stored_states, states, scratch)
@@ -128,7 +153,7 @@ def plan_shared_heads(
     partial, names = shares > 1, ("dq", "dk")
     outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
     skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
-    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate, skip, partial, is_varlen(problem)
+    form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate.kind, skip, partial, is_varlen(problem)
     config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays)
     parts = choose_parts(shares, *work)
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
@@ -159,6 +184,6 @@ def plan_linear_shared_heads(problem: Problem, arrays: Arrays, scale: float, scr
     dots: Arrays = {}
     finish: list[Step] = []
     if arrays["ddecay"] is not None:
-        dots, finish = plan_gate_sums(problem, arrays, scratch, WARPGROUP * width, width, width)
-    steps = plan_shared_heads(problem, arrays, GateInputs(gate, {"gGates": gates}, gate, gates), scale, scratch, dots)
+        dots, finish = plan_gate_sums(problem, arrays, scratch, width, STATE_WARPS * width, width)
+    steps = plan_shared_heads(problem, arrays, GateInputs(gate, {"gGates": gates}), scale, scratch, dots)
     return [*steps, *finish]

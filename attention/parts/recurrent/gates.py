@@ -41,7 +41,6 @@ TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
 COL_VEC, ROW_VEC = TILE.col_vec, TILE.row_vec  # a number for each of the 16 rows; for each of the 64 columns
 CHUNK_COL_VEC = rt(CHUNK, 16, fp32).col_vec  # a number for each of 64 rows: a lane has half as many as of ROW_VEC
 LOG2_E = math.log2(math.e)
-MIN_WEIGHT = -100.0  # of a key, in powers of 2, where it is divided by
 FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer digits left for small gates beside them
 
 
@@ -111,31 +110,6 @@ class Gate:
         """Hopper's consumer: (b of this warp's rows, a of all tokens, b_last) of the chunk in the j-th slots of the rings. g:
         the result of load_head_gate."""
         return 0.0, 0.0, float32(0)
-
-    @inlined
-    def load_sums(self, b, a, j):
-        """Hopper's consumer: (b and a of this warp's rows, b_last) of the chunk in the j-th slots of the rings, which
-        release_sums gives back. Weights count as MIN_WEIGHT at least, so that they have reciprocals."""
-        return 0.0, 0.0, float32(0)
-
-    @inlined
-    def load_decays(self, b, j, b_rows):
-        """exp2(b - b^T) of this warp's rows and all columns of the chunk in the j-th slot."""
-        return 1.0
-
-    @inlined
-    def weigh_columns(self, x, b, a, j):
-        """x times the weights of all columns of the chunk in the j-th slots."""
-        return x
-
-    @inlined
-    def load_decays_of_rows(self, b, j, b_rows):
-        """exp2(b^T - b) of this warp's rows and all columns of the chunk in the j-th slot."""
-        return 1.0
-
-    @inlined
-    def release_sums(self, b, a, j):
-        """Hopper's consumer: release the j-th slots of the rings."""
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
@@ -246,36 +220,6 @@ class TokenGate(DecayGate):
         if self.weighted:
             a.release(j)
         return b_rows, a_cols, b_last
-
-    @inlined
-    def load_sums(self, b, a, j):
-        b_chunk = b.wait(j)
-        b_rows, b_last = warpgroup.load(b_chunk, COL_VEC), last_element(b_chunk)
-        if self.weighted:
-            return b_rows, minimum(warpgroup.load(a.wait(j), COL_VEC), b_rows - MIN_WEIGHT), b_last
-        else:
-            return b_rows, b_rows, b_last
-
-    @inlined
-    def load_decays(self, b, j, b_rows):
-        return exp2(zeros(TILE) + b_rows - load(b.wait(j), ROW_VEC))
-
-    @inlined
-    def weigh_columns(self, x, b, a, j):
-        if self.weighted:
-            return x * exp2(load(b.wait(j), ROW_VEC) - load(a.wait(j), ROW_VEC))
-        else:
-            return x
-
-    @inlined
-    def load_decays_of_rows(self, b, j, b_rows):
-        return exp2(zeros(TILE) - b_rows + load(b.wait(j), ROW_VEC))
-
-    @inlined
-    def release_sums(self, b, a, j):
-        b.release(j)
-        if self.weighted:
-            a.release(j)
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
