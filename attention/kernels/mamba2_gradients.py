@@ -275,7 +275,51 @@ class Mamba2StepGradients:
         return differentiate_steps, None
 
 
-Mamba2GradientConfig = Mamba2GradientInputs | Mamba2GradientOutputs | Mamba2OutputGate | Mamba2StepGradients
+@dataclass(frozen=True)
+class Mamba2HeadSums:
+    """The configuration of the kernel that adds up the parts of dA, ddt_bias and dD of heads, in one launch."""
+
+    threads = LANES * WARPS
+
+    def __str__(self):
+        return "Mamba-2 sums of heads"
+
+    @staticmethod
+    @functools.cache
+    def make(config: "Mamba2HeadSums"):
+        """(kernel, shared memory) of a configuration."""
+        smem = shared(scratch=sv(PART.cols * WARPS, fp32))
+
+        @inlined
+        def sum_rows(gParts, gSum, scratch, warp, col):
+            """gSum (column) = the sum of gParts (part, column), for 32 columns."""
+            total = zeros(PART)
+            for row in range(PART.rows * warp, gParts.shape[0], PART.rows * WARPS):
+                total = total + load(gParts, PART, (int32(row), col))
+            sums = block.reduce_sum(col_sum(total), scratch)
+            if warp == 0:
+                store(gSum, sums, (col,))
+
+        @cuda.jit(launch_bounds=(config.threads, 1))
+        def sum_heads(
+            gRateSums: array(2), gBiasSums: array(2), gSkipSums: array(2), gDRate: array(1), gDBias: array(1), gDSkip: array(1),
+            panels: INT,
+        ):  # fmt: skip
+            """A block has 32 heads of one of the three sums."""
+            (scratch,) = smem.open()
+            which, panel = divmod(cuda.blockIdx.x, panels)
+            warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * panel)
+            if which == 0:
+                sum_rows(gRateSums, gDRate, scratch, warp, col)
+            elif which == 1:
+                sum_rows(gBiasSums, gDBias, scratch, warp, col)
+            else:
+                sum_rows(gSkipSums, gDSkip, scratch, warp, col)
+
+        return sum_heads, smem
+
+
+Mamba2GradientConfig = Mamba2GradientInputs | Mamba2GradientOutputs | Mamba2OutputGate | Mamba2StepGradients | Mamba2HeadSums
 
 
 def space(target: Target, everything: bool) -> Iterator[Mamba2GradientConfig]:
@@ -284,6 +328,7 @@ def space(target: Target, everything: bool) -> Iterator[Mamba2GradientConfig]:
         yield from (Mamba2OutputGate(bf16, dz, varlen) for dz in (False, True) if everything or varlen)
         if everything:
             yield from (Mamba2OutputGate(fp16, dz, varlen) for dz in (False, True))
+    yield Mamba2HeadSums()
     gates = (Mamba2Gate(), Mamba2Gate(softplus=True), Mamba2Gate(softplus=True, low=0.001, high=0.1))
     for gate, varlen in itertools.product(gates, (False, True)):
         if everything or (gate.has_limits and varlen):

@@ -16,6 +16,7 @@ from ..kernels.mamba2_gradients import (
     WARPS,
     Mamba2GradientInputs,
     Mamba2GradientOutputs,
+    Mamba2HeadSums,
     Mamba2OutputGate,
     Mamba2StepGradients,
 )
@@ -116,8 +117,8 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     gates = GateInputs(gate, raw | {"gGates": problem["dt"]})
     extra_arrays = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
-    steps += _differentiate_steps(problem, gate, raw, dots, outputs, scratch)
-    steps += _sum_partials(problem, skip_arrays, outputs)
+    step, sums = _differentiate_steps(problem, gate, raw, dots, scratch)
+    steps += [step, *_sum_partials(problem, sums | skip_arrays, outputs)]
     if "dz" in outputs:
         y = scratch(batch, length, heads, columns, dtype=problem.dtype)
         steps += _plan_outputs(problem, y, dt_options, 0, scratch)
@@ -145,9 +146,10 @@ def _differentiate_output_gate(problem: Problem, out: Operand | None, y: Operand
 
 
 def _differentiate_steps(
-    problem: Problem, gate: Mamba2Gate, raw: Arrays, dots: Arrays, outputs: Arrays, scratch: ScratchAllocator
-) -> list[Step]:
-    """The launches for the gradients of dt, A and dt_bias. raw: A and dt_bias. dots: what the kernel before stored."""
+    problem: Problem, gate: Mamba2Gate, raw: Arrays, dots: Arrays, scratch: ScratchAllocator
+) -> tuple[Step, Arrays]:
+    """(the launch for the gradients of dt, the parts of those of A and dt_bias). raw: A, dt_bias. dots: what the kernel before
+    stored."""
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     splits, groups = -(-count_chunk_indices(problem) // sequences), -(-heads // HEADS)
     sums: Arrays = {name: scratch(sequences * splits, heads) for name in ("gRateSums", "gBiasSums")}
@@ -169,14 +171,22 @@ def _differentiate_steps(
         **raw,
         **sums,
     )
-    return [step, *_sum_partials(problem, sums, outputs)]
+    return step, sums
 
 
 def _sum_partials(problem: Problem, sums: Arrays, outputs: Arrays) -> list[Step]:
     """The launches that add the parts of sums, of those that are among the outputs."""
-    names = {"gRateSums": "dA", "gBiasSums": "ddt_bias", "gSkipSums": "dD", "gColumnSums": "dD"}
-    pairs = [(partials, outputs.get(names[name])) for name, partials in sums.items()]
-    return [sum_partials(problem, partials, total) for partials, total in pairs if partials and total]
+    columns, skip, panels = sums.get("gColumnSums"), outputs.get("dD"), -(-problem.extents["heads"] // PART.cols)
+    config = intern_value(Mamba2HeadSums)
+    step = kernel_for(config, config, problem.device).bind(
+        (3 if sums.get("gSkipSums") and skip else 2) * panels,
+        panels=panels,
+        gDRate=outputs["dA"],
+        gDBias=outputs.get("ddt_bias"),
+        gDSkip=None if columns else skip,
+        **{name: sums.get(name) for name in ("gRateSums", "gBiasSums", "gSkipSums")},
+    )
+    return [step, sum_partials(problem, columns, skip)] if columns and skip else [step]
 
 
 def _spread(x: Operand | None, extent: int) -> Operand | None:

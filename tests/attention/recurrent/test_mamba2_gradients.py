@@ -208,7 +208,7 @@ def test_space():
         gates = {(config.dtype, config.gate.low, config.gate.high, config.gate.softplus, of_z(config)) for config in configs}
         assert gates == {(of, *gate, z) for of in (module.bf16, module.fp16) for gate in limits for z in (False, True)}
     assert {(config.skip, config.varlen) for config in after} == {(s, v) for s in module.SKIPS for v in (False, True)}
-    assert set(few) < set(many) and len(few) == 6
+    assert set(few) < set(many) and len(few) == 7
     large = [config for config in few if config in after or config in before]
     assert all(config.dtype is module.bf16 and config.gate.has_limits and of_z(config) for config in large)
     assert {(config.skip, config.varlen) for config in large if config in after} == {("head", True), ("column", True)}
