@@ -1,22 +1,30 @@
 """Gradients of linear attention for Hopper where value heads share queries and keys, of all chunks at once; a decay is one
 number for a token and head. With S the state before a chunk, dS the gradient of the state after it, b the cumulative sum of
-the chunk's gates, w the weights of its keys (1, or Mamba-2's dt) and M = tril(exp(b - b^T)),
+the chunk's gates, w the weights of its keys (1, or Mamba-2's dt), both of a head, and
 
-    of a head         dP = M * w^T * dO V^T                   P = scale M * Q K^T
-                      dV = w (exp(b_last - b) K dS + P^T dO) + D dO
-    of its key head   dQ = sum of scale exp(b) dO S^T + scale (sum of dP) K
-                      dK = sum of w exp(b_last - b) V dS^T + scale (sum of dP)^T Q
+    dO' = exp(b) dO        V' = w exp(-b) V        P = tril(Q K^T)        dP = scale tril(sum of dO' V'^T)
 
-over the value heads of the key head. A thread block has some of these, of one chunk after another: it loads Q and K of a chunk
-once, computes Q K^T once, and keeps dQ, dK and the sum of dP in registers. One consumer has the rows of queries, dQ and dP; the
-other those of keys, dK and dV. Both states are in memory, transposed, in the input's dtype (results.ChunkStates), so that
-chunks are independent, and no block waits for another one. A head of more than 64 columns is divided into blocks of 64, which
-this kernel treats as heads with the same gates. Every exponent is a sum of gates, so never positive, or the logarithm of a
-weight.
+these are, the sums being those over the value heads of a key head,
 
-For the gates' gradients (gradients.py) the consumers store the row sums of dP * P and of its transpose, to which they add the
-states' parts of q . dq and of v . dv / w, and the sum of the latter part, times w, for each chunk; producers compute <S, dS>.
-For D's gradient they store the sums of dO V over the chunk, of a head or of each column."""
+    of a head         dV = w (exp(b_last - b) K dS + scale exp(-b) P^T dO') + D dO
+    of its key head   dQ = scale (sum of dO' S^T) + dP K
+                      dK = sum of exp(b_last) V' dS^T + dP^T Q
+
+so that the scores of all heads are the same, and products of a head add up in the tensor cores. A thread block has some of the
+value heads, of one chunk after another: it loads Q and K of a chunk once, computes P once, and keeps dQ, dK and dP in
+registers. One consumer has the rows of queries, dQ and dP; the other those of keys, dK and dV; each makes one of the operands
+dO' and V', which both need. Both states are in memory, transposed, in the input's dtype (results.ChunkStates), so that chunks
+are independent, and no block waits for another one. A head of more than 64 columns is divided into blocks of 64, which this
+kernel treats as heads with the same gates. b, and a = b - log(w), come from memory, too (gate_sums.py).
+
+A chunk is strong if it decays by so much that V' would be too large; in float16 all are. There the consumers decay the scores of
+a head themselves, tril(exp(b - b^T)) * P. No exponent is positive there, nor in dO'.
+
+For the gates' gradients (gradients.py) the consumers compute q . dq and v . dv / w of each token, and of the latter the part
+that comes from dS, times w; the former as dO' . (Q S + P V'), so that the terms of a chunk's scores are the same products of
+rounded numbers in both, and cancel. Warps of the producer compute <S, dS>. For D's gradient there are the sums of dO V over the
+chunk, of a head or of each column. Consumers store nothing but dQ and dK: a fence, which tiles of products need, would wait for
+these stores. A warp of the producer does."""
 
 import functools
 import itertools
@@ -268,8 +276,8 @@ def make(config: Config):
         """The chunks of a sequence are divided evenly among the `parts` blocks of each share. A key head's `group` value heads,
         of `width` blocks of columns each, are divided into `shares`; gDQ, gDK have as many heads for each key head. gStates,
         gDStates: S^T and dS^T of each chunk. gQueryDots, gKeyDots: of each token and (head, block of columns); gCarriedDots and
-        gStateDots: of each chunk, head and (block of columns, warp) or block of columns. gSkipSums: of each (chunk, warp, block
-        of columns) and head; gColumnSums: of each head, (chunk, warp) and column."""
+        gStateDots: of each chunk, head and block of columns or (block, warp). gSkipSums: of each (chunk, block of columns) and
+        head; gColumnSums: of each head, (chunk, warp) and column. gSums: see gate_sums.py."""
         q, k, v, do, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out = smem.open()
         wg = warpgroup.id()
         score_scale = scale if SCALED_SCORES else float32(1)

@@ -198,6 +198,50 @@ def test_segments(place, monkeypatch, nothing_known, segments, groups):
     check(place, case(64 * segments - 30, P=32, groups=groups), dt_softplus=True)
 
 
+def test_strong_chunks_beside_others(place):
+    """In one thread block: heads whose decays are factors of dO and V, and a head whose decays no number holds."""
+    args = case(70, heads=4, N=64)
+    args["A"][:] = -0.01, -30, -1, 0
+    check(place, args, dt_softplus=True)
+
+
+# ---- states that forward stored ------------------------------------------------------------------------------------------
+def with_states(place, args, **options):
+    """The arguments, and the states before chunks that forward returns."""
+    inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstates")}
+    *_, states = attention.mamba2(**inputs, return_chunk_states=True, **options)
+    return args | {"chunk_states": place.get(states)}
+
+
+@pytest.mark.parametrize(("groups", "family", "segments"), [(1, "sm_90", 1), (1, "sm_90", 2), (2, "sm_90", 1), (1, "sm_80", 1)])
+def test_stored_states(place, monkeypatch, nothing_known, groups, family, segments):
+    """Of heads that share B and C, and of others. Where no kernel reads them they change nothing."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    args = case(100, P=48, groups=groups)
+    stored = with_states(place, args, family=family, dt_softplus=True)
+    assert stored["chunk_states"].shape == (1, 2, 2, 48, 16)
+    got, want = (run(place, x, family=family, dt_softplus=True) for x in (stored, args))
+    compare(got, args, dt_softplus=True)
+    for name, x in want.items():
+        if family == "sm_80":
+            np.testing.assert_array_equal(got[name], x, err_msg=name)
+    if family == "sm_90":
+        stored["chunk_states"] *= 0
+        assert abs(run(place, stored, family=family, dt_softplus=True)["dC"] - got["dC"].astype(f32)).max() > 0.1
+
+
+def test_stored_states_of_packed_sequences(place):
+    """Chunks of sequence n that begin at token t have the index t // 64 + n."""
+    args = case(100) | {"cu_seqlens": np.array([0, 1, 1, 70, 100])}
+    for name in ("initial_states", "dstates"):
+        args[name] = np.repeat(args[name], 4, axis=0)
+    stored = with_states(place, args, dt_softplus=True)
+    assert stored["chunk_states"].shape == (1, 5, 2, 16, 16)
+    for index, sequence in ((0, 0), (2, 2), (4, 3)):
+        assert relative_rms(stored["chunk_states"][0, index], args["initial_states"][sequence]) < 0.005
+    compare(run(place, stored, dt_softplus=True), args, dt_softplus=True)
+
+
 def test_space():
     """All dtypes, gates and results are compiled by `inspect --all`, the largest always."""
     few, many = (list(module.space(parse_target("sm_90a"), everything)) for everything in (False, True))
@@ -256,9 +300,22 @@ def test_no_token():
         ({"dout": None}, "dout: must be an array"),
         ({"dA": np.zeros(2, bf16)}, "dA: dtype must be"),
         ({"dt_softplus": 1}, "dt_softplus: must be a bool"),
+        ({"chunk_states": np.zeros((1, 2, 2, 16, 16), bf16)}, "chunk_states: chunks must equal"),
     ],
 )
 def test_errors(change, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         attention.mamba2_backward(**case(5) | change)
     assert message in str(raised.value)
+
+
+def test_errors_of_stored_states():
+    """Of mamba2, where nothing reads them, and of values that mean nothing."""
+    args = {name: x for name, x in case(5, everything=False).items() if name not in ("dout", "dstates")}
+    with pytest.raises(ValueError, match=r"^memory: must be one of \('states', 'recompute'\): memory='none'"):
+        attention.mamba2(**args, memory="none")
+    with pytest.raises(ValueError, match="^return_chunk_states: is not returned with seq_idx"):
+        attention.mamba2(**args, return_chunk_states=True, seq_idx=np.zeros((1, 5), np.int32))
+    wide = {name: x for name, x in case(5, P=144, everything=False).items() if name not in ("dout", "dstates")}
+    with pytest.raises(ValueError, match=r"^return_chunk_states: takes Dk up to 128 and Dv up to 128: B.shape=\(1, 5, 1, 16\)"):
+        attention.mamba2(**wide, return_chunk_states=True)
