@@ -17,8 +17,8 @@ dO' and V', which both need. Both states are in memory, transposed, in the input
 are independent, and no block waits for another one. A head of more than 64 columns is divided into blocks of 64, which this
 kernel treats as heads with the same gates. b, and a = b - log(w), come from memory, too (gate_sums.py).
 
-A chunk is strong if it decays by so much that V' would be too large; in float16 all are. There the consumers decay the scores of
-a head themselves, tril(exp(b - b^T)) * P. No exponent is positive there, nor in dO'.
+A chunk is strong if it decays by so much that V' would be too large; in float16 all are. There the consumers decay the scores
+of a head themselves, tril(exp(b - b^T)) * P. No exponent is positive there, nor in dO'.
 
 For the gates' gradients (gradients.py) the consumers compute q . dq and v . dv / w of each token, and of the latter the part
 that comes from dS, times w; the former as dO' . (Q S + P V'), so that the terms of a chunk's scores are the same products of
