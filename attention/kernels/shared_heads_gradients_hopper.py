@@ -376,20 +376,21 @@ def make(config: Config):
                         dp_sum, dots = add_strong_scores(
                             dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, sums, slot, b_rows, scale
                         )
+                        sums.release(slot)
                     elif GATED:
                         if b_last < MIN_SUM:
                             dp_sum, dots = add_strong_scores(
                                 dp_sum, p, decayed_do, q_tile, s_tile, do_tile, v_tile, sums, slot, b_rows, scale
                             )
                             wait_shared(weighted_vs, slot, v_tile)
+                            sums.release(slot)
                         else:
                             dp_sum, dots = add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale)
+                            sums.release(slot, None, True)  # decayed_do's fence is that of loads, too
                     else:
                         dp_sum, dots = add_scores(dp_sum, p, decayed_do, q_tile, s_tile, v_tile, weighted_vs, slot, scale)
                     dq = warpgroup.wait(dq)
                     release_shared(weighted_vs, slot)
-                    if GATED:
-                        sums.release(slot, None, SHARES)
                     v.release(slot)
                     do.release(slot)
                     s.release(slot)
