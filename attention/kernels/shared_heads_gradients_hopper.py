@@ -182,7 +182,7 @@ def make(config: Config):
 
     @inlined
     def decay(x, b):
-        """exp2(b) x"""
+        """x times exp2(b), if there are gates."""
         if GATED:
             return x * exp2(b)
         else:

@@ -270,7 +270,12 @@ class Schema:
                 raise ValueError(f"{name}: must have {like}'s shape: {name}.shape={shape}, {like}.shape={forms[like].shape}")
         if "ends" in extents:
             self._check_ends(extents, forms, holders)
-        return Problem(self, canonical, self.extents | self._add_derived_extents(extents), bits, layout)
+        derived = self._add_derived_extents(extents)
+        for axis in self._derived_extents:
+            if axis in extents and extents[axis] != derived[axis]:
+                name, wanted = holders[axis], int(derived[axis])
+                raise ValueError(f"{name}: {title(axis)} must be {wanted}: {name}.shape={forms[name].shape}")
+        return Problem(self, canonical, self.extents | derived, bits, layout)
 
     def with_lengths(self, name: str, form: Form, layout: str) -> Form:
         """The form of an argument, of a call whose planner is watched: an extent that is no length, such as the number of

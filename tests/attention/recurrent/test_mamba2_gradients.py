@@ -300,7 +300,7 @@ def test_no_token():
         ({"dout": None}, "dout: must be an array"),
         ({"dA": np.zeros(2, bf16)}, "dA: dtype must be"),
         ({"dt_softplus": 1}, "dt_softplus: must be a bool"),
-        ({"chunk_states": np.zeros((1, 2, 2, 16, 16), bf16)}, "chunk_states: chunks must equal"),
+        ({"chunk_states": np.zeros((1, 2, 2, 16, 16), bf16)}, "chunk_states: chunks must be 1: chunk_states.shape="),
     ],
 )
 def test_errors(change, message):
