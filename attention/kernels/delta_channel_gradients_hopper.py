@@ -1,6 +1,7 @@
 """Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
 any order, for Hopper: the results of delta_channel_gradients_ampere.py, from the same arrays (parts/recurrent/delta_channels.py
-has the equations).
+has the equations). It serves any decays: of the largest sizes the strong chunks, which
+delta_channel_block_gradients_hopper.py leaves, and all chunks of others.
 
 Two warpgroups, the consumers, have half of the channels of the keys each. Products with states, dP and G are wgmmas; while
 they run, two warps of each consumer sum up the gates. Then a warp has a block of 16 tokens (block_pairs.py), and adds the pairs
@@ -45,6 +46,7 @@ from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+from .delta_channel_block_gradients_hopper import SIZES
 
 PRODUCER = HALVES  # the warpgroup that loads and stores
 GATE_WARPS = 2  # warps of a consumer that sum up over tokens
@@ -65,6 +67,11 @@ class Config:
     with_gates: bool = True
     varlen: bool = False
     threads = warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def only_strong(self):
+        """Does delta_channel_block_gradients_hopper.py serve these sizes, so that only its strong chunks are computed here?"""
+        return (self.key_dim, self.value_dim) == SIZES
 
     @property
     def key(self):
@@ -98,6 +105,7 @@ class Config:
 
     def __str__(self):
         flags = ", without gates" * (not self.with_gates) + ", varlen" * self.varlen
+        flags += ", strong chunks" * self.only_strong
         size = f"Dk {self.key_dim}, Dv {self.value_dim} {self.dtype}, gates {self.gates}"
         return f"gradients in chunks, gates by channel, {size}{flags}"
 
@@ -121,7 +129,7 @@ def make(config: Config):
     INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
     IN_PLACE, UNUSED = config.gates is fp32, st(16, 16, INPUT)  # b takes the place of fp32 gates, K^ later that of others
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
-    chunk_items = ChunkItems(seq_layout)
+    ONLY_STRONG, chunk_items = config.only_strong, ChunkItems(seq_layout)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
@@ -202,26 +210,38 @@ def make(config: Config):
             index = int32(PART // LANES * warpgroup.id() + rank)
             cumsum_columns(subtile(target, CHUNK, 0, LANES, index), subtile(source, CHUNK, 0, LANES, index), FLOOR)
 
+    @inlined
+    def next_item(grid, item, gStrong):
+        """The first of the block's chunks from number `item` on that is to be computed."""
+        if ONLY_STRONG:
+            while chunk_items.has(grid, item) and chunk_items.is_strong(grid, item, gStrong) == 0:
+                item = int32(item + 1)
+        return item
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
         gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gDV: tiled(config.values, unit=1),
         gStates: tiled(config.state_panel, rows=2), gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1),
-        gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gTailQ: KEYS, gTailK: KEYS,
-        gTailDOut: tiled(config.values, unit=1), gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1),
-        gTailDQ: DKEYS, gTailDK: DKEYS, gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT,
-        items: INT, heads: INT, group: INT, scale: FLOAT,
+        gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gStrong: array(2),
+        gStrongBlocks: array(1), gTailQ: KEYS, gTailK: KEYS, gTailDOut: tiled(config.values, unit=1),
+        gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
+        gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT,
+        scale: FLOAT,
     ):  # fmt: skip
         """chunks, items: see ChunkGrid. gErrors: E. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
-        gQ, gK and gGates, for rows of blocks that are not gentle. gTailQ .. gTailDGates: see packed_tails.py."""
+        gQ, gK and gGates, for rows of blocks that are not gentle. gStrong, gStrongBlocks: see
+        delta_channel_block_gradients_hopper.py. gTailQ .. gTailDGates: see packed_tails.py."""
         q, k, do, e, dv, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
         grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
+        if ONLY_STRONG and gStrongBlocks[cuda.blockIdx.x] == 0:
+            return
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            j = int32(0)
+            item, j = next_item(grid, int32(0), gStrong), int32(0)
             if warpgroup.rank() == 0:
-                while chunk_items.has(grid, j):
-                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
+                while chunk_items.has(grid, item):
+                    chunk, head, sequence, token, seq = chunk_items.locate(grid, item)
                     key_head, _ = divmod(head, group)
                     source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
                     do.fill(j, source, (batch, row, head))
@@ -239,10 +259,10 @@ def make(config: Config):
                     k.fill(j, keys, (batch, row, key_head))
                     queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
                     q.fill(j, queries, (batch, row, key_head))
-                    j = int32(j + 1)
+                    item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
             elif warpgroup.rank() == 1:
-                while chunk_items.has(grid, j):
-                    _, head, _, token, seq = chunk_items.locate(grid, j)
+                while chunk_items.has(grid, item):
+                    _, head, _, token, seq = chunk_items.locate(grid, item)
                     betas, sums = beta.wait(j), dbeta.wait(j)
                     for i in range(CHUNK // 16):
                         at = seq.batch, int32(token + 16 * i), head
@@ -250,11 +270,11 @@ def make(config: Config):
                         store(truncate(gDBeta, 1, seq.end), x, at, cols=1)
                     beta.release(j)
                     dbeta.release(j)
-                    j = int32(j + 1)
+                    item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            j = int32(0)
-            while chunk_items.has(grid, j):  # range would hold a register more
+            item, j = next_item(grid, int32(0), gStrong), int32(0)
+            while chunk_items.has(grid, item):  # range would hold a register more
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # products with states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
@@ -302,7 +322,7 @@ def make(config: Config):
                 sums = pairs.add_pairs(BlockGradients(dq, dk_read, dk_write), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
-                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)  # computed again, to save registers
+                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, item)  # again, to save registers
                 key_rows, (key_head, _) = (
                     (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)),
                     divmod(head, group),
@@ -311,7 +331,7 @@ def make(config: Config):
                 dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, key_rows, keys_at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
-                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.locate(grid, j)
+                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.locate(grid, item)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
                 target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
@@ -327,6 +347,6 @@ def make(config: Config):
                 q.release(j)
                 k.release(j)
                 g.release(j)
-                j = int32(j + 1)
+                item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
 
     return differentiate, smem

@@ -1,6 +1,7 @@
 """The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay. Three launches: one computes
 everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and dV of all chunks;
-one computes the gradients of all chunks at once."""
+one computes the gradients of all chunks at once. For the largest tiles that is a kernel that takes a chunk as two blocks of
+tokens; a fourth launch then computes those of strong chunks again, which decay too much for that."""
 
 import math
 from typing import Any
@@ -12,7 +13,12 @@ from tiles.launching.devices import machine, persistent
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
-from ..kernels import delta_channel_chains_hopper, delta_channel_gradients_hopper, delta_channel_inverse_hopper
+from ..kernels import (
+    delta_channel_block_gradients_hopper,
+    delta_channel_chains_hopper,
+    delta_channel_gradients_hopper,
+    delta_channel_inverse_hopper,
+)
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_gradient_walk import plan_tails
@@ -65,7 +71,7 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
     def launch(module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
-        config = intern_value(module.Config, padded_keys, *fields)
+        config = intern_value(module.Config, *fields)
         operands = {name: buffers.get(name) for name in f"{names} gCuSeqlens".split()}
         return kernel_for(module, config, problem.device).bind(grid, length=length, **numbers, **operands)
 
@@ -77,9 +83,10 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         "gFirstState gTailV gTailDOut gTailDV"
     )
     gradient_names = (
-        "gQ gK gDOut gGates gChunkBeta gErrors gDV gStates gDQ gDK gDBeta gDGates gQueryRows gKeyRows gGateRows gTailQ gTailK "
+        "gQ gK gDOut gGates gChunkBeta gErrors gDV gStates gDQ gDK gDBeta gDGates gTailQ gTailK "
         "gTailDOut gTailDV gTailGates gTailDQ gTailDK gTailDGates"
     )
+    row_names, strong_names = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlocks"
     group, walks, items = heads // key_heads, sequences * heads, chunks * heads
     resident_ctas = delta_channel_inverse_hopper.Config.ctas_per_sm * device.processors
     if varlen:
@@ -89,11 +96,29 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
     else:
         parts, grid = count_parts(walks, chunks_per_sequence, resident_ctas), persistent(device, items)
         chunks_or_parts = chunks_per_sequence
+    takes_blocks = (padded_keys, columns) == delta_channel_block_gradients_hopper.SIZES
+    numbers = {"chunks": chunks_or_parts, "items": items, "heads": heads, "group": group, "scale": scale}
+    fields = gates_dtype, input_dtype, arrays["ddecay"] is not None, varlen
+    gradient_steps = []
+    if takes_blocks:
+        buffers |= {"gStrong": scratch(chunks, heads), "gStrongBlocks": scratch(grid)}
+        gradient_steps.append(
+            launch(delta_channel_block_gradients_hopper, fields, grid, f"{gradient_names} {strong_names}", **numbers)
+        )
+    gradient_steps.append(
+        launch(
+            delta_channel_gradients_hopper,
+            (padded_keys, columns, *fields),
+            grid,
+            f"{gradient_names} {row_names} {strong_names}",
+            **numbers,
+        )
+    )
     return [
         *copy_tails,
         launch(
             delta_channel_inverse_hopper,
-            (0, gates_dtype, input_dtype, varlen),
+            (padded_keys, 0, gates_dtype, input_dtype, varlen),
             walks * parts,
             inverse_names,
             parts=parts,
@@ -102,7 +127,7 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         ),
         launch(
             delta_channel_chains_hopper,
-            (input_dtype, varlen),
+            (padded_keys, input_dtype, varlen),
             delta_channel_chains_hopper.DIRECTIONS * walks * blocks,
             chain_names,
             blocks=blocks,
@@ -110,16 +135,6 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
             heads=heads,
             scale=scale,
         ),
-        launch(
-            delta_channel_gradients_hopper,
-            (columns, gates_dtype, input_dtype, arrays["ddecay"] is not None, varlen),
-            grid,
-            gradient_names,
-            chunks=chunks_or_parts,
-            items=items,
-            heads=heads,
-            group=group,
-            scale=scale,
-        ),
+        *gradient_steps,
         *finish,
     ]

@@ -85,7 +85,7 @@ def delta_rule_backward(
     and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and of their gradients are rounded
     to float16, and infinite beyond 65504. Dk above 128, and decays of channels on GPUs with less than 163 KiB of shared memory,
     are computed token by token, with all factors in float32: correct, and slow. Chunks need scratch memory: 184 KiB for each of
-    a head with Dk = Dv = 128 if channels have decays, else 136, but on Hopper, for Dv up to 128, 169 and 65 (89 where there are
+    a head with Dk = Dv = 128 if channels have decays, else 136, but on Hopper, for Dv up to 128, 153 and 65 (89 where there are
     fewer heads of sequences than multiprocessors), and where heads share a key head what dq and dk of each take, which are
     rounded before they are added. stream, family: as in delta_rule.
 

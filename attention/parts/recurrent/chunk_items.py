@@ -53,6 +53,12 @@ class ChunkItems:
             return self.item_index(j) < grid.items
 
     @inlined
+    def is_strong(self, grid, j, gStrong):
+        """1 if the block's j-th chunk is strong, else 0. gStrong: that of each chunk and head."""
+        chunk, head, _, _, _ = self.locate(grid, j)
+        return gStrong[chunk, head]
+
+    @inlined
     def locate(self, grid, j):
         """The ChunkPlace of the block's j-th chunk."""
         if self.seq_layout.varlen:

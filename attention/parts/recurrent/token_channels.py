@@ -1,5 +1,6 @@
 """A chunk of queries and keys as channels by tokens, where each channel has a decay, in two blocks of 32 tokens
-(channel_gradients_hopper.py).
+(channel_gradients_hopper.py, and delta_channel_block_gradients_hopper.py of the delta rule, whose strong chunks another kernel
+computes).
 
 Each block has a reference r in each channel, the middle of its sums b, in powers of 2 an integer. With c = b - r
 
@@ -43,10 +44,12 @@ class References(NamedTuple):
 
 @static
 class TokenChannels:
-    """A warp's channels of the tokens of a chunk. dtype: of queries and keys. channels: those of a warpgroup."""
+    """A warp's channels of the tokens of a chunk. dtype: of queries and keys. channels: those of a warpgroup. gates: the
+    gates' dtype."""
 
     dtype: dtype
     channels: int
+    gates: dtype = fp32
 
     @property
     def operand(self):
@@ -61,20 +64,27 @@ class TokenChannels:
     @inlined
     def sum_gates(self, gates, wg, block):
         """b of a block in powers of 2, without the gates before the block. gates: the shared tile of the chunk."""
-        x = warpgroup.load_transposed(subtile(gates, BLOCK, block, self.channels, wg), SUMS, fenced=False)
+        part = subtile(gates, BLOCK, block, self.channels, wg)
+        x = fp32(warpgroup.load_transposed(part, rt(16, BLOCK, self.gates), fenced=False))
         return turned(cumsum(turned(where(less(x, FLOOR), BELOW_FLOOR * LOG2_E, x * LOG2_E))))
 
     @inlined
     def choose_references(self, b_0, b_1):
         """The References of a chunk, from the sums of each block's own gates."""
+        r_0, r_1, last_0, last, strong = self.find_middles(b_0, b_1)
+        r_0, r_1, end = where(strong, 0.0, r_0), where(strong, 0.0, r_1), where(strong, fp32(fp16(last)), 0.0)
+        return References(r_0, r_1 - last_0, r_1 - r_0, r_1, end, last)
+
+    @inlined
+    def find_middles(self, b_0, b_1):
+        """(the references of both blocks, b of the first block's last token, b of the last one, is the chunk strong?) in each
+        channel."""
         first, last_0 = column(b_0, 0), column(b_0, BLOCK - 1)
         r_0, least = (first + last_0) * 0.25 // 1 * 2.0, minimum((last_0 - first) * self.floor_per_decay, first)
         first, last = column(b_1, 0), column(b_1, BLOCK - 1)
         least = minimum(least, minimum((last - first) * self.floor_per_decay, first))
         r_1, last = (last_0 * 2.0 + first + last) * 0.25 // 1 * 2.0, last_0 + last
-        strong = less(least, float32(LOG2_FLOOR))
-        r_0, r_1, end = where(strong, 0.0, r_0), where(strong, 0.0, r_1), where(strong, fp32(fp16(last)), 0.0)
-        return References(r_0, r_1 - last_0, r_1 - r_0, r_1, end, last)
+        return r_0, r_1, last_0, last, less(least, float32(LOG2_FLOOR))
 
     @inlined
     def load_block(self, tile, block):

@@ -74,6 +74,67 @@ def test_as_compiled(as_compiled, arch, length, family):
     check(OnInterpreter(), one_head(length), family=family)
 
 
+# ---- blocks of 32 tokens, for the largest tiles on Hopper --------------------------------------------------------------
+def large(length, gate=-5.0, **more):
+    """A case with the largest tiles, whose gates lie between 0 and `gate`, as those of models do."""
+    args = one_head(length, key_dim=128, value_dim=128, **more)
+    normal = np.random.default_rng(length).standard_normal(args["decay"].shape)
+    return args | {"decay": (gate / (1 + np.exp(-normal))).astype(args["decay"].dtype)}
+
+
+LARGE = [(130, f32), (64, bf16), (33, f32)]
+
+
+@pytest.mark.parametrize(("length", "gates"), LARGE)
+def test_large_tiles(place, length, gates):
+    check(place, large(length, gates=gates))
+
+
+@pytest.mark.parametrize(("gate", "key_dim"), [(0.0, 128), (-12.0, 80)])
+def test_large_tiles_at_other_gates(place, gate, key_dim):
+    """Without decay; and where no chunk has references of 32 tokens."""
+    args = large(66, gate)
+    check(
+        place,
+        args
+        | {name: args[name][..., :key_dim] for name in ("q", "k", "decay")}
+        | {name: args[name][:, :, :key_dim] for name in ("initial_state", "dstate")},
+    )
+
+
+def test_strong_chunks_among_others(place):
+    """One of three has a gate of -1e4 in a single channel, one of them is -inf. Those of packed sequences, too, and in float16,
+    whose chunks are strong at gates of models."""
+    args = large(190)
+    args["decay"][:, 70, :, 5], args["decay"][:, 100] = -1e4, -np.inf
+    got = check(place, args)
+    assert not got["ddecay"][:, 100].any() and got["ddecay"][:, 70, :, :5].all()
+
+
+@pytest.mark.parametrize("dtype", [bf16, np.float16])
+def test_large_tiles_of_packed_sequences(place, dtype):
+    """One with a tail, one without tokens, and one of whole chunks; strong chunks in one of them."""
+    args = packed([70, 70, 134], key_dim=128, value_dim=128, dtype=dtype)
+    args["decay"] = np.maximum(-5, args["decay"] * 2)
+    args["decay"][:, 20, :, 3] = -1e3
+    check(place, args)
+
+
+def test_large_tiles_without_gates_gradients():
+    """The other gradients are the same to the last bit."""
+    args = large(20)
+    *expected, _, first = attention.delta_rule_backward(**args)
+    for x, y in zip(attention.delta_rule_backward(**args, ddecay=False), (*expected, first), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.release
+def test_large_tiles_as_compiled(as_compiled):
+    """The PTX of the kernel of two blocks."""
+    as_compiled("sm_90a")
+    check(OnInterpreter(), large(20))
+
+
 # ---- packed sequences ---------------------------------------------------------------------------------------------------
 def packed(ends, **more):
     """A case with one head and sequences that end there."""

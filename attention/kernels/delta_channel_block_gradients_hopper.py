@@ -1,0 +1,343 @@
+"""Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
+any order, for Hopper, where numbers hold the decays of a chunk as two blocks of 32 tokens with a reference r each, the middle
+of its sums b, in powers of 2 an integer (parts/recurrent/delta_channels.py has the equations). With U = beta E and c = b - r
+
+    Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k
+
+    X_i = exp(r_i) scale S dO_i + sum_j dP_ij exp(r_i - r_j) K*_j                        dq = exp(c) X
+    Y_i = -exp(r_i) S dV_i + sum_j G_ij exp(r_i - r_j) K*_j
+    W_j = exp(b_last - r_j) dS U_j + sum_i exp(r_i - r_j) (dP_ij Q^_i + G_ij K^_i)       dk = exp(c) Y + exp(-c) W
+
+so that all pairs of tokens are products of shared tiles. With E = exp(r_0), D = exp(r_1 - r_0) and F = exp(b_last - r_1), sums
+over blocks are taken by Horner's rule: the sum so far is multiplied by D before the next block is added. The gradient of a gate
+is the sum of Q^ X + K^ Y - K* W over its token and all later ones: factors between blocks are exact, so a pair of two later
+tokens adds nothing, to the last bits of float32.
+
+Two consumers have 64 channels each, and all their tiles as channels by tokens, as channel_gradients_hopper.py has: a channel's
+references and decays are numbers of a lane, and sums over tokens are scans in registers. A third warpgroup loads and stores. A
+chunk is strong if the dtype does not hold its Q^ or K*: what is stored of it is not for use, and
+delta_channel_gradients_hopper.py computes it again.
+
+Shared memory is used several times: Q^, K* and then dQ, dK overwrite q and k, and the gates' gradients overwrite K^."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import float32, int32
+
+from ops import (
+    col_index,
+    column,
+    cumsum,
+    divmod,
+    equal,
+    exp2,
+    load,
+    row_sum,
+    store,
+    store_wait,
+    subtile,
+    tile_any,
+    tile_max,
+    tma_store,
+    truncate,
+    turned,
+    viewed,
+    warpgroup,
+    where,
+    zeros,
+)
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
+from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+
+SIZES = KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
+HALF = KEYS // 2  # channels of a consumer
+CONSUMERS, PRODUCER = 2, 2
+WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
+REGISTERS = 24, 240  # of a thread of producer and consumers
+VOTES = 16  # numbers by which a warp says whether the chunk is strong
+PANELS = VALUES // PANEL  # of a state, as they lie in memory
+FENCED = True  # no fence at a synchronisation or a release, because another one is there already
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. gates: the dtype of the gates; dtype: of everything else. with_gates: are the gates' gradients
+    wanted? varlen: are sequences packed (cu_seqlens)?"""
+
+    gates: dtype
+    dtype: dtype
+    with_gates: bool = True
+    varlen: bool = False
+    threads = warpgroup.THREADS * (CONSUMERS + 1)
+
+    def __str__(self):
+        flags = ", without gates" * (not self.with_gates) + ", varlen" * self.varlen
+        return f"gradients in chunks of two blocks, {self.dtype}, gates {self.gates}{flags}"
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations of bf16, and of fp16 if `everything`."""
+    if target.has_wgmma:
+        for input_dtype in (bf16, fp16) if everything else (bf16,):
+            for gates, with_gates, varlen in itertools.product((fp32, input_dtype), (True, False), (False, True)):
+                yield Config(gates, input_dtype, with_gates, varlen)
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    INPUT, WITH_GATES, channels = config.dtype, config.with_gates, TokenChannels(config.dtype, HALF, config.gates)
+    seq_layout = SequenceLayout(config.varlen)
+    chunk_items = ChunkItems(seq_layout)
+    KEY, VALUE, STATE_PANEL = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(PANEL, KEYS, INPUT)
+    GATES, SCORES = st(CHUNK, KEYS, config.gates), st(2 * CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
+    STATE_OPERAND, VOTE = rt(16, CHUNK, INPUT), rt(16, VOTES, fp32).row_vec
+    GATE_GRADIENTS = st(CHUNK, KEYS, fp32)  # of both consumers, which overwrite K^
+    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    KEY_INPUT, VALUE_INPUT = tiled(KEY, unit=1), tiled(VALUE, unit=1)
+    GATE_INPUT, GATE_OUTPUT = tiled(GATES, unit=1), tiled(st(CHUNK, HALF, fp32), unit=1)
+    smem = shared(
+        q=ring(KEY, 1, 1),
+        k=ring(KEY, 1, 1),
+        do=ring(VALUE, 1, WARPS),
+        e=ring(VALUE, 1, WARPS),
+        dv=ring(VALUE, 1, WARPS),
+        s=ring(st(VALUES, KEYS, INPUT), 1, WARPS),
+        ds=ring(st(VALUES, KEYS, INPUT), 1, WARPS),
+        g=ring(GATES, 1, WARPS),
+        w=ring(SCORES, 1, WARPS, writers=WARPS),
+        read_keys=st(CHUNK, 2 * KEYS, INPUT),  # K^ of each consumer in the first half of its columns
+        beta=ring(sv(CHUNK, fp32), 1, WARPS + 1),
+        results=ring(sv(CHUNK + WARPS * VOTES, fp32), 1, 2, writers=WARPS),  # beta dbeta, and the warps' votes
+    )
+
+    @inlined
+    def dot_states(states, d_states, half):
+        """<S, dS> of each channel, over half of the columns of values."""
+        x = fp32(warpgroup.load_transposed(subtile(states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True))
+        y = fp32(warpgroup.load_transposed(subtile(d_states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True))
+        return row_sum(x * y)
+
+    @inlined
+    def load_block(tile, block):
+        """A warp's channels of a block's tokens, transposed."""
+        return fp32(channels.load_block(tile, block))
+
+    @inlined
+    def store_block(tile, block, x):
+        """Write a warp's channels of a block's tokens, x transposed."""
+        warpgroup.store_transposed(subtile(tile, BLOCK, block), INPUT(x), True)
+
+    @inlined
+    def factor(queries, keys, read_keys, b, r, block):
+        """Write Q^ over q, K* over k, and K^, in a warp's channels of a block."""
+        decay = exp2(b - r)
+        store_block(queries, block, load_block(queries, block) * decay)
+        key = load_block(keys, block)
+        store_block(read_keys, block, key * decay)
+        store_block(keys, block, key * exp2(r - b))
+
+    @inlined
+    def finish_scores(scores, beta, products, scale):
+        """dP from dO E^T, or G from dV E^T, whose diagonal is beta dbeta, which `products` takes."""
+        cols = load(beta, ROW_VEC)
+        if warpgroup.id() == 0:
+            scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
+        else:
+            on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
+            warpgroup.store(products, row_sum(where(on_diagonal, scores, 0.0)))
+            scores = warpgroup.causal(scores * (0.0 - cols), -1, 0.0)
+        return INPUT(scores)
+
+    @inlined
+    def finish_block(gradients, tiles, b, r, block):
+        """(dQ, dK, each token's part of the gates' gradients) of a block, from X, Y and W."""
+        (x, y, w), (queries, keys, read_keys) = gradients, tiles
+        dots = x * load_block(queries, block) + y * load_block(read_keys, block) - w * load_block(keys, block)
+        decay = exp2(b - r)
+        return INPUT(x * decay), INPUT(y * decay + w * exp2(r - b)), dots
+
+    @inlined
+    def sum_later(dots, carried):
+        """(the sums over each token and all later ones, the sum over all), `carried` included."""
+        sums = turned(cumsum(turned(dots)))
+        total = column(sums, BLOCK - 1) + carried
+        return total - sums + dots, total
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def differentiate(
+        gQ: KEY_INPUT, gK: KEY_INPUT, gDOut: VALUE_INPUT, gGates: GATE_INPUT, gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2),
+        gErrors: tiled(VALUE, rows=2), gDV: VALUE_INPUT, gStates: tiled(STATE_PANEL, rows=2), gDQ: KEY_INPUT, gDK: KEY_INPUT,
+        gDBeta: array(3), gDGates: GATE_OUTPUT, gStrong: array(2), gStrongBlocks: array(1), gTailQ: KEY_INPUT,
+        gTailK: KEY_INPUT, gTailDOut: VALUE_INPUT, gTailDV: VALUE_INPUT, gTailGates: GATE_INPUT, gTailDQ: KEY_INPUT,
+        gTailDK: KEY_INPUT, gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT,
+        group: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """chunks, items: see ChunkGrid. gErrors: E. gStates: S^T and dS^T by panels. gStrong (chunk, head): 1 if the chunk is
+        strong, else 0; gStrongBlocks: 1 if one of a thread block's chunks is. gTailQ .. gTailDGates: see packed_tails.py."""
+        q, k, do, e, dv, s, ds, g, w, read_keys, beta, results = smem.open()
+        grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
+        if warpgroup.id() == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            j = int32(0)
+            if warpgroup.rank() == 0:
+                while chunk_items.has(grid, j):
+                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
+                    key_head, _ = divmod(head, group)
+                    source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
+                    do.fill(j, source, (batch, row, head))
+                    e.fill(j, gErrors, (chunk, head))
+                    source, batch, row = seq_layout.whole_tile(gDV, gTailDV, seq, token, sequence)
+                    dv.fill(j, source, (batch, row, head))
+                    for i in range(PANELS):
+                        s.fill(j, gStates, (chunk, head, int32(2 * i)), i, PANELS)
+                    for i in range(PANELS):
+                        ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
+                    beta.fill(j, gChunkBeta, (chunk, head))
+                    gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
+                    g.fill(j, gates, (batch, row, head))
+                    queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
+                    q.fill(j, queries, (batch, row, key_head))
+                    keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
+                    k.fill(j, keys, (batch, row, key_head))
+                    j = int32(j + 1)
+            elif warpgroup.rank() == 1:
+                while chunk_items.has(grid, j):
+                    _, head, _, token, seq = chunk_items.locate(grid, j)
+                    betas, sums = beta.wait(j), results.wait(j)
+                    for i in range(CHUNK // 16):
+                        at = seq.batch, int32(token + 16 * i), head
+                        x = load(subtile(sums, 16, i), COL_VEC) / load(subtile(betas, 16, i), COL_VEC)
+                        store(truncate(gDBeta, 1, seq.end), x, at, cols=1)
+                    beta.release(j)
+                    results.release(j)
+                    j = int32(j + 1)
+            elif warpgroup.rank() == 2:
+                gradients, is_any_strong = viewed(read_keys, GATE_GRADIENTS), float32(0)
+                while chunk_items.has(grid, j):
+                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
+                    flags, queries, keys = results.wait(j), q.wait(j), k.wait(j)
+                    target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
+                    tma_store(target, (batch, row, head), queries)
+                    target, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
+                    tma_store(target, (batch, row, head), keys)
+                    if WITH_GATES:
+                        gate_target, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
+                        for i in range(CONSUMERS):
+                            tma_store(gate_target, (batch, row, head, i), subtile(gradients, CHUNK, 0, HALF, i))
+                    strong = float32(0)
+                    for i in range(WARPS):
+                        strong = max(strong, tile_max(load(subtile(flags, VOTES, int32(CHUNK // VOTES + i)), VOTE)))
+                    gStrong[chunk, head] = strong
+                    is_any_strong = max(is_any_strong, strong)
+                    store_wait()
+                    results.release(j)
+                    q.release(j)
+                    k.release(j)
+                    j = int32(j + 1)
+                gStrongBlocks[cuda.blockIdx.x] = is_any_strong
+        else:
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
+            j = int32(0)
+            while chunk_items.has(grid, j):
+                wg = warpgroup.id()
+                # products with states, dP and G, while gates are summed up and tokens decayed
+                errors, douts, dvs = e.wait(j), do.wait(j), dv.wait(j)
+                left = douts
+                if wg:
+                    left = dvs
+                states, d_states = subtile(s.wait(j), VALUES, 0, HALF, wg), subtile(ds.wait(j), VALUES, 0, HALF, wg)
+                scores = warpgroup.mm_ABt(left, errors)
+                x_0 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 0))
+                x_1 = warpgroup.mm_AtBt(states, subtile(douts, BLOCK, 1))
+                y_0 = warpgroup.mm_AtBt(states, subtile(dvs, BLOCK, 0))
+                y_1 = warpgroup.mm_AtBt(states, subtile(dvs, BLOCK, 1))
+                if WITH_GATES:
+                    dots = dot_states(states, d_states, 0) + dot_states(states, d_states, 1)
+                betas, sums = beta.wait(j), results.claim(j)
+                scores = finish_scores(warpgroup.wait(scores, newer=4), betas, subtile(sums, CHUNK, 0), scale)
+                warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
+                w.publish(j)
+                w_0 = warpgroup.mm_AtBt(d_states, subtile(errors, BLOCK, 0))
+                w_1 = warpgroup.mm_AtBt(d_states, subtile(errors, BLOCK, 1))
+                gates = g.wait(j)
+                b_0, b_1 = channels.sum_gates(gates, wg, 0), channels.sum_gates(gates, wg, 1)
+                r_0, total, last_0, last, strong = channels.find_middles(b_0, b_1)
+                warp = int32(CHUNK // VOTES + warpgroup.WARPGROUP * wg + warpgroup.rank())
+                store(subtile(sums, VOTES, warp), zeros(VOTE) + (1.0 if tile_any(strong) else 0.0))
+                if WITH_GATES:
+                    carried = dots * exp2(last)
+                r_1, between, to_end = total - last_0, total - r_0, last - total
+                queries, keys = subtile(q.wait(j), CHUNK, 0, HALF, wg), subtile(k.wait(j), CHUNK, 0, HALF, wg)
+                decayed_keys = subtile(read_keys, CHUNK, 0, HALF, int32(2 * wg))
+                factor(queries, keys, decayed_keys, b_0, r_0, 0)
+                factor(queries, keys, decayed_keys, b_1, r_1, 1)
+                beta_0, beta_1 = load(subtile(betas, BLOCK, 0), SUMS.row_vec), load(subtile(betas, BLOCK, 1), SUMS.row_vec)
+                beta.release(j)  # its fence is that of loads of gates and states, too
+                g.release(j)
+                root, first, end = exp2(between * 0.5), exp2(r_0), exp2(to_end)  # D = root^2 may be out of range
+                x_0, x_1 = warpgroup.wait(x_0, newer=5) * (first * scale), warpgroup.wait(x_1, newer=4) * (first * scale)
+                do.release(j)
+                y_0, y_1 = warpgroup.wait(y_0, newer=3) * (0.0 - first), warpgroup.wait(y_1, newer=2) * (0.0 - first)
+                dv.release(j)
+                s.release(j)
+                w_0, w_1 = warpgroup.wait(w_0, newer=1) * beta_0 * end, warpgroup.wait(w_1) * beta_1 * end
+                e.release(j)
+                ds.release(j)
+                warpgroup.sync()  # all have written Q^, K* and K^
+
+                # pairs of tokens
+                if WITH_GATES:
+                    carried = carried + row_sum(w_0 * load_block(keys, 0)) * root * root
+                    carried = carried + row_sum(w_1 * load_block(keys, 1))
+                tile = w.wait(j)
+                dp, pairs = subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
+                queries_1, keys_0, read_1 = subtile(queries, BLOCK, 1), subtile(keys, BLOCK, 0), subtile(decayed_keys, BLOCK, 1)
+                x_1 = warpgroup.mma_AtBt(x_1, keys_0, subtile(dp, BLOCK, 1, BLOCK, 0))
+                y_1 = warpgroup.mma_AtBt(y_1, keys_0, subtile(pairs, BLOCK, 1, BLOCK, 0))
+                w_0 = warpgroup.mma_AtB(w_0, queries_1, subtile(dp, BLOCK, 1, BLOCK, 0))
+                w_0 = warpgroup.mma_AtB(w_0, read_1, subtile(pairs, BLOCK, 1, BLOCK, 0))
+                x_0 = warpgroup.mma_AtBt(x_0, keys_0, subtile(dp, BLOCK, 0, BLOCK, 0))
+                y_0 = warpgroup.mma_AtBt(y_0, keys_0, subtile(pairs, BLOCK, 0, BLOCK, 0))
+                w_1 = warpgroup.mma_AtB(w_1, queries_1, subtile(dp, BLOCK, 1, BLOCK, 1))
+                w_1 = warpgroup.mma_AtB(w_1, read_1, subtile(pairs, BLOCK, 1, BLOCK, 1))
+                x_1, y_1 = warpgroup.wait(x_1, newer=7), warpgroup.wait(y_1, newer=6)
+                keys_1, queries_0, read_0 = subtile(keys, BLOCK, 1), subtile(queries, BLOCK, 0), subtile(decayed_keys, BLOCK, 0)
+                x_1 = warpgroup.mma_AtBt(x_1 * root * root, keys_1, subtile(dp, BLOCK, 1, BLOCK, 1))
+                y_1 = warpgroup.mma_AtBt(y_1 * root * root, keys_1, subtile(pairs, BLOCK, 1, BLOCK, 1))
+                w_0 = warpgroup.wait(w_0, newer=6) * root * root
+                w_0 = warpgroup.mma_AtB(w_0, queries_0, subtile(dp, BLOCK, 0, BLOCK, 0))
+                w_0 = warpgroup.mma_AtB(w_0, read_0, subtile(pairs, BLOCK, 0, BLOCK, 0))
+                x_0, y_0 = warpgroup.wait(x_0, newer=7), warpgroup.wait(y_0, newer=6)
+                w_1 = warpgroup.wait(w_1, newer=4)
+                x_1, y_1, w_0 = warpgroup.wait(x_1, newer=3), warpgroup.wait(y_1, newer=2), warpgroup.wait(w_0)
+                w.release(j)
+                tiles = queries, keys, decayed_keys
+                dq_0, dk_0, dots_0 = finish_block((x_0, y_0, w_0), tiles, b_0, r_0, 0)
+                dq_1, dk_1, dots_1 = finish_block((x_1, y_1, w_1), tiles, b_1, r_1, 1)
+                warpgroup.sync(FENCED)  # all have read Q^, K* and K^
+                warpgroup.store_transposed(subtile(queries, BLOCK, 0), dq_0, True)
+                warpgroup.store_transposed(subtile(queries, BLOCK, 1), dq_1, True)
+                warpgroup.store_transposed(subtile(keys, BLOCK, 0), dk_0, True)
+                warpgroup.store_transposed(subtile(keys, BLOCK, 1), dk_1, True)
+                if WITH_GATES:
+                    gate_gradients = subtile(viewed(read_keys, GATE_GRADIENTS), CHUNK, 0, HALF, wg)
+                    dots_1, carried = sum_later(dots_1, carried)
+                    warpgroup.store_transposed(subtile(gate_gradients, BLOCK, 1), dots_1)
+                    dots_0, carried = sum_later(dots_0, carried)
+                    warpgroup.store_transposed(subtile(gate_gradients, BLOCK, 0), dots_0)
+                results.publish(j)
+                j = int32(j + 1)
+
+    return differentiate, smem
