@@ -1,5 +1,6 @@
 """Functions, arguments, results and variables may have any name that a generated module uses itself."""
 
+import functools
 import importlib
 import keyword
 import pkgutil
@@ -25,9 +26,11 @@ from fuse.writing import lines, module_names, module_text
 TOKEN = re.compile(r"""(?P<quoted>"[^"\n]*")|(?P<name>(?<![\w.])[^\W\d]\w*(?P<keyword>=(?!=))?)|\w+|\S""")
 
 
+@functools.lru_cache(2)  # one module is compared with many
 def tokens(text):
     """(kind, token, scope of its name) of a module's tokens, without comments, docstrings and imports. A name's scope is the
     function that binds it, or the module."""
+    result = []
     table = symtable.symtable(text, "module", "exec")
     locals_by_function = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
     place = ""
@@ -38,7 +41,9 @@ def tokens(text):
             word = found[0].rstrip("=") if found["name"] else found[0]
             kind = "keyword" if found["keyword"] else "name" if found["name"] and not keyword.iskeyword(word) else "else"
             defined = line.startswith("def ") and found.start() == 4
-            yield kind, word, place if kind == "name" and word in locals_by_function.get(place, ()) and not defined else ""
+            scope = place if kind == "name" and word in locals_by_function.get(place, ()) and not defined else ""
+            result.append((kind, word, scope))
+    return result
 
 
 def imported(text):
