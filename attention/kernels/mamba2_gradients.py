@@ -1,7 +1,7 @@
 """What surrounds linear attention in Mamba-2's gradients: before them a kernel that computes values and gates from x and dt,
 and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates. Where the kernel
-between them reads x and dt itself (shared_heads_gradients_hopper.py) there are one for dy before it and one for dz, if there is
-a z, and one for the gradients of dt, dt_bias and A.
+between them reads x and dt itself (shared_heads_gradients_hopper.py) there are one for dy and dz before it, if there is a z,
+and one for the gradients of dt, dt_bias and A.
 
 With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 
@@ -182,7 +182,7 @@ class Mamba2GradientOutputs:
 
 @dataclass(frozen=True)
 class Mamba2OutputGate:
-    """The configuration of the kernel for the gate silu(z) of outputs alone. dz: does it compute dz? If not, dy."""
+    """The configuration of the kernel for the gate silu(z) of outputs alone, which computes dy. dz: dz, too?"""
 
     dtype: dtype
     dz: bool
@@ -190,7 +190,7 @@ class Mamba2OutputGate:
     threads = LANES * WARPS
 
     def __str__(self):
-        return f"Mamba-2 {'dz' if self.dz else 'dy'}, {self.dtype}" + ", varlen" * self.varlen
+        return "Mamba-2 dy" + ", dz" * self.dz + f", {self.dtype}" + ", varlen" * self.varlen
 
     @staticmethod
     @functools.cache
@@ -200,21 +200,22 @@ class Mamba2OutputGate:
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate_gate(
-            gDOut: array(4, INPUT), gZ: array(4, INPUT), gY: array(4, INPUT), gOut: array(4, INPUT), gCuSeqlens: ENDS,
-            length: INT, tiles: INT, panels: INT, heads: INT,
+            gDOut: array(4, INPUT), gZ: array(4, INPUT), gY: array(4, INPUT), gDY: array(4, INPUT), gDZ: array(4, INPUT),
+            gCuSeqlens: ENDS, length: INT, tiles: INT, panels: INT, heads: INT,
         ):  # fmt: skip
-            """gOut = dout silu(z), or dout y silu'(z), of one of the `tiles` of a head's tokens; 0 after the last sequence."""
+            """gDY = dout silu(z), gDZ = dout y silu'(z), of one of the `tiles` of a head's tokens; 0 after the last one."""
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
-                dout, z = load(truncate(gDOut, 1, end), PART, at, 1, 3), load(truncate(gZ, 1, end), PART, at, 1, 3)
+                dout = load(truncate(gDOut, 1, end), PART, at, 1, 3, True)
+                z = load(truncate(gZ, 1, end), PART, at, 1, 3, True)
                 if DZ:
-                    store(gOut, INPUT(dout * load(gY, PART, at, 1, 3, True) * silu_derivative(z)), at, 1, 3)
-                else:
-                    store(gOut, INPUT(dout * silu(z)), at, 1, 3, True)
+                    y = load(gY, PART, at, 1, 3, True)
+                    store(gDZ, INPUT(dout * y * silu_derivative(z)), at, 1, 3, True)
+                store(gDY, INPUT(dout * silu(z)), at, 1, 3, True)
 
         return differentiate_gate, None
 

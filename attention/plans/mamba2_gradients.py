@@ -101,8 +101,10 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     steps: list[Step] = []
     dy = problem["dout"]
     if "z" in problem:
-        dy = scratch(batch, length, heads, columns, dtype=problem.dtype)
-        steps.append(_differentiate_output_gate(problem, dy, None))
+        y, dy = (scratch(batch, length, heads, columns, dtype=problem.dtype) if x else None for x in ("dz" in outputs, True))
+        if y:
+            steps += _plan_outputs(problem, y, dt_options, 0, scratch)
+        steps.append(_differentiate_output_gate(problem, y, dy, outputs.get("dz")))
     arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
     raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
     gate = choose_mamba2_gate(dt_options)
@@ -119,15 +121,11 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     step, sums = _differentiate_steps(problem, gate, raw, dots, scratch)
     steps += [step, *_sum_partials(problem, sums | skip_arrays, outputs)]
-    if "dz" in outputs:
-        y = scratch(batch, length, heads, columns, dtype=problem.dtype)
-        steps += _plan_outputs(problem, y, dt_options, 0, scratch)
-        steps.append(_differentiate_output_gate(problem, outputs["dz"], y))
     return Plan(steps, scratch.shapes)
 
 
-def _differentiate_output_gate(problem: Problem, out: Operand | None, y: Operand | None) -> Step:
-    """The launch that computes dy, or if y is there dz."""
+def _differentiate_output_gate(problem: Problem, y: Operand | None, dy: Operand | None, dz: Operand | None) -> Step:
+    """The launch that computes dy and, if y is there, dz."""
     batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
     config = intern_value(Mamba2OutputGate, DTYPES[problem.dtype], y is not None, is_varlen(problem))
     tiles = -(-length // TOKENS)
@@ -140,7 +138,8 @@ def _differentiate_output_gate(problem: Problem, out: Operand | None, y: Operand
         gDOut=problem["dout"],
         gZ=problem["z"],
         gY=y,
-        gOut=out,
+        gDY=dy,
+        gDZ=dz,
         gCuSeqlens=problem["cu_seqlens"],
     )
 
