@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
+from ops import divmod, exp2, load, rows, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
-from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
@@ -25,10 +25,9 @@ from ..parts.recurrent import channel_config
 from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
 from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
+from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
 from .kda_hopper import KdaBlockScores, KdaDecay, KdaScores
-
-WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def make(config: Config):
     LEAST = LEAST_BETA[INPUT]
     COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout(config.varlen)
     SQUARE, decay, channel_gates, two_parts = (
-        st(CHUNK, CHUNK, INPUT),
+        st(CHUNK, CHUNK, INPUT, width=KEY.width),  # as wide as KEY, which gives it room
         KdaDecay(config.key_dim, INPUT, 1),
         config.channel_gates,
         TwoParts(INPUT),
@@ -69,15 +68,16 @@ def make(config: Config):
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
-        q=ring(KEY, 1, WARPS),
-        k=ring(KEY, 1, WARPS),
-        g=ring(config.gate, 1, WARPS),
+        q=ring(KEY, 1, 1),
+        k=ring(KEY, 1, 1),
+        g=ring(config.gate, 1, 1),
         k_decayed=config.decayed_keys,
         square=SQUARE,
         triangles=TRIANGLES,
         state_decay=config.state_decay,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
+        chunk_beta=sv(CHUNK, fp32),
     )
 
     @inlined
@@ -94,30 +94,56 @@ def make(config: Config):
             q.fill(j, queries, (batch, row, key_head))
 
     @inlined
-    def send_decayed(tiles, arrays, at):
-        """Store the decayed queries and keys of a chunk, and its own decay."""
-        (queries, decayed_keys, keys, state_decay), (gDecayedQ, gReadKeys, gWriteKeys, gB) = tiles, arrays
-        warpgroup.tma_store(gDecayedQ, at, queries)
-        warpgroup.tma_store(gReadKeys, at, decayed_keys)
-        warpgroup.tma_store(gWriteKeys, at, keys)
-        warpgroup.tma_store(gB, at, state_decay)
+    def send_chunk(tiles, arrays, at):
+        """One warp stores what is known of a chunk before the inverse: its decayed queries and keys, its own decay, its betas
+        and P. Returns when they have left shared memory."""
+        queries, decayed_keys, keys, state_decay, beta, scores = tiles
+        gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores = arrays
+        tma_store(gDecayedQ, at, queries)
+        tma_store(gReadKeys, at, decayed_keys)
+        tma_store(gWriteKeys, at, keys)
+        tma_store(gB, at, state_decay)
+        tma_store(gChunkBeta, at, beta)
+        tma_store(gScores, at, scores)
+        store_wait()
+
+    @inlined
+    def send_solution(gSolutions, at, parts, square, extra, warp):
+        """Store -L^T in two parts, the second through a tile that is free, if there is one."""
+        (chunk, head), (high, low) = at, parts
+        warpgroup.store(square, high)
+        if IN_PLACE:
+            warpgroup.store(subtile(extra, CHUNK, 0, CHUNK, 0), low)
+        warpgroup.sync()
+        if warp == 0:
+            tma_store(gSolutions, (chunk, head, 0), square)
+            if IN_PLACE:
+                tma_store(gSolutions, (chunk, head, 1), subtile(extra, CHUNK, 0, CHUNK, 0))
+            else:
+                store_wait()
+        if not IN_PLACE:
+            warpgroup.sync()
+            warpgroup.store(square, low)
+            warpgroup.sync()
+            if warp == 0:
+                tma_store(gSolutions, (chunk, head, 1), square)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def invert(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gDecayedQ: CHUNK_KEYS, gReadKeys: CHUNK_KEYS,
-        gWriteKeys: CHUNK_KEYS, gB: tiled(config.state_decay, 3, None, 2), gChunkBeta: array(3),
+        gWriteKeys: CHUNK_KEYS, gB: tiled(config.state_decay, 3, None, 2), gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2),
         gScores: tiled(SQUARE, rows=2), gSolutions: tiled(SQUARE, rows=2), gTailQ: KEYS, gTailK: KEYS,
         gTailGates: tiled(config.gate, unit=1), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
         each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ
         .. gTailGates: see packed_tails.py. `group` value heads share one of the key `heads`."""
-        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays = smem.open()
+        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays, chunk_beta = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
-        rings, arrays, decayed_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB)
+        rings, arrays, sent_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores)
         tails = gTailQ, gTailK, gTailGates
         fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
         high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
@@ -125,44 +151,42 @@ def make(config: Config):
         store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
         for j in range(n):
             chunk, token = int32(first + j), seq.chunk_start(j)
-            beta = away_from_zero(load(betas, ROW_VEC, (seq.batch, token, head), cols=1), LEAST)
-            beta_rows = away_from_zero(warpgroup.load(betas, COL_VEC, (seq.batch, token, head), cols=1), LEAST)
+            if warp == 0:
+                beta = load(betas, CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
+                store(chunk_beta, away_from_zero(beta, LEAST))
             queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
             if IN_PLACE:
                 sums, decayed_keys = gates, k_decayed
             else:
                 sums, decayed_keys = gate_sums, viewed(gates, KEY)
             channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
-            b_last, decayed = decay.load_last_sums(sums, warp), (queries, decayed_keys, keys, state_decay)
+            b_last = decay.load_last_sums(sums, warp)
+            if warp == 0:
+                store_wait()  # the chunk before has left the tiles that are written from here on
             _, halved = decay.vote(sums, b_last, warp)
             if halved:
-                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
-                warpgroup.send(gScores, (chunk, head, 0), square, scores)
+                warpgroup.store(square, halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp))
+                warpgroup.sync()  # all have read what is decayed now
             decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, True, halved)
             store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(b_last))
             if halved:
-                send_decayed(decayed, decayed_arrays, (chunk, head))
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
             else:
                 warpgroup.sync()
                 scores = block_scores.compute((queries, decayed_keys), blocks, warp)
-                send_decayed(decayed, decayed_arrays, (chunk, head))
-                p = INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
-                warpgroup.send(gScores, (chunk, head, 0), square, p, 4)
+                warpgroup.store(square, INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0)))
                 a = rows(scores, TOKEN_GROUP, 1)
-            warpgroup.store_wait()
             warpgroup.sync()
-            q.release(j)
-            k.release(j)
-            g.release(j)
-            fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
             if warp == 0:
-                store(gChunkBeta, beta, (chunk, head, 0))
-            a = a * beta
-            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / beta_rows
-            x_high, x_low = two_parts.split(x)
-            warpgroup.send(gSolutions, (chunk, head, 0), square, x_high)
-            warpgroup.send(gSolutions, (chunk, head, 1), square, x_low)
-        warpgroup.store_wait()
+                send_chunk((queries, decayed_keys, keys, state_decay, chunk_beta, square), sent_arrays, (chunk, head))
+                q.release(j)
+                k.release(j)
+                g.release(j)
+            fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
+            a = a * load(chunk_beta, ROW_VEC)
+            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / warpgroup.load(chunk_beta, COL_VEC)
+            send_solution(gSolutions, (chunk, head), two_parts.split(x), square, decayed_keys, warp)
+        if warp == 0:
+            store_wait()
 
     return invert, smem
