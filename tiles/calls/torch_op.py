@@ -45,8 +45,10 @@ def imported_module(name: str) -> Any:
 def _find(name: str) -> bool:
     """Is a module imported? Then it is in _MODULES, and so are all others of LOOKED_FOR, also those that were imported since
     the last call: what is added to a dict after Dynamo's trace has read it, the trace does not see."""
-    if name not in _MODULES or len(_MODULES) < len(LOOKED_FOR):
-        _MODULES.update({other: sys.modules[other] for other in (*LOOKED_FOR, name) if sys.modules.get(other) is not None})
+    modules = sys.modules
+    for other in LOOKED_FOR if name in LOOKED_FOR else (*LOOKED_FOR, name):
+        if other not in _MODULES and modules.get(other) is not None:
+            _MODULES[other] = modules[other]
     return name in _MODULES
 
 
