@@ -3,6 +3,7 @@ meanwhile."""
 
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from host_driver import on_device
@@ -37,12 +38,13 @@ def three(gX: array(2), gOut: array(2)):
 machine_code = loaded_code.machine_code  # the `gpu` of these tests makes none
 
 
-def copying(*kernels, prepare_next=None):
-    """A program of these kernels, one behind the other."""
+def copying(*kernels, prepare_next=None, shared_bytes=None):
+    """A program of these kernels, one behind the other. shared_bytes: of each."""
 
     @program(COPIES, prepare_next=prepare_next)
     def copies(problem) -> Plan:
-        bound = [launching.Kernel(x, 32, None, 0) for x in kernels]
+        plans = [SimpleNamespace(nbytes=n) for n in shared_bytes or [0] * len(kernels)]
+        bound = [launching.Kernel(x, 32, plan, 0) for x, plan in zip(kernels, plans)]
         return Plan([x.bind(1, gX=problem["x"], gOut=problem["out"]) for x in bound])
 
     return copies
@@ -94,6 +96,29 @@ def test_numba_takes_kernels_in_the_order_they_were_asked_for(gpu, monkeypatch):
     with pytest.raises(ValueError, match="two is refused"):
         called(copying(one, two, three))
     assert done.wait(60) and order == [two, three]
+
+
+def test_of_a_call_kernels_with_the_most_shared_memory_are_compiled_first(gpu, monkeypatch):
+    """The linker takes the longest for them. Those of the next call come behind all of them."""
+    order, prepared = [], threading.Event()
+
+    def compile_kernel(kernel, signature, arch, turn):
+        with turn:
+            order.append(kernel)
+        return Compiled(b"", "k", "")
+
+    def prepare_next(arrays, *_):
+        copying(three, shared_bytes=[3000]).prepare({"x": arrays["x"].form, "out": arrays["out"].form}, (), "bshd")
+        prepared.set()
+
+    monkeypatch.setattr(loaded_code, "machine_code", machine_code)
+    monkeypatch.setattr(loaded_code.digest, "key", lambda kernel, *_: kernel)
+    monkeypatch.setattr(loaded_code.cache, "load", lambda name: None)
+    monkeypatch.setattr(loaded_code.cache, "store", lambda *_: None)
+    monkeypatch.setattr(loaded_code, "compile_kernel", compile_kernel)
+    gpu.count = 18
+    called(copying(one, two, prepare_next=prepare_next, shared_bytes=[1000, 2000]))
+    assert prepared.wait(60) and order == [two, one, three]
 
 
 def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):

@@ -299,6 +299,7 @@ class Program:
         forms = {name: array.form for name, array in zip(self.names, descriptions) if array}
         with compile_together() as compiles_later:
             prepared = self._plan(forms, descriptions[0], options, layout)
+            compiles_later.start()
             if compiles_later and self.prepare_next:
                 threading.Thread(target=_call_ignoring_errors, args=(self._prepare_next, descriptions, options, layout)).start()
         return self._plan(forms, descriptions[0], options, layout) if compiles_later else prepared

@@ -1,10 +1,12 @@
 """Machine code on its GPU: from disk or from the compiler, loaded when it is first needed.
 
 Numba types and lowers one kernel at a time, because that is Python; NVVM and the linker run in other threads. So kernels that
-are loaded inside `compile_together` take the time of all their Python, and of the last one's linking. Numba takes them in the
-order of the requests: a call's kernels before those of its gradients (`prepare_next` of program.py)."""
+are loaded inside `compile_together` take the time of all their Python, and of the last one's linking. Numba takes a call's
+kernels before those of its gradients (`prepare_next` of program.py), and of a call those with the most shared memory first:
+they take the linker up to ten times as long as those without, which is then over when Numba is."""
 
 import contextlib
+import operator
 import threading
 import warnings
 import weakref
@@ -75,63 +77,91 @@ class LoadedKernel:
 
 _loaded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # kernel: {(signature, ordinal): Future of a LoadedKernel}
 _lock = threading.Lock()  # for this table, and _last_turn
-_last_turn = NumbaTurn(None)  # of the kernel that was requested last
+_last_turn = NumbaTurn(None)  # of the kernel that is compiled last
 _last_turn.is_over.set()
 
 
-class _PendingLoads(threading.local):
-    """The futures that this thread will wait for, inside `compile_together`; None outside."""
+class Batch:
+    """Kernels that are loaded at the same time. futures: of all of them. requests: (bytes of shared memory, arguments of
+    `_compile_and_load` but for the turn) of those that nobody compiles yet."""
 
-    futures: list[Future] | None = None
+    def __init__(self) -> None:
+        self.futures: list[Future] = []
+        self.requests: list[tuple[int, tuple]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.futures)
+
+    def start(self) -> None:
+        """Compile what was requested, in a thread for each kernel."""
+        requests, self.requests = self.requests, []
+        for _, (future, kernel, *rest) in sorted(requests, key=operator.itemgetter(0), reverse=True):
+            request = future, _next_turn(), kernel, *rest
+            threading.Thread(target=_compile_and_load, args=request, name=f"tiles: {title(kernel)}").start()
 
 
-_pending = _PendingLoads()
+class _CurrentBatch(threading.local):
+    """The Batch of this thread, inside `compile_together`; None outside."""
+
+    batch: Batch | None = None
+
+
+_current = _CurrentBatch()
 
 
 @contextlib.contextmanager
-def compile_together() -> Iterator[list[Future]]:
-    """A context in which `load(..., later=True)` returns None for a kernel that is not loaded yet, and a thread begins to
-    compile it; at the end of the context all are loaded. Yields the list of their futures. Raises the first error of one."""
-    outer, _pending.futures = _pending.futures, []
-    futures = _pending.futures
+def compile_together() -> Iterator[Batch]:
+    """A context in which `load(..., later=True)` returns None for a kernel that is not loaded yet; at the end of the context
+    all are compiled and loaded. Yields their Batch. Raises the first error of one."""
+    outer, batch = _current.batch, Batch()
+    _current.batch = batch
     try:
-        yield futures
+        yield batch
     finally:
-        _pending.futures = outer
-    for future in futures:
+        _current.batch = outer
+        for waiting in (outer, batch):  # a thread that compiles one of these may wait for a kernel of the outer batch
+            if waiting is not None:
+                waiting.start()
+    for future in batch.futures:
         future.result()
 
 
 def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = False) -> LoadedKernel | None:
     """The kernel for these argument types on this GPU, compiled and loaded when it is first needed. later: may the result be
     None? See `compile_together`."""
-    future, turn = _reserve(kernel, signature, gpu)
-    if later and _pending.futures is not None and not future.done():
-        _pending.futures.append(future)
-        if turn:
-            threading.Thread(
-                target=_compile_and_load, args=(future, turn, kernel, signature, gpu), name=f"tiles: {title(kernel)}"
-            ).start()
+    (future, is_new), batch = _reserve(kernel, signature, gpu), _current.batch
+    if later and batch is not None and not future.done():
+        batch.futures.append(future)
+        if is_new:
+            batch.requests.append((shared_bytes, (future, kernel, signature, gpu)))
         return None
-    if turn:
-        _compile_and_load(future, turn, kernel, signature, gpu)
+    if batch is not None:  # a thread that compiles this kernel may wait for one of the batch
+        batch.start()
+    if is_new:
+        _compile_and_load(future, _next_turn(), kernel, signature, gpu)
     code = future.result()
     with _lock:
         code.allow(shared_bytes)
     return code
 
 
-def _reserve(kernel, signature, gpu) -> tuple[Future, NumbaTurn | None]:
-    """(the future of the LoadedKernel, the turn in which the caller must compile it; None if another thread does or did)."""
-    global _last_turn
+def _reserve(kernel, signature, gpu) -> tuple[Future, bool]:
+    """(the future of the LoadedKernel, whether it is new: then the caller must compile it)"""
     with _lock:
         known, key = _loaded.setdefault(kernel, {}), (signature, gpu.ordinal)
         future = known.get(key)
         if future is not None and not (future.done() and future.exception()):
-            return future, None
+            return future, False
         known[key] = future = Future()
+        return future, True
+
+
+def _next_turn() -> NumbaTurn:
+    """The turn behind all others."""
+    global _last_turn
+    with _lock:
         _last_turn = turn = NumbaTurn(_last_turn)
-        return future, turn
+        return turn
 
 
 def _compile_and_load(future, turn, kernel, signature, gpu):
