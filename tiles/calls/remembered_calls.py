@@ -33,7 +33,7 @@ from .plan import PreparedCall
 
 NOT_SERVED = object()  # what such a function returns for a call that it does not serve
 SHAPE, STRIDES, MISALIGNMENT = 0, 1, 2  # places of the tuple that Program._read returns for an array
-READS = "{}.size({})", "{}.stride({})"
+READS = "{}.shape[{}]", "{}.stride()[{}]"  # half of what size(axis) and stride(axis) take
 RECENT = 16  # values of the extents and strides left out of the comparison, whose plans a function keeps
 
 
