@@ -10,14 +10,14 @@ atomic additions."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from numba import cuda
 from numpy import int32
 
 from ops import block as thread_block
-from ops import col_sum, divmod, load, store, truncate, warp_index, zeros
+from ops import col_sum, divmod, grid, load, store, truncate, warp_index, zeros
 from tiles import fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
@@ -40,15 +40,21 @@ SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
 SUM_WARPS = 8
 
 
+@dataclass(frozen=True)
 class Config(ConvConfig):
-    """A configuration of the kernel that computes dx and the partial sums of dweight and dbias."""
+    """A configuration of the kernel that computes dx and the partial sums of dweight and dbias. window: is there a gradient of
+    the final window, which is added to dx of a sequence's last tokens?"""
 
+    window: bool = False
     max_tokens = 256  # a block computes dz of three tokens that another one computes, too, and stores its sums
 
     @property
     def ctas_per_sm(self) -> int:
         """How many thread blocks an SM is to hold: as many as leave each thread 128 registers, 168, or 255."""
         return 2 if not self.aligned else 3 if not self.silu or (self.bias and self.varlen) else 4
+
+    def __str__(self):
+        return super().__str__() + ", window" * self.window
 
     def make(self):
         """(kernel of gradients, None: it uses no shared memory)."""
@@ -84,7 +90,7 @@ class SumConfig:
     """The kernel that adds the blocks' sums. width: of the convolution."""
 
     width: int
-    threads = LANES * SUM_WARPS
+    threads, overlaps_previous = LANES * SUM_WARPS, True
 
     def __str__(self):
         return f"sums of blocks, width {self.width}"
@@ -96,7 +102,10 @@ class SumConfig:
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig | SumConfig]:
     """The configurations of the kernel of gradients and of the one that adds partial sums."""
-    yield from conv_space(Config, everything)
+    for config in conv_space(Config, everything):
+        yield config
+        if everything or config.varlen:
+            yield replace(config, window=True)
     yield from map(SumConfig, WIDTHS if everything else WIDTHS[-1:])
 
 
@@ -108,7 +117,7 @@ def make(config: Config | SumConfig):
 
 def make_gradients(config: Config):
     """(kernel, shared memory: None) of dx, the gradient of the window before it, and the sums of each block."""
-    INPUT, WIDTH, BIAS = config.dtype, config.width, config.bias
+    INPUT, WIDTH, BIAS, WINDOW = config.dtype, config.width, config.bias, config.window
     conv, token_blocks = Convolution(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
 
     @inlined
@@ -136,14 +145,15 @@ def make_gradients(config: Config):
     @inlined
     def store_dx(dx_rows, dx, gDState, block, window_start, token, col):
         """Store dx of a token. To dx of the tokens from `window_start` on, the gradient of the final window is added."""
-        if token >= window_start:
+        if WINDOW and token >= window_start:
             dx = dx + conv.load_window(gDState, block, token - block.last, col)
         conv.store(dx_rows, dx, block.batch, token, col)
 
     @inlined
     def store_window_gradient(gDInitialState, dx, gDState, block, token, col):
         """Store dx of a token of the window before the sequence. token: -1 for the last one of the window."""
-        dx = dx + conv.load_window(gDState, block, block.first + token - block.last, col)
+        if WINDOW:
+            dx = dx + conv.load_window(gDState, block, block.first + token - block.last, col)
         conv.store_window(gDInitialState, dx, block, token, col)
 
     @inlined
@@ -183,21 +193,21 @@ def make_gradients(config: Config):
             store_window_gradient(gDInitialState, dx3, gDState, block, -3, col)
             store_window_gradient(gDInitialState, dx2, gDState, block, -2, col)
             store_window_gradient(gDInitialState, dx1, gDState, block, -1, col)
-        window_start = int32(block.last - WIDTH + 1) if gDState.shape[0] > 0 else block.limit
+        window_start = int32(block.last - WIDTH + 1)
         for t in range(block.start, block.end, STEP):
             ahead = int32(t + MAX_LAG + STEP - block.start)
             state, sums, dx = advance(state, sums, d, taps)
             d = load_token(x_rows, dy_rows, block, ahead, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, t, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, int32(t), col)
             state, sums, dx = advance(state, sums, a, taps)
             a = load_token(x_rows, dy_rows, block, ahead + 1, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, t + 1, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 1), col)
             state, sums, dx = advance(state, sums, b, taps)
             b = load_token(x_rows, dy_rows, block, ahead + 2, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, t + 2, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 2), col)
             state, sums, dx = advance(state, sums, c, taps)
             c = load_token(x_rows, dy_rows, block, ahead + 3, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, t + 3, col)
+            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 3), col)
         store_sum(gSums, sums.lag0, index, WIDTH - 1, col)
         store_sum(gSums, sums.lag1, index, WIDTH - 2, col)
         if WIDTH > 2:
@@ -221,6 +231,7 @@ def make_sums(config: SumConfig):
         """gDWeight (channel, W) and gDBias (channel). A thread block has 64 channels of a row of the sums; a warp adds those of
         every 8th 16 blocks of tokens."""
         (parts,) = smem.open()
+        grid.wait()
         panel, tap = divmod(cuda.blockIdx.x, WIDTH + 1)
         col, warp, total = int32(SUMS.cols * panel), warp_index(), zeros(SUMS)
         for first in range(SUMS.rows * warp, count, SUMS.rows * SUM_WARPS):

@@ -1,5 +1,6 @@
 """The plans of attention.short_conv and its gradients."""
 
+from dataclasses import replace
 from typing import Any
 
 from tiles.calls.plan import Plan
@@ -108,6 +109,7 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, requested: dict[str,
     if not problem.extents["channels"]:
         return Plan([])
     config = config_for(problem, short_conv_backward.Config, silu, "dout", "x", "dx")
+    config = replace(config, window="dstate" in problem)
     grid, width, device = TokenGrid(problem, config), problem.extents["width"], problem.device
     shape = (grid.count, width + 1, problem.extents["channels"]), "float32"
     sums = problem.scratch(0, *shape)
