@@ -35,11 +35,12 @@ class Lent:
     def data_ptr(self):
         return self.pointer
 
-    def size(self, axis):
-        return self.form.shape[axis]
+    @property
+    def shape(self):
+        return self.form.shape
 
-    def stride(self, axis):
-        return self.form.strides[axis] // self.form.itemsize
+    def stride(self):
+        return tuple([stride // self.form.itemsize for stride in self.form.strides])
 
 
 class RecordingAllocator(Framework):
@@ -54,13 +55,10 @@ class RecordingAllocator(Framework):
     def reader(self, needed):
         def read(*arrays):
             sort = [x and (x.form.dtype, x.form.device, x.form.readonly) for x in arrays]
-            lengths = [x and (x.form.shape, self.steps(x), x.form.misalignment if x.pointer else -1) for x in arrays]
+            lengths = [x and (x.form.shape, x.stride(), x.form.misalignment if x.pointer else -1) for x in arrays]
             return tuple(sort), tuple(lengths), [x.pointer if x else 0 for x in arrays], None
 
         return read
-
-    def steps(self, x):
-        return tuple(map(x.stride, range(len(x.form.shape))))
 
     def build_guard(self, arrays, shapes, strides):
         sorts = [x.form.dtype for x in arrays]
@@ -70,7 +68,7 @@ class RecordingAllocator(Framework):
 
         def check(*others):
             return [x.form.dtype for x in others] == sorts and all(
-                same(shape, x.form.shape) and same(steps, self.steps(x)) for x, shape, steps in zip(others, shapes, strides)
+                same(shape, x.form.shape) and same(steps, x.stride()) for x, shape, steps in zip(others, shapes, strides)
             )
 
         return check, bool, SimpleNamespace(_current_level=-1), lambda device: 0
@@ -105,10 +103,14 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     launching._kernel_for.cache_clear()
 
-    def encode(said, pointer, place):
+    def encode(constants, pointer, place):
         if pointer % 16:
             tensor_maps.refuse_address(pointer)
-        ctypes.c_int64.from_address(place).value, ctypes.c_uint64.from_address(place + 8).value = hash(said), pointer
+        (dtype, rank), (box, steps, *words) = constants
+        numbers = ctypes.string_at(place.extents.value, 8 * rank), ctypes.string_at(place.strides.value, 8 * max(rank - 1, 1))
+        at = place.address.value
+        ctypes.c_int64.from_address(at).value = hash((dtype, rank, *box, *steps, *words, *numbers))
+        ctypes.c_uint64.from_address(at + 8).value = pointer
 
     monkeypatch.setattr(tensor_maps, "write_map", encode)
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)

@@ -84,14 +84,14 @@ def test_gradients_are_prepared_while_forward_is_compiled(gpu, monkeypatch, name
 
 @pytest.mark.parametrize("name", STEPS)
 def test_what_a_step_takes(gpu, monkeypatch, name):
-    """With a known length, or some that take turns, forward and backward run at most four times the functions of the library
+    """With a known length, or some that take turns, forward and backward run at most five times the functions of the library
     that forward alone does. With a new length there is what follows from it for each launch, and nothing is read or planned,
     also after calls without gradients."""
     function, arguments = STEPS[name]
     forward = usual_calls(lambda n: function(*[x.detach() for x in arguments(n)]), [2048] * 25)
     step = functools.partial(a_step, name)
-    assert usual_calls(step, [2048] * 25) <= 4 * forward
-    assert usual_calls(step, [2048 + 64 * (n % 5) for n in range(50)]) <= 4 * forward
+    assert usual_calls(step, [2048] * 25) <= 5 * forward
+    assert usual_calls(step, [2048 + 64 * (n % 5) for n in range(50)]) <= 5 * forward
     gpu.launches.clear()
     step(2048)
     launches, known = len(gpu.launches), usual_calls(step, [2048] * 25)

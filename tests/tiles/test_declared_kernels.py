@@ -73,7 +73,7 @@ def test_what_is_not_given_is_absent(gpu, encoded):
     bound = declared_kernel().bind(1, n=7, s=1.0)
     bound.run(0, ())
     assert not encoded
-    (frame,) = bound.frames.idle
+    (frame,) = bound.kernel.frames.idle
     pointers = (ctypes.c_uint64 * 19).from_address(frame.pointers)
     assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
 

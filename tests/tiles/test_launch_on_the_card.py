@@ -1,6 +1,5 @@
 """Launches on a GPU: numbers, streams, graphs, threads, contexts, and what a launch costs the host."""
 
-import ctypes
 import functools
 import gc
 import itertools
@@ -147,8 +146,8 @@ def test_a_frame_may_be_written_once_the_launch_has_returned(torch):
         for x, y in itertools.pairwise(arrays):
             bound(stream.cuda_stream, x.data_ptr(), y.data_ptr())
     assert not stream.query(), "the launches have been waited for"
-    assert len(bound.frames.recent) < len(arrays)
-    bound.frames.recent.clear()
+    assert len(bound.kernel.frames.recent) < len(arrays)
+    bound.kernel.frames.recent.clear()
     gc.collect()
     stream.synchronize()
     assert all(torch.equal(x, first) for x in arrays)
@@ -302,16 +301,13 @@ def test_host_cost(torch):
     addresses = [t.data_ptr() for t in (q, k, v, out, lse)]
     fresh = iter(range(2**40, 2**41, 4096))  # addresses that nobody has seen; they are never read
     x, three = torch.zeros(16, 16, device="cuda"), tiles.launch(nothing, 1, 32).bind
-    memory = (ctypes.c_uint64 * 24)()
-    place = -(-ctypes.addressof(memory) // tensor_maps.MAP_ALIGNMENT) * tensor_maps.MAP_ALIGNMENT
     bound(stream, *addresses), bound(stream, *addresses)  # from the second time on maps are kept
+    (frame,) = bound.kernel.frames.recent.values()
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
-        "encoding a map": p50(lambda: tensor_maps.write_map(bound.contents.maps[0][2], next(fresh), place), 2000),
-        "moving a map": p50(
-            lambda: tensor_maps.set_address(next(iter(bound.frames.recent.values())).maps[0], next(fresh)), 2000
-        ),
+        "encoding a map": p50(lambda: tensor_maps.write_map(bound.kernel.maps[0][2], next(fresh), frame.map_places[0]), 2000),
+        "moving a map": p50(lambda: tensor_maps.set_address(frame.maps[0], next(fresh)), 2000),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*launch_args), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),
         "bind alone": p50(lambda: three(*launch_args), 2000),
@@ -327,5 +323,5 @@ def test_host_cost(torch):
 def bare(bound, stream, addresses):
     """The arguments of the driver's call in a bound launch."""
     bound(stream, *addresses)
-    *_, frame = bound.frames.recent.values()
-    return frame.config, bound.code.function, frame.pointers, 0
+    *_, frame = bound.kernel.frames.recent.values()
+    return frame.config, bound.kernel.code.function, frame.pointers, 0

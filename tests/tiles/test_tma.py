@@ -137,6 +137,14 @@ def place():
     return memory, ctypes.addressof(memory)
 
 
+def written(encoding, pointer, address):
+    """Have the map of the array at `pointer` written to this address."""
+    numbers = (ctypes.c_uint64 * len(encoding.numbers))(*encoding.numbers)
+    start = ctypes.addressof(numbers)
+    places = address, start, start + 8 * len(encoding.extents)
+    tensor_maps.write_map(encoding.constants, pointer, tensor_maps.MapPlace(*map(ctypes.c_void_p, places)))
+
+
 @pytest.fixture
 def notes(monkeypatch):
     """What the driver is asked to encode, as a list of its arguments, and the addresses it is asked to move a map to."""
@@ -187,7 +195,7 @@ def test_what_the_driver_refuses_carries_its_name(notes, place, monkeypatch):
 def test_the_driver_hears_the_encoding(notes, place):
     memory, at = place
     e = encoded(np.zeros((2, 1000, 3, 128), bf16.np), st(64, 128, bf16), rows=1)
-    tensor_maps.write_map(e._replace(strides=(256, 768, 2**33)), 2**40, at)
+    written(e._replace(strides=(256, 768, 2**33)), 2**40, at)
     (args,) = notes
     assert args[0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 and args[1:3] == (4, 2**40)
     assert args[3:7] == ([128, 3, 1000, 2], [256, 768, 2**33], [64, 1, 64, 1], [1] * 4)
@@ -195,14 +203,14 @@ def test_the_driver_hears_the_encoding(notes, place):
     assert args[9] == driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     assert memory[0] == 2**40
     with pytest.raises(ValueError, match="multiple of 16 bytes, got 0x1008"):
-        tensor_maps.write_map(e, 4104, at)
+        written(e, 4104, at)
 
 
 def test_the_driver_wants_strides_of_one_axis_too(notes, place):
     """No address of them is CUDA_ERROR_INVALID_VALUE."""
     e = encoded(np.zeros(100, np.float32), sv(64, fp32))
     assert (e.extents, e.strides, e.box, e.swizzle) == ((100,), (), (64,), "NONE")
-    tensor_maps.write_map(e, 4096, place[1])
+    written(e, 4096, place[1])
     assert notes[0][0] == driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32 and notes[0][4] == [16]
 
 

@@ -15,20 +15,22 @@ RECENT = 16  # frames that a kernel keeps, of 3 KB each with four tensor maps
 
 class FramePool:
     """Parameter blocks for one kernel's launches. slots: 8-byte slots of the kernel's arguments. maps: which of them stand for
-    tensor maps.
+    tensor maps. ranks: how many axes the array of each map has.
 
-    recent: the frames that no launch uses now, least recently used first. The key is (contents, stream, addresses); without
-    tensor maps it is (contents, stream), for then writing the addresses is as quick as looking them up. A launch takes its
+    recent: the frames that no launch uses now, least recently used first. The key is (launch, stream, addresses); without
+    tensor maps it is (launch, stream), for then writing the addresses is as quick as looking them up. A launch takes its
     frame out and puts it back at the end, so no two threads write to one frame, and alternating inputs find the maps that
     were encoded for them. There are RECENT frames, and as many more as threads launch at once.
 
-    idle: frames for contents that were never launched before, which are those of a new length: most of them come once, and
-    looking them up and evicting other frames would cost more than writing them."""
+    idle: frames for launches that never ran before, which are those of a new length: most of them come once, and looking them
+    up and evicting other frames would cost more than writing them."""
 
-    def __init__(self, slots: int, maps: Sequence[int]):
-        self.slots, self.maps = slots, maps
+    def __init__(self, slots: int, maps: Sequence[int], ranks: Sequence[int]):
+        self.slots, self.maps, self.ranks = slots, maps, ranks
         self.kernel: Any = None  # the Kernel (launch.py), if it has declared its arguments
-        self.memory = ctypes.c_uint64 * ((tensor_maps.MAP_ALIGNMENT + tensor_maps.MAP_BYTES * len(maps)) // 8 + 2 * slots)
+        self.numbers = slots + sum(map(tensor_maps.count_numbers, ranks))  # of a block
+        map_bytes = tensor_maps.MAP_ALIGNMENT + tensor_maps.MAP_BYTES * len(maps)
+        self.memory = ctypes.c_uint64 * (map_bytes // 8 + self.numbers + slots)
         self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
         self.idle: list[ParameterFrame] = []
 
@@ -39,14 +41,14 @@ class FramePool:
         except IndexError:
             return None
 
-    def choose_frame_to_overwrite(self, contents: "LaunchContents") -> "ParameterFrame | None":
-        """The frame to overwrite: one that holds these contents, so that only addresses are written, or the one that was not
-        used for the longest time. None as long as another may be made."""
+    def choose_frame_to_overwrite(self, launch: "BoundLaunch") -> "ParameterFrame | None":
+        """The frame to overwrite: one that was written for this launch, so that only addresses are written, or the one that was
+        not used for the longest time. None as long as another may be made."""
         frame = None
         while len(self.recent) >= RECENT:
             try:
-                for key in self.recent if contents.encoded is not None else ():
-                    if key[0] is contents:
+                for key in self.recent if launch.encoded is not None else ():
+                    if key[0] is launch:
                         break
                 else:
                     key = next(iter(self.recent))
@@ -56,30 +58,16 @@ class FramePool:
         return frame
 
 
-class LaunchContents:
-    """The contents of a launch's parameter block, without addresses; compared by identity. block: the kernel's arguments, in
-    slots of 8 bytes. plain: (slot, place among the addresses) for each array, and each number that comes with the addresses.
-    maps: (which of the frame's maps, place among the addresses, encoding) for each tensor. launched: was it launched before?
-    encoded: the maps, each with some address, from the second launch on."""
-
-    __slots__ = ("block", "encoded", "grid", "launched", "maps", "plain")
-
-    def __init__(self, grid: tuple[int, int, int], block: bytes, plain: Sequence, maps: Sequence):
-        self.grid, self.block, self.plain, self.maps = grid, block, plain, maps
-        self.launched = False
-        self.encoded: list[bytes] | None = None
-
-
 class ParameterFrame:
-    """The parameter block of a launch that is about to be made: tensor maps, 8-byte slots, and the addresses through which the
-    driver copies both. It belongs to one thread at a time; the driver has copied it when a launch returns.
+    """The parameter block of a launch that is about to be made: tensor maps, the block of numbers, and the addresses through
+    which the driver copies maps and slots. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
-    contents: the LaunchContents that it holds. addresses: of the arrays. slots_view, map_views: views of its slots, and of its
-    maps, which lie at `map_addresses`."""
+    launch: the BoundLaunch that it was written for. addresses: of the arrays. block_view, map_views: views of its block, and of
+    its maps. map_places: where those lie, and the numbers that they are encoded from."""
 
     __slots__ = (
-        "addresses", "config", "contents", "first", "grid", "map_addresses", "map_views", "maps", "memory", "pointers",
-        "slots_view", "stream",
+        "addresses", "block_view", "config", "first", "grid", "launch", "map_places", "map_views", "maps", "memory", "pointers",
+        "stream",
     )  # fmt: skip
 
     def __init__(self, frames: FramePool, config: driver.CUlaunchConfig):
@@ -87,131 +75,76 @@ class ParameterFrame:
         self.memory = memory = frames.memory()
         start = ctypes.addressof(memory)
         aligned = -(-start // tensor_maps.MAP_ALIGNMENT) * tensor_maps.MAP_ALIGNMENT
-        self.map_addresses = places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
-        at = aligned + tensor_maps.MAP_BYTES * count  # of the slots
-        self.pointers, self.first = at + 8 * slots, (at - start) // 8
+        places = [aligned + tensor_maps.MAP_BYTES * n for n in range(count)]
+        at = aligned + tensor_maps.MAP_BYTES * count  # of the block: slots, then the numbers of maps
+        self.pointers, self.first = at + 8 * frames.numbers, (at - start) // 8
         pointers = [at + 8 * n for n in range(slots)]
-        for slot, place in zip(frames.maps, places):
+        self.map_places, numbers_at = [], at + 8 * slots
+        for slot, place, rank in zip(frames.maps, places, frames.ranks):
             pointers[slot] = place
-        memory[self.first + slots : self.first + 2 * slots] = pointers  # type: ignore[assignment]
+            self.map_places.append(
+                tensor_maps.MapPlace(*[ctypes.c_void_p(x) for x in (place, numbers_at, numbers_at + 8 * rank)])
+            )
+            numbers_at += 8 * tensor_maps.count_numbers(rank)
+        last = self.first + frames.numbers
+        memory[last : last + slots] = pointers  # type: ignore[assignment]
         view = memoryview(memory).cast("B")
-        self.slots_view = view[at - start : at - start + 8 * slots]
+        self.block_view = view[at - start : self.pointers - start]
         self.map_views = [view[place - start : place - start + tensor_maps.MAP_BYTES] for place in places]
         self.maps = [driver.CUtensorMap(_ptr=place) for place in places]
         self.config, self.stream = config, -1
-        self.contents: LaunchContents | None = None
+        self.launch: BoundLaunch | None = None
         self.addresses: Sequence[int] = ()
         self.grid: Sequence[int] = ()
 
-    def write(self, contents: LaunchContents, stream: int, addresses) -> None:
-        """Fill the frame with the contents, the stream and the addresses. Some CUDA context must be current. After an error the
-        frame must not be used."""
-        config = self.config
-        if self.contents is not contents:
-            self.slots_view[:] = contents.block
-            if self.grid != contents.grid:
-                config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = contents.grid
-        if contents.encoded is None:
-            for place, source, encoding in contents.maps:
-                tensor_maps.write_map(encoding, addresses[source], self.map_addresses[place])
-            if contents.launched:
-                contents.encoded = [bytes(self.map_views[place]) for place, *_ in contents.maps]
+    def write(self, launch: "BoundLaunch", stream: int, addresses) -> None:
+        """Fill the frame with the launch's block, the stream and the addresses. Some CUDA context must be current. After an
+        error the frame must not be used."""
+        config, maps = self.config, launch.kernel.maps
+        if self.launch is not launch:
+            self.block_view[:] = launch.block
+            if self.grid != launch.grid:
+                config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = launch.grid
+        if launch.encoded is None:
+            for place, source, constants in maps:
+                tensor_maps.write_map(constants, addresses[source], self.map_places[place])
+            if launch.launched:
+                launch.encoded = [bytes(self.map_views[place]) for place, *_ in maps]
         else:
-            if self.contents is not contents:
-                for one, encoded in zip(contents.maps, contents.encoded):  # unpacking would take longer
+            if self.launch is not launch:
+                for one, encoded in zip(maps, launch.encoded):  # unpacking would take longer
                     self.map_views[one[0]][:] = encoded
-            for place, source, _ in contents.maps:
+            for place, source, _ in maps:
                 tensor_maps.set_address(self.maps[place], addresses[source])
-        self.contents = contents
-        self.write_addresses(contents, addresses)
+        self.launch = launch
+        self.write_addresses(launch, addresses)
         if stream != self.stream:
             config.hStream, self.stream = driver.CUstream(stream), stream
 
-    def write_addresses(self, contents: LaunchContents, addresses) -> None:
-        """Write the addresses of the arrays that have no maps. The frame must hold these contents already."""
+    def write_addresses(self, launch: "BoundLaunch", addresses) -> None:
+        """Write the addresses of the arrays that have no maps. The frame must have been written for this launch already."""
         memory, first = self.memory, self.first
-        for slot, source in contents.plain:
+        for slot, source in launch.kernel.plain:
             memory[first + slot] = addresses[source]
         self.addresses = tuple(addresses)
 
 
-class BoundLaunch:
-    """A launch that needs only a stream and addresses: `bound(stream, *addresses)`.
+class BoundKernel(NamedTuple):
+    """A kernel, and all that its launches have in common whatever the lengths. frames: the kernel's FramePool. plain: (slot,
+    place among the addresses) for each array, and each number that comes with the addresses. maps: (which of the frame's maps,
+    place among the addresses, what it is encoded with) for each tensor."""
 
-    stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
-    must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
-    Any number of threads may call it at once: each takes a frame that no other thread uses, or makes one.
+    code: LoadedKernel
+    title: str
+    threads: tuple[int, int, int]
+    cluster: tuple[int, int, int] | None
+    nbytes: int
+    frames: FramePool
+    plain: Sequence[tuple[int, int]]
+    maps: Sequence[tuple[int, int, tensor_maps.MapConstants]]
+    overlaps_previous: bool = False
 
-    frames: the kernel's FramePool."""
-
-    of_lengths = True
-    __slots__ = ("cluster", "code", "contents", "frames", "nbytes", "overlaps_previous", "threads", "title")
-
-    def __init__(
-        self,
-        code: LoadedKernel,
-        title: str,
-        threads,
-        cluster,
-        nbytes: int,
-        contents: LaunchContents,
-        frames: FramePool,
-        overlaps_previous=False,
-    ):
-        self.code, self.title, self.threads, self.cluster, self.nbytes = code, title, threads, cluster, nbytes
-        self.contents, self.frames, self.overlaps_previous = contents, frames, overlaps_previous
-
-    def __call__(self, stream: int, *addresses: int) -> None:
-        count = len(self.contents.plain) + len(self.contents.maps)
-        if len(addresses) != count:
-            raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
-        self.run(stream, addresses)
-
-    def run(self, stream: int, addresses) -> None:
-        """Launch, with a sequence of addresses from which each array of the launch takes the one at its place
-        (Operand.source)."""
-        frames, contents = self.frames, self.contents
-        recent, key = frames.recent, None
-        if contents.launched:
-            key = (contents, stream, tuple(addresses)) if contents.maps else (contents, stream)
-            frame = recent.pop(key, None)
-            if frame is None:
-                frame = self._write(frames.choose_frame_to_overwrite(contents), stream, addresses)
-            elif not contents.maps and frame.addresses != addresses:
-                frame.write_addresses(contents, addresses)
-        else:
-            frame = self._write(frames.take_idle(), stream, addresses)
-            contents.launched = True
-        (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
-        if status:
-            self._relaunch_in_context(frame)
-        if key is None:
-            frames.idle.append(frame)
-        else:
-            recent[key] = frame
-
-    def _write(self, frame, stream, addresses):
-        """Write these addresses into the frame, or a new one, and return it. If another context, or none, is current on this
-        thread, the driver refuses to encode maps: checking first would cost every call a quarter of a microsecond."""
-        try:
-            frame = frame or ParameterFrame(self.frames, self.configuration())
-            frame.write(self.contents, stream, addresses)
-        except RuntimeError:
-            with self.code.gpu.current():
-                frame = ParameterFrame(self.frames, self.configuration())
-                frame.write(self.contents, stream, addresses)
-        return frame
-
-    def _relaunch_in_context(self, frame):
-        """Launch once more, with the GPU's own context, after the driver has refused. RuntimeError: it refuses again."""
-        with self.code.gpu.current():
-            (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
-        try:
-            check((status,))
-        except RuntimeError as error:
-            raise RuntimeError(f"{self} on {self.code.gpu}: {error}") from None
-
-    def configuration(self):
+    def configuration(self) -> driver.CUlaunchConfig:
         """The driver's launch configuration, without grid and stream, which ParameterFrame.write adds."""
         config = driver.CUlaunchConfig()
         config.blockDimX, config.blockDimY, config.blockDimZ = self.threads
@@ -230,19 +163,78 @@ class BoundLaunch:
             config.attrs, config.numAttrs = attributes, len(attributes)
         return config
 
+    def write_frame(self, frame: ParameterFrame | None, launch: "BoundLaunch", stream: int, addresses) -> ParameterFrame:
+        """Write a launch into the frame, or a new one, and return it. If another context, or none, is current on this thread,
+        the driver refuses to encode maps: checking first would cost every call a quarter of a microsecond."""
+        try:
+            frame = frame or ParameterFrame(self.frames, self.configuration())
+            frame.write(launch, stream, addresses)
+        except RuntimeError:
+            with self.code.gpu.current():
+                frame = ParameterFrame(self.frames, self.configuration())
+                frame.write(launch, stream, addresses)
+        return frame
+
+    def relaunch_in_context(self, frame: ParameterFrame) -> None:
+        """Launch once more, with the GPU's own context, after the driver has refused. RuntimeError: it refuses again."""
+        with self.code.gpu.current():
+            (status,) = driver.cuLaunchKernelEx(frame.config, self.code.function, frame.pointers, 0)
+        try:
+            check((status,))
+        except RuntimeError as error:
+            raise RuntimeError(f"{frame.launch} on {self.code.gpu}: {error}") from None
+
+
+class BoundLaunch:
+    """A launch that needs only a stream and addresses: `bound(stream, *addresses)`.
+
+    stream: a handle. addresses: those of the arrays and of the tensors' arrays, in the order of the kernel's arguments; each
+    must point to an array of the form that was bound, and a tensor's be a multiple of 16. Numbers stay as they were bound.
+    Any number of threads may call it at once: each takes a frame that no other thread uses, or makes one.
+
+    block: the kernel's arguments without addresses, in slots of 8 bytes, and behind them the extents and strides of tensors.
+    launched: did it run before? encoded: the tensor maps, each with some address, from the second time on."""
+
+    of_lengths = True
+    __slots__ = ("block", "encoded", "grid", "kernel", "launched")
+
+    def __init__(self, kernel: BoundKernel, grid: tuple[int, int, int], block: bytes):
+        self.kernel, self.grid, self.block = kernel, grid, block
+        self.launched = False
+        self.encoded: list[bytes] | None = None
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        count = len(self.kernel.plain) + len(self.kernel.maps)
+        if len(addresses) != count:
+            raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
+        self.run(stream, addresses)
+
+    def with_kernel(self, kernel: BoundKernel) -> "BoundLaunch":
+        """The same launch of a kernel that is configured otherwise, and has frames of its own."""
+        return BoundLaunch(kernel, self.grid, self.block)
+
+    def run(self, stream: int, addresses) -> None:
+        """Launch, with a sequence of addresses from which each array of the launch takes the one at its place
+        (Operand.source)."""
+        kernel = self.kernel
+        frames, key = kernel.frames, None
+        if self.launched:
+            key = (self, stream, tuple(addresses)) if kernel.maps else (self, stream)
+            frame = frames.recent.pop(key, None)
+            if frame is None:
+                frame = kernel.write_frame(frames.choose_frame_to_overwrite(self), self, stream, addresses)
+            elif not kernel.maps and frame.addresses != addresses:
+                frame.write_addresses(self, addresses)
+        else:
+            frame = kernel.write_frame(frames.take_idle(), self, stream, addresses)
+            self.launched = True
+        (status,) = driver.cuLaunchKernelEx(frame.config, kernel.code.function, frame.pointers, 0)
+        if status:
+            kernel.relaunch_in_context(frame)
+        if key is None:
+            frames.idle.append(frame)
+        else:
+            frames.recent[key] = frame
+
     def __str__(self):
-        return f"launch({self.title}, {self.contents.grid}, {self.threads})"
-
-
-class LaunchWithoutOverlap(NamedTuple):
-    """A launch that was bound with overlaps_previous=True, where it must wait for the previous launch. frames: for such
-    launches of the kernel."""
-
-    bound: BoundLaunch
-    frames: FramePool
-
-    def run(self, stream: int, addresses: Sequence[int]) -> None:
-        """Launch on `stream`, with the arrays at these addresses (see Bound.run)."""
-        bound = self.bound
-        launch = BoundLaunch(bound.code, bound.title, bound.threads, bound.cluster, bound.nbytes, bound.contents, self.frames)
-        launch.run(stream, addresses)
+        return f"launch({self.kernel.title}, {self.grid}, {self.kernel.threads})"

@@ -43,7 +43,7 @@ from .arguments import (
     types_of,
 )
 from .arrays import ABSENT, Form, Number, Operand, c_ordered
-from .bound_launch import BoundLaunch, FramePool, LaunchContents, LaunchWithoutOverlap
+from .bound_launch import BoundKernel, BoundLaunch, FramePool
 from .devices import device
 from .frameworks import current_stream, finish, stream_handle
 from .interpreted_launch import InterpretedLaunch, interprets_all
@@ -76,7 +76,7 @@ def _elements(declared_type):
 class ParameterPlace(NamedTuple):
     """The place of a declared parameter in the parameter block. type: its Numba type, or the TmaBox of an array that is cut
     into tiles. elements: see `_elements`. place: the slot of its address or number, or the index of its tensor map. first, end:
-    the range of its numbers among those of a block."""
+    the range of its numbers among those of a block, which those of tensor maps end."""
 
     type: Any
     elements: str
@@ -99,21 +99,26 @@ class Kernel:
         self.parameters: dict[str, ParameterPlace] = {}
         self.blank: list[Any] = []  # the numbers of a block without operands
         codes, slots = "<", 0
-        maps: list[int] = []
+        maps: dict[str, int] = {}  # {parameter: its slot}
         for name, declared_type in declared(kernel.py_func).items():
             elements, code, first_number = _elements(declared_type), struct_format(declared_type), len(self.blank)
             if elements is TILES:
-                self.parameters[name] = ParameterPlace(
-                    tensor_maps.tma_box(declared_type), elements, len(maps), first_number, first_number
-                )
-                maps.append(slots)
+                self.parameters[name] = ParameterPlace(tensor_maps.tma_box(declared_type), elements, len(maps), 0, 0)
+                maps[name] = slots
             else:
                 self.blank += [0] * (2 + 2 * declared_type.ndim) if elements else [None]
                 self.parameters[name] = ParameterPlace(
                     declared_type, elements, slots + DATA * bool(elements), first_number, len(self.blank)
                 )
             codes, slots = codes + code, slots + struct.calcsize("<" + code) // 8
-        self.format, self.frames = struct.Struct(codes), FramePool(slots, maps)
+        ranks = []
+        for name in maps:
+            ranks.append(rank := declared(kernel.py_func)[name].rank)
+            first_number, count = len(self.blank), tensor_maps.count_numbers(rank)
+            self.parameters[name] = self.parameters[name]._replace(first=first_number, end=first_number + count)
+            self.blank += [0] * count
+            codes += "Q" * count
+        self.format, self.frames = struct.Struct(codes), FramePool(slots, [*maps.values()], ranks)
         self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
         self.codes: dict[
@@ -143,7 +148,9 @@ class Kernel:
             elif value is None:
                 continue
             elif elements is TILES:
-                maps.append((place, value.source, encode_map(name, declared_type, value.form)))
+                encoding = encode_map(name, declared_type, value.form)
+                maps.append((place, value.source, encoding.constants))
+                numbers[first:end] = encoding.numbers
             else:
                 form = value.form
                 if form.dtype != elements:
@@ -156,32 +163,22 @@ class Kernel:
             self._check_numbers(operands)
             raise
         code = self.codes.get(other_dtypes) or self._load(other_dtypes)
-        contents = watched_call(LaunchContents, grid, block, plain, maps)
-        return watched_call(
-            BoundLaunch,
-            code,
-            self.title,
-            (self.threads, 1, 1),
-            None,
-            self.nbytes,
-            contents,
-            self.frames,
-            self.overlaps_previous,
-        )
+        threads = self.threads, 1, 1
+        kernel = BoundKernel(code, self.title, threads, None, self.nbytes, self.frames, plain, maps, self.overlaps_previous)
+        return watched_call(BoundLaunch, kernel, grid, block)
 
     def read_arguments(self, bound: "BoundLaunch") -> dict[str, Any]:
         """The arguments that a launch of this kernel was bound to, read from its parameter block: numbers, and an Operand for
         each array, by the parameters' names."""
-        contents, arguments = bound.contents, {}
-        numbers, plain = self.format.unpack(contents.block), dict(contents.plain)
-        maps = {place: (source, encoding) for place, source, encoding in contents.maps}
-        other_dtypes = next((dict(other_dtypes) for other_dtypes, code in self.codes.items() if code is bound.code), {})
+        numbers, plain = self.format.unpack(bound.block), dict(bound.kernel.plain)
+        maps, arguments = {place: source for place, source, _ in bound.kernel.maps}, {}
+        other_dtypes = next((dict(other_dtypes) for other_dtypes, code in self.codes.items() if code is bound.kernel.code), {})
         for name, (declared_type, elements, place, first, end) in self.parameters.items():
             if not elements:
                 arguments[name] = Number(plain[place]) if place in plain else numbers[first]
             elif elements is TILES and place in maps:
-                source, encoding = maps[place]
-                arguments[name] = Operand(source, tensor_maps.decode_form(declared_type, encoding, self.ordinal))
+                form = tensor_maps.decode_form(declared_type, numbers[first:end], self.ordinal)
+                arguments[name] = Operand(maps[place], form)
             elif elements is not TILES and place in plain:
                 _, size, *extents = numbers[first:end]
                 shape, strides = tuple(extents[: declared_type.ndim]), tuple(extents[declared_type.ndim :])
@@ -295,20 +292,22 @@ class Launch:
         nbytes = self.shared.nbytes if self.shared else 0
         code = load(self.kernel, types_of(self.kernel, params), device(place), nbytes)
         slots: list[Any] = []
-        plain, maps, places, arrays = [], [], [], 0
+        map_numbers: list[int] = []
+        plain, maps, places, ranks, arrays = [], [], [], [], 0
         for p in params:
             if p.encoding:
-                maps.append((len(places), arrays, p.encoding))
+                maps.append((len(places), arrays, p.encoding.constants))
                 places.append(len(slots))
+                ranks.append(len(p.encoding.extents))
+                map_numbers += p.encoding.numbers
             elif p.array is not None:
                 plain.append((len(slots) + p.place, arrays))
             arrays += p.array is not None
             slots.extend(p.slots)
-        contents = watched_call(LaunchContents, self.grid, watched_call(struct.pack, f"<{len(slots)}Q", *slots), plain, maps)
-        frames = FramePool(len(slots), places)
-        return watched_call(
-            BoundLaunch, code, self.title, self.block, self.cluster, nbytes, contents, frames, self.overlaps_previous
-        )
+        numbers = *slots, *map_numbers
+        block, frames = watched_call(struct.pack, f"<{len(numbers)}Q", *numbers), FramePool(len(slots), places, ranks)
+        kernel = BoundKernel(code, self.title, self.block, self.cluster, nbytes, frames, plain, maps, self.overlaps_previous)
+        return watched_call(BoundLaunch, kernel, self.grid, block)
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -322,7 +321,9 @@ class Launch:
             overlaps = self.overlaps_previous and isinstance(launch_value, BoundLaunch)  # no InterpretedLaunch overlaps another
             late = bound
             if overlaps:
-                late = LaunchWithoutOverlap(bound, FramePool(launch_value.frames.slots, launch_value.frames.maps))
+                early = launch_value.kernel
+                frames = FramePool(early.frames.slots, early.frames.maps, early.frames.ranks)
+                late = watched_call(BoundLaunch.with_kernel, bound, early._replace(frames=frames, overlaps_previous=False))
             return recording.steps.append(RecordedStep(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)

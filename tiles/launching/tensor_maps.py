@@ -1,7 +1,7 @@
 """Tensor maps: what TMA reads about an array: its address, extents, strides, and the box that it copies.
 
     encoding = encode_form(tma_box(gl(tile, 4, 1, 3)), describe(q, "q").form)
-    write_map(encoding, q.data_ptr(), place)                    # the driver's 128 bytes, written to that address
+    write_map(encoding.constants, q.data_ptr(), place)          # the driver's 128 bytes, of the numbers that lie at `place`
     set_address(tensor_map, q.data_ptr())                       # ... which then speak of another array of this form
 
 A map depends on the array's address and form, the tile, and on nothing else.
@@ -14,10 +14,9 @@ proxy fence before it (CUDA C++ Programming Guide, on tensor maps that were copi
 
 import ctypes
 import functools
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cuda.bindings import driver
 
@@ -42,6 +41,37 @@ class Encoding(NamedTuple):
     box: tuple[int, ...]
     swizzle: str
     promotion: str
+
+    @property
+    def constants(self) -> "MapConstants":
+        """What the driver is told of all arrays that are cut like this one, whatever their extents."""
+        return _map_constants(self.dtype, self.box, self.swizzle, self.promotion)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The extents, and behind them the strides: `count_numbers` of the rank."""
+        return *self.extents, *(self.strides or (ALIGNMENT,))  # of one axis: the driver wants a stride, and reads none
+
+
+class MapConstants(NamedTuple):
+    """The arguments of cuTensorMapEncodeTiled that do not follow from extents, strides and the address. before: dtype and rank.
+    after: box, element strides, interleave, swizzle, promotion, what lies outside."""
+
+    before: tuple[int, int]
+    after: tuple[Any, ...]
+
+
+class MapPlace(NamedTuple):
+    """Where a map is written to, and where its extents and strides are read from."""
+
+    address: ctypes.c_void_p
+    extents: ctypes.c_void_p
+    strides: ctypes.c_void_p
+
+
+def count_numbers(rank: int) -> int:
+    """How many extents and strides a map of an array of so many axes has."""
+    return rank + max(rank - 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +129,11 @@ def encode_form(box: TmaBox, form: Form) -> Encoding:
     return Encoding(box.dtype, (shape[inner], *[shape[axis] for axis in outer]), strides, box.box, box.swizzle, promotion)
 
 
-def decode_form(box: TmaBox, encoding: Encoding, device: int | None) -> Form:
-    """The form of the encoded array; the strides of axes along which no step is taken may differ."""
+def decode_form(box: TmaBox, numbers: Sequence[int], device: int | None) -> Form:
+    """The form of an array whose Encoding has these numbers; the strides of axes along which no step is taken may differ."""
     size, axes = box.spec.tile.dtype.itemsize, (box.inner, *box.outer)
-    shape = dict(zip(axes, encoding.extents, strict=True))
-    strides = dict(zip(axes, (size, *encoding.strides), strict=True))
+    shape = dict(zip(axes, numbers))
+    strides = dict(zip(axes, (size, *numbers[len(axes) :])))
     order = range(box.spec.rank)
     return Form(tuple([shape[axis] for axis in order]), tuple([strides[axis] for axis in order]), box.dtype_name, device, size)
 
@@ -114,11 +144,10 @@ def refuse_address(pointer: int):
 
 
 @functools.cache
-def _driver_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> tuple[tuple, tuple]:
-    """The driver's words for what maps have in common: (dtype, rank), (box, element strides, interleave, swizzle, promotion,
-    what lies outside)."""
+def _map_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> MapConstants:
     numbers = ctypes.c_uint32 * len(box)
-    return (int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")), len(box)), (
+    before = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")), len(box)
+    after = (
         numbers(*box),
         numbers(*[1] * len(box)),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
@@ -126,13 +155,10 @@ def _driver_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion:
         int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
+    return MapConstants(before, after)
 
 
-_PACK = [struct.Struct(f"{rank}Q").pack for rank in range(6)]  # numbers of so many axes, as the driver reads them
-_FUNCTION = ctypes.PYFUNCTYPE(  # place, dtype, rank, address, extents, strides, and what _driver_constants gives last
-    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p,
-    ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int] * 4,
-)  # fmt: skip
+_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int)  # without types of arguments: converting twelve takes longer than the call
 
 
 @functools.cache
@@ -143,17 +169,13 @@ def _encode_tiled() -> Callable[..., int]:
     return _FUNCTION(address)
 
 
-def write_map(encoding: Encoding, pointer: int, place: int) -> None:
+def write_map(constants: MapConstants, pointer: int, place: MapPlace) -> None:
     """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
     if pointer % ALIGNMENT:
         refuse_address(pointer)
-    before, after = _driver_constants(encoding.dtype, encoding.box, encoding.swizzle, encoding.promotion)
-    extents, strides = (
-        encoding.extents,
-        encoding.strides or (ALIGNMENT,),
-    )  # of one axis: the driver wants strides, and reads none
-    packed = _PACK[len(extents)](*extents), _PACK[len(strides)](*strides)
-    status = _encode_tiled()(place, *before, pointer, *packed, *after)
+    address, extents, strides = place
+    before, after = constants
+    status = _encode_tiled()(address, *before, ctypes.c_void_p(pointer), extents, strides, *after)
     if status:
         check((driver.CUresult(status),))
 

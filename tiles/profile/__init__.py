@@ -19,6 +19,7 @@ Where the figures come from:
   is there.
 """
 
+import math
 from html import escape
 from typing import Any, NamedTuple
 
@@ -209,12 +210,12 @@ class _LaunchWatcher:
         try:
             _, launch, arguments = self.origins.get(id(bound), (None, None, None))
             counts, record = count_on_host(bound, launch and launch_origin(launch, arguments), addresses, sample, self.block)
-            timeline = self.timeline(bound.title, record)
+            timeline = self.timeline(bound.kernel.title, record)
         except (Hazard, LookupError, ValueError) as error:
             why = str(error)
-        threads = bound.threads[0] * bound.threads[1] * bound.threads[2]
+        kernel = bound.kernel
         measured = seconds, counts, timeline, code(bound), why
-        return ProfiledLaunch(bound.title, bound.contents.grid, threads, bound.nbytes, *measured)
+        return ProfiledLaunch(kernel.title, bound.grid, math.prod(kernel.threads), kernel.nbytes, *measured)
 
 
 def profile(

@@ -47,11 +47,12 @@ class Code(NamedTuple):
 
 def code(bound: BoundLaunch) -> Code:
     """The registers, local memory and resident blocks of a launch."""
-    function, threads = bound.code.function, int(np.prod(bound.threads))
-    with bound.code.gpu.current():
+    kernel = bound.kernel
+    function, threads = kernel.code.function, int(np.prod(kernel.threads))
+    with kernel.code.gpu.current():
         registers = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_NUM_REGS, function))
         local = check(driver.cuFuncGetAttribute(_FUNCTION.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function))
-        ctas_per_sm = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, bound.nbytes))
+        ctas_per_sm = check(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, kernel.nbytes))
     return Code(registers, local, ctas_per_sm)
 
 
@@ -170,7 +171,7 @@ def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | No
     for value, spec in values:
         if isinstance(value, Operand):
             address = 0 if value.source == ABSENT else addresses[value.source]
-            value = _stand_in(value.form, address, bound.code.gpu, memory)
+            value = _stand_in(value.form, address, bound.kernel.code.gpu, memory)
         value = resolve_number(value, addresses)
         args.append(tensor(value, spec.tile, spec.rows, spec.cols, spec.unit) if spec and value is not None else value)
     args = group_values(launch.kernel, args)
@@ -180,10 +181,10 @@ def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | No
 
 
 def _declared(bound):
-    kernel = bound.frames.kernel
+    kernel = bound.kernel.frames.kernel
     if kernel is None:
         raise LookupError(f"{bound} was bound before it was profiled: profile the launch, with its arguments")
-    interpreted = kernel._bind_interpreted(bound.contents.grid, kernel.read_arguments(bound))
+    interpreted = kernel._bind_interpreted(bound.grid, kernel.read_arguments(bound))
     return interpreted.launch, interpreted.values
 
 
