@@ -46,7 +46,7 @@ class Config(ConvConfig):
     the final window, which is added to dx of a sequence's last tokens?"""
 
     window: bool = False
-    max_tokens = 256  # a block computes dz of three tokens that another one computes, too, and stores its sums
+    max_tokens = 1024  # a block computes dz of three tokens that another one computes, too, and stores its sums
 
     @property
     def ctas_per_sm(self) -> int:
