@@ -8,30 +8,17 @@ from typing import Any
 
 import torch
 
-from .autograd import autocast_inputs, copy_to_torch, is_plain, is_second_derivative, make_distinct, make_tma_contiguous, unwrap
-from .plans.recurrent_derivative import GradientCall
-from .public.based_features import _based
-from .public.based_gradients import BASED_DERIVATIVE
-from .public.delta_gradients import DELTA_DERIVATIVE
-from .public.delta_rules import _delta_rule
-from .public.gated_norms import GATED_NORM_DERIVATIVE, _gated_norm
-from .public.hedgehog_features import _hedgehog
-from .public.hedgehog_gradients import HEDGEHOG_DERIVATIVE
-from .public.linear_family import _linear
-from .public.linear_gradients import LINEAR_DERIVATIVE
-from .public.mamba import _mamba2
-from .public.mamba_gradients import MAMBA2_DERIVATIVE
-from .public.short_convolution import SHORT_CONV_DERIVATIVE, _short_conv
+from .autograd_inputs import (
+    autocast_inputs,
+    copy_to_torch,
+    is_plain,
+    is_second_derivative,
+    make_distinct,
+    make_tma_contiguous,
+    unwrap,
+)
+from .plans.recurrent_derivative import MEMBERS, GradientCall
 
-MEMBERS = {  # name: (program, derivative); Dynamo takes names as constants
-    "based": (_based, BASED_DERIVATIVE),
-    "delta_rule": (_delta_rule, DELTA_DERIVATIVE),
-    "gated_rms_norm": (_gated_norm, GATED_NORM_DERIVATIVE),
-    "hedgehog": (_hedgehog, HEDGEHOG_DERIVATIVE),
-    "linear": (_linear, LINEAR_DERIVATIVE),
-    "mamba2": (_mamba2, MAMBA2_DERIVATIVE),
-    "short_conv": (_short_conv, SHORT_CONV_DERIVATIVE),
-}
 LEADING = 3  # arguments of the Functions before their arrays
 Places = tuple[int | None, ...]
 

@@ -12,7 +12,7 @@ import attention
 from tiles.calls.torch_op import is_exporting, is_traced
 from tiles.launching.frameworks import computes_tangents
 
-from ..autograd import make_tma_contiguous
+from ..autograd_inputs import make_tma_contiguous
 from ..kernels.rotary_rows import HEAD_DIMS
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..autograd import make_tma_contiguous
+from ..autograd_inputs import make_tma_contiguous
 from ..plans.recurrent_derivative import no_second_derivatives
 from .peers import Peers
 from .sequence_shard import GatheredSummaries, SequenceShard

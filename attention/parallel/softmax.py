@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..autograd import make_tma_contiguous
+from ..autograd_inputs import make_tma_contiguous
 from ..options import check_flag
 from ..plans.call_options import requires_grad
 from ..plans.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays

@@ -4,11 +4,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from tiles.calls.plan import Plan
 from tiles.calls.program import Program
+from tiles.calls.schema import Schema
 from tiles.launching.arrays import Array, Form
 
 from .call_options import needs_gradient
 
+# {name: (program, derivative)} of the members whose modules are imported: names, because Dynamo takes them as constants
+MEMBERS: dict[str, tuple[Program, "RecurrentDerivative"]] = {}
 STATES = {"initial_state", "initial_z"}  # the parts of a normalised state, whose gradients are computed together
 
 
@@ -43,6 +47,16 @@ class RecurrentDerivative(NamedTuple):
     def no_second_derivatives(self) -> str:
         """The error message for a derivative of these gradients."""
         return no_second_derivatives(self.name)
+
+    def make_program(self, schema: Schema) -> Callable[[Callable[..., Plan]], Program]:
+        """Decorator: makes the member's program of its planner, and its entry in MEMBERS."""
+
+        def decorate(planner: Callable[..., Plan]) -> Program:
+            member = Program(schema, planner, self.make_vjp, self.no_second_derivatives, self.prepare)
+            MEMBERS[self.name.removeprefix("attention.")] = member, self
+            return member
+
+        return decorate
 
     def call(self, names: Sequence[str], requested_names: Sequence[str], options: dict[str, Any]) -> GradientCall:
         """The call that computes the gradients of the inputs `requested_names`. names: those of the arrays that the caller has.

@@ -5,7 +5,6 @@ from typing import Any
 from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles.calls import torch_op
 from tiles.calls.plan import Plan
-from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.launch import kernel_for
 
@@ -91,7 +90,7 @@ def based(
     return (results[0], results[1:]) if return_state and normalize else results
 
 
-@program(BASED, BASED_DERIVATIVE.make_vjp, BASED_DERIVATIVE.no_second_derivatives, BASED_DERIVATIVE.prepare)
+@BASED_DERIVATIVE.make_program(BASED)
 def _based(problem: Problem, scale: float | None, normalize: bool, return_state: bool) -> Plan:
     """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)

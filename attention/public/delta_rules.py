@@ -153,7 +153,7 @@ def delta_rule(
     return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
 
 
-@program(DELTA_RULE, DELTA_DERIVATIVE.make_vjp, DELTA_DERIVATIVE.no_second_derivatives, DELTA_DERIVATIVE.prepare)
+@DELTA_DERIVATIVE.make_program(DELTA_RULE)
 def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
     """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
     return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)

@@ -113,12 +113,7 @@ def _gated_norm_backward(problem: Problem, eps: float, activation: str, norm_bef
 GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_norm_backward, "x", ("x", "gate"))
 
 
-@program(
-    GATED_NORM,
-    GATED_NORM_DERIVATIVE.make_vjp,
-    GATED_NORM_DERIVATIVE.no_second_derivatives,
-    GATED_NORM_DERIVATIVE.prepare,
-)
+@GATED_NORM_DERIVATIVE.make_program(GATED_NORM)
 def _gated_norm(problem: Problem, eps: float, activation: str, norm_before_gate: bool) -> Plan:
     """The Plan of a call of gated_rms_norm."""
     return plan_gated_norm(problem, eps, activation, norm_before_gate)

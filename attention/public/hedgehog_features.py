@@ -5,7 +5,6 @@ from typing import Any
 
 from tiles.calls import torch_op
 from tiles.calls.plan import Plan
-from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.launch import kernel_for
 
@@ -77,7 +76,7 @@ def hedgehog(
     return _hedgehog(stream, (*arrays, out), (), layout)
 
 
-@program(HEDGEHOG, HEDGEHOG_DERIVATIVE.make_vjp, HEDGEHOG_DERIVATIVE.no_second_derivatives, HEDGEHOG_DERIVATIVE.prepare)
+@HEDGEHOG_DERIVATIVE.make_program(HEDGEHOG)
 def _hedgehog(problem: Problem) -> Plan:
     """The Plan of a call of hedgehog."""
     check_shapes(problem)

@@ -292,7 +292,7 @@ def gla(
     )  # fmt: skip
 
 
-@program(LINEAR, LINEAR_DERIVATIVE.make_vjp, LINEAR_DERIVATIVE.no_second_derivatives, LINEAR_DERIVATIVE.prepare)
+@LINEAR_DERIVATIVE.make_program(LINEAR)
 def _linear(
     problem: Problem,
     scale: float | None,

@@ -147,7 +147,7 @@ def _scan(stream: Any, arrays: tuple, options: tuple) -> Any:
     return _mamba2(stream, (*arrays, None, None), (*others, family, returned, STORED if returned else memory))
 
 
-@program(MAMBA2, MAMBA2_DERIVATIVE.make_vjp, MAMBA2_DERIVATIVE.no_second_derivatives, MAMBA2_DERIVATIVE.prepare)
+@MAMBA2_DERIVATIVE.make_program(MAMBA2)
 def _mamba2(
     problem: Problem,
     dt_options: DtOptions,

@@ -148,12 +148,7 @@ def _short_conv_backward(problem: Problem, activation: str | None, grads: str) -
 SHORT_CONV_DERIVATIVE = RecurrentDerivative("attention.short_conv", _short_conv_backward, "x", ("x",))
 
 
-@program(
-    SHORT_CONV,
-    SHORT_CONV_DERIVATIVE.make_vjp,
-    SHORT_CONV_DERIVATIVE.no_second_derivatives,
-    SHORT_CONV_DERIVATIVE.prepare,
-)
+@SHORT_CONV_DERIVATIVE.make_program(SHORT_CONV)
 def _short_conv(problem: Problem, activation: str | None, return_state: bool) -> Plan:
     """The Plan of a call of short_conv. The schema's `state` is a result, which a caller cannot pass."""
     return plan_short_conv(problem, activation is not None, return_state)
