@@ -7,7 +7,7 @@ computes the four before them."""
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from numba import cuda
 from numpy import int32
@@ -49,7 +49,10 @@ class ConvConfig:
         return ", ".join([f"width {self.width} {self.dtype}", *[name for name, enabled in flags.items() if enabled]])
 
 
-def conv_space(make_config: type[ConvConfig], everything: bool) -> Iterator[ConvConfig]:
+SomeConfig = TypeVar("SomeConfig", bound=ConvConfig)
+
+
+def conv_space(make_config: type[SomeConfig], everything: bool) -> Iterator[SomeConfig]:
     """The configurations of the widest convolution of bf16; with `everything` all others, too."""
     widths, dtypes = (WIDTHS, (bf16, fp16)) if everything else (WIDTHS[-1:], (bf16,))
     flags = (True, False), (False, True), (True, False) if everything else (True,), (False, True)

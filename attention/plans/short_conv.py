@@ -11,7 +11,7 @@ from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
 from ..kernels import short_conv, short_conv_backward
-from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS, ConvConfig
+from ..parts.short_conv import CHANNELS, STEP, WARPS, WIDTHS, ConvConfig, SomeConfig
 from .recurrent_checks import DTYPES, is_varlen
 
 MIN_TOKENS = 16  # the least tokens of a block
@@ -75,7 +75,7 @@ def is_aligned(problem: Problem, *names: str) -> bool:
     return strides_fit and problem.bytes_at_once(*names) == ALIGNMENT
 
 
-def config_for(problem: Problem, make: type[ConvConfig], silu: bool, *names: str) -> ConvConfig:
+def config_for(problem: Problem, make: type[SomeConfig], silu: bool, *names: str) -> SomeConfig:
     """The configuration of a kernel that moves the tokens of these arrays."""
     has_bias, aligned = "bias" in problem, is_aligned(problem, *names)
     return make(problem.extents["width"], silu, has_bias, DTYPES[problem.dtype], aligned, is_varlen(problem))

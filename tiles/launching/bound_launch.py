@@ -210,7 +210,7 @@ class BoundLaunch:
         self.run(stream, addresses)
 
     def with_kernel(self, kernel: BoundKernel) -> "BoundLaunch":
-        """The same launch of a kernel that is configured otherwise, and has frames of its own."""
+        """Bind this launch to the same kernel, configured otherwise and with frames of its own."""
         return BoundLaunch(kernel, self.grid, self.block)
 
     def run(self, stream: int, addresses) -> None:

@@ -321,9 +321,9 @@ class Launch:
             overlaps = self.overlaps_previous and isinstance(launch_value, BoundLaunch)  # no InterpretedLaunch overlaps another
             late = bound
             if overlaps:
-                early = launch_value.kernel
-                frames = FramePool(early.frames.slots, early.frames.maps, early.frames.ranks)
-                late = watched_call(BoundLaunch.with_kernel, bound, early._replace(frames=frames, overlaps_previous=False))
+                kernel = launch_value.kernel
+                frames = FramePool(kernel.frames.slots, kernel.frames.maps, kernel.frames.ranks)
+                late = watched_call(BoundLaunch.with_kernel, bound, kernel._replace(frames=frames, overlaps_previous=False))
             return recording.steps.append(RecordedStep(bound, late, sources))
         if self.stream is not None:
             stream = stream_handle(self.stream)
