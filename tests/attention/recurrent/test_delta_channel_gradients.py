@@ -111,6 +111,16 @@ def test_strong_chunks_among_others(place):
     assert not got["ddecay"][:, 100].any() and got["ddecay"][:, 70, :, :5].all()
 
 
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_thread_block_with_all_chunks(place, monkeypatch, nothing_known, is_packed):
+    """As on a GPU with fewer multiprocessors than chunks: tiles are loaded again, and one of the chunks is strong."""
+    for name in ("count_parts", "persistent", "count_packed_parts"):
+        monkeypatch.setattr(delta_channel_gradients, name, lambda *_: 1)
+    args = packed([70, 198], key_dim=128, value_dim=128) if is_packed else large(130)
+    args["decay"][:, 90, :, 5] = -1e4
+    check(place, args)
+
+
 @pytest.mark.parametrize("dtype", [bf16, np.float16])
 def test_large_tiles_of_packed_sequences(place, dtype):
     """One with a tail, one without tokens, and one of whole chunks; strong chunks in one of them."""
