@@ -7,6 +7,7 @@ A warp has a chunk of 16 heads. Weights count as 2^MIN_WEIGHT at least, so that 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import float32, int32
@@ -48,7 +49,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    gate, seq_layout, WEIGHTED = config.gate, SequenceLayout(config.varlen), config.gate.weighted
+    gate: Any = config.gate  # Mamba-2's if there are weights
+    seq_layout, WEIGHTED = SequenceLayout(config.varlen), gate.weighted
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_gates_of_chunks(

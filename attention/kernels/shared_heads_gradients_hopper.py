@@ -330,9 +330,9 @@ def make(config: Config):
                     tile = out.wait(slot)
                     if VARLEN:
                         for row in range(CHUNK // 16):
-                            at = seq.batch, int32(token + 16 * row), head, int32(COLUMNS * column)
+                            rows_at = seq.batch, int32(token + 16 * row), head, int32(COLUMNS * column)
                             rows = load(subtile(tile, 16, row), ROWS, fenced=False)
-                            store(truncate(gDV, 1, seq.end), rows, at, 1, 3, aligned=True)
+                            store(truncate(gDV, 1, seq.end), rows, rows_at, 1, 3, aligned=True)
                     else:
                         tma_store(gDV, (seq.batch, token, head, column), tile)
                         store_wait()
