@@ -54,14 +54,11 @@ def bias_row(problem: Problem) -> Operand | None:
     return None if bias is None else bias.spread(0, 1)
 
 
-def check_window(problem: Problem, *windows: str) -> None:
-    """ValueError: no kernel serves the width of the weights, or the window of one of these arrays does not fit it."""
+def check_width(problem: Problem) -> None:
+    """ValueError: no kernel serves the width of the weights, or so long a sequence."""
     width, length = problem("width", "seqlen")
     if width not in WIDTHS:
         raise problem.error("weight", f"width must be from {WIDTHS[0]} to {WIDTHS[-1]}: {width}", "weight")
-    for name in windows:
-        if name in problem and problem.forms[name].shape[-1] != width - 1:
-            raise problem.error(name, f"window must be the weight's width - 1, {width - 1}", name, "weight")
     if length >= 2**31:
         raise problem.error("x", "sequence must be shorter than 2**31", "x")
 
@@ -83,7 +80,7 @@ def config_for(problem: Problem, make: type[SomeConfig], silu: bool, *names: str
 
 def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
     """The Plan of a call of short_conv."""
-    check_window(problem, "initial_state")
+    check_width(problem)
     batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")
     if not channels or not (batch * length or (return_state and sequences)):
         return Plan([])
@@ -105,7 +102,7 @@ def plan_short_conv(problem: Problem, silu: bool, return_state: bool) -> Plan:
 
 def plan_short_conv_gradients(problem: Problem, silu: bool, requested: dict[str, bool]) -> Plan:
     """The Plan of a call of short_conv_backward. requested: are dbias and dinitial_state results?"""
-    check_window(problem, "initial_state", "dstate")
+    check_width(problem)
     if not problem.extents["channels"]:
         return Plan([])
     config = config_for(problem, short_conv_backward.Config, silu, "dout", "x", "dx")
