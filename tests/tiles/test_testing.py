@@ -145,7 +145,7 @@ def test_what_cannot_be_aligned():
 
 # ---- units in the last place ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("got", "want", "ulp"),
+    ("outputs", "want", "ulp"),
     [
         (1.0, 1.0, 0),
         (1.0, 1.0 + 2.0**-11, 0.5),
@@ -160,7 +160,7 @@ def test_close(outputs, want, ulp):
 
 
 @pytest.mark.parametrize(
-    ("got", "want", "ulp"),
+    ("outputs", "want", "ulp"),
     [
         (1.0, 1.0 + 2.0**-11, 0.4),
         (np.inf, 65519.0, 9),
