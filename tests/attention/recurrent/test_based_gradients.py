@@ -8,8 +8,13 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device
 
 import attention
+import tiles
 from attention import reference
+from attention.kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
+from attention.parts.recurrent.tokens import COLUMNS
+from attention.plans import based_gradients
 from attention.reference.based_gradients import based_features
+from tiles.launching.arguments import array, declared
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 LIMIT = 0.005  # of relative errors of float32 results, if those of the reference in the inputs' dtype are not greater
@@ -70,6 +75,28 @@ def test_lengths(place, length, normalize):
 @pytest.mark.parametrize(("value_dim", "dtype"), [(80, bf16), (64, np.float16), (256, bf16)])
 def test_value_dims(place, value_dim, dtype):
     check(place, case(20, True, value_dim=value_dim, dtype=dtype, batch=2, heads=1, states=dtype is bf16))
+
+
+@pytest.mark.parametrize(
+    ("length", "value_dim", "walks"), [(1, COLUMNS - 16, True), (1, COLUMNS, True), (1, COLUMNS + 16, False), (0, 16, False)]
+)
+def test_which_kernels_are_launched(monkeypatch, nothing_known, length, value_dim, walks):
+    """The walks hold a state of COLUMNS value dims, features in memory have any. Without tokens the initial state has a
+    gradient of 0, which no kernel writes."""
+    plan_walks, counts = based_gradients._plan_walks, []
+    monkeypatch.setattr(based_gradients, "_plan_walks", lambda *given: counts.append(1) or plan_walks(*given))
+    args = case(length, True, value_dim=value_dim, heads=1)
+    got = run(OnInterpreter(), {name: x for name, x in args.items() if length or name != "dstate"})
+    assert bool(counts) == walks
+    if not length:
+        assert (got["dinitial_state"] == 0).all() and (got["dinitial_z"] == 0).all()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(BasedQueryGradients, "gDQ"), (BasedKeyGradients, "gDK")])
+def test_gradients_that_are_added_over_heads_are_float32(kind, name):
+    for unrounded, dtype in ((False, tiles.bf16), (True, tiles.fp32)):
+        kernel, _ = kind.make(kind(tiles.bf16, unrounded=unrounded))
+        assert declared(kernel.py_func)[name] == array(4, dtype)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 1.0])

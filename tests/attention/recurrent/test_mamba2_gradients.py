@@ -319,3 +319,10 @@ def test_errors_of_stored_states():
     wide = {name: x for name, x in case(5, P=144, everything=False).items() if name not in ("dout", "dstates")}
     with pytest.raises(ValueError, match=r"^return_chunk_states: takes Dk up to 128 and Dv up to 128: B.shape=\(1, 5, 1, 16\)"):
         attention.mamba2(**wide, return_chunk_states=True)
+
+
+def test_one_share_needs_no_sums_over_shares():
+    """Shares of a key head's value heads write partial results, which are added; one alone has the results."""
+    work = shared_heads_gradients.BlockWork(key_heads=1, chunks=1, blocks=2, resident_ctas=2)
+    assert work.time(1, 1) == 2 + shared_heads_gradients.CHUNK_COST
+    assert work.time(1, 2) == 1 + shared_heads_gradients.CHUNK_COST + shared_heads_gradients.PARTIAL_COST
