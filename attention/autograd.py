@@ -18,8 +18,8 @@ from .autograd_inputs import (
     make_tma_contiguous,
     unwrap,
 )
-from .plans.call_options import pad_aux, requires_grad
-from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, flatten_arrays, group_arrays
+from .plans.call_options import requires_grad
+from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, group_arrays
 from .plans.planning import INDICES
 from .public import softmax_backward
 from .public.softmax_forward import forward, forward_without_options
@@ -135,13 +135,11 @@ def prepare_backward(forms: dict[str, Form], causal: bool, scale: float | None, 
     softmax_backward._backward.prepare({"dout": forms["out"], **forms}, (causal, scale, in_order, family), layout)
 
 
-def attend_with_gradients(arguments: dict[str, Any], return_lse: bool) -> Any:
+def attend_with_gradients(arrays: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:
     """out of attention.forward, or (out, lse), differentiable once with respect to the arrays of gradient.DIFFERENTIABLE.
-    arguments: of forward, by name. NotImplementedError, ValueError, TypeError: an argument has no gradient and requires one, or
+    arrays, options: of forward, as gradient.flatten_arrays divides its arguments, because torch saves only tensors for the
+    backward pass. NotImplementedError, ValueError, TypeError: an argument has no gradient and requires one, or
     there is no gradient with it; the error names it."""
-    pad_aux(arguments["aux"])  # checks aux
-    arrays, options = flatten_arrays(arguments)  # torch saves only tensors for the backward pass
-    arrays = {name: arguments[name] for name in "qkv"} | arrays
     arrays = {
         name: x if isinstance(x, torch.Tensor) or not hasattr(x, "shape") else copy_to_torch(x) for name, x in arrays.items()
     }

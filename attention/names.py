@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import TypeVar, cast
 
+from .options import DEFAULTS
+
 F = TypeVar("F", bound=Callable)
 BIAS, MASK = "bias=, which is added to the scores, or mask=, a function of b, h, i, j", "mask=, a function of b, h, i, j"
 # (names of other libraries, hints ...): the first hint counts that is a sentence, or an argument that the function has
@@ -94,18 +96,37 @@ def suggests_argument_names(function: F) -> F:
     """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one
     more Python call, and for no check."""
 
+    signature = flatten_signature(function)
+
     @functools.wraps(function)
     def call(*args, **options):
         try:
             return function(*args, **options)
-        except TypeError as error:
-            match = re.match(rf"{function.__qualname__}\(\) got an unexpected keyword argument '(\w+)'", str(error))
-            hint = match and argument_hint(match[1], list(inspect.signature(function).parameters))
-            if not hint:
+        except TypeError:
+            name = next((name for name in options if name not in signature.parameters), None)
+            if name is None:
                 raise
-            raise TypeError(f"{str(error).partition('. Did you')[0]}; {hint}") from None
+            hint = argument_hint(name, [*signature.parameters])
+            message = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+            raise TypeError(f"{message}; {hint}" if hint else message) from None
 
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {name: x.annotation for name, x in signature.parameters.items()}
+    call.__annotations__["return"] = signature.return_annotation
     return cast(F, call)
+
+
+def flatten_signature(function: Callable) -> inspect.Signature:
+    """The function's signature. Where it takes `**arguments: Unpack[Fields]`, the fields of this TypedDict are parameters."""
+    signature = inspect.signature(function)
+    *parameters, last = signature.parameters.values()
+    unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(last.annotation))
+    if unpacked is None:
+        return signature
+    fields = inspect.unwrap(function).__globals__[unpacked[1]].__annotations__
+    first = next(n for n, parameter in enumerate(parameters) if parameter.kind is parameter.KEYWORD_ONLY)
+    flat = [last.replace(name=x, kind=last.KEYWORD_ONLY, default=DEFAULTS.get(x), annotation=fields[x]) for x in fields]
+    return signature.replace(parameters=[*parameters[:first], *flat, *parameters[first:]])
 
 
 def argument_hint(name: str, parameters: list[str]) -> str:

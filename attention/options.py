@@ -1,14 +1,94 @@
-"""Checks of options, which are all arguments but arrays. A check returns a plain Python value, so that equal options compare
-equal, whatever types the caller used."""
+"""The options of calls, which are all arguments but arrays: the arguments that several functions take, once; records of options
+as planners take them; and checks. A check returns a plain Python value, so that equal options compare equal, whatever types the
+caller used."""
 
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+
+from tiles.launching.arrays import Number
 
 SCALE_RANGE = (2.0**-120, 2.0**120)  # float32 holds such a scale, and the scale times log2(e)
 
 
+# ---- what callers pass -----------------------------------------------------------------------------------------------
+class ScoreArguments(TypedDict, total=False):
+    """The arguments of attention.forward, backward and decode that say, beside causal and scale, which keys a query sees and
+    what becomes of its scores."""
+
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi: Any
+    sink: Any
+    bias: Any
+    mask: Callable | None
+    score: Callable | None
+    aux: Sequence[Any]
+
+
+class AttentionArguments(ScoreArguments, total=False):
+    """The arguments that attention.forward and backward have in common, beside q, k, v, causal, scale and those of results."""
+
+    blocks: Any
+    cu_seqlens: Any
+    cu_seqlens_k: Any
+    lengths_k: Any
+    q_norm: Any
+    k_norm: Any
+    norm_eps: float
+    dropout: float
+    seed: Any
+
+
+DEFAULTS: dict[str, Any] = {"aux": (), "norm_eps": 1e-6, "dropout": 0.0}  # of those arguments; of the others None
+
+
+# ---- what planners take ----------------------------------------------------------------------------------------------
+# Records are flat in a Program's options (tiles/calls/planner_options.py).
+class ScoreOptions(NamedTuple):
+    """Which keys a query sees and what becomes of scores, besides arrays. left, right: of the window. mask, score: the names
+    under which python_functions.py has registered the functions."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    softcap: float | None = None
+    mask: str | None = None
+    score: str | None = None
+
+
+class ListOptions(NamedTuple):
+    """What is known of lists of key blocks, besides arrays. block_rows, block_cols: the block size of a BlockMask.
+    prepared_for: BlockLists.prepared_for of lists that the call passes (prepared_lists.py)."""
+
+    block_rows: int | None = None
+    block_cols: int | None = None
+    prepared_for: str | None = None
+
+    @property
+    def block_size(self) -> tuple[int, int] | None:
+        """(rows, columns) of a BlockMask's blocks; None if there is none."""
+        return None if self.block_rows is None or self.block_cols is None else (self.block_rows, self.block_cols)
+
+
+class RandomOptions(NamedTuple):
+    """dropout: the probability, None for no dropout. seed_value: the seed, unless it is in an array."""
+
+    dropout: float | None = None
+    seed_value: Number | None = None
+
+
+class ResultOptions(NamedTuple):
+    """The options that every form of forward has."""
+
+    scale: float | None
+    return_lse: bool
+    family: str | None
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
 def check_flag(name: str, value: Any) -> bool:
     """The value as a bool; NumPy's bools are taken. TypeError: it is something else."""
     if value is True or value is False:

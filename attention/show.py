@@ -25,6 +25,7 @@ from tiles.launching.frameworks import describe
 from tiles.launching.launch import kernel_for
 
 from .kernels import key_block_lists
+from .options import ScoreOptions
 from .plans.call_options import window_ends
 from .plans.variant_spec import build_variant
 from .reference.scores import ReferenceVariant
@@ -96,7 +97,7 @@ def draw_mask(
         def mask_of_head(b, h, i, j, *aux):
             return inner(batch, head, i, j, *aux)
 
-    spec = build_variant(1.0, causal, window_ends(window), mask=mask_of_head)
+    spec = build_variant(1.0, ScoreOptions(causal, *window_ends(window)), mask=mask_of_head)
     q_tiles, kv_blocks = -(-q // rows), -(-k // cols)
     classes = np.zeros((1, 1, q_tiles, kv_blocks), np.int8)
     unseen = np.zeros((1, 1, q_tiles, key_block_lists.COUNTS * kv_blocks), np.int8)

@@ -12,11 +12,11 @@ from tiles.launching.arrays import Form, Number
 from tiles.launching.checks import ENDS_K, ENDS_Q, KEY_LENGTHS, Check, check_options
 from tiles.launching.frameworks import describe
 
-from ..options import split_norm
-from ..parts.block_masks import FIELDS
-from ..plans.call_options import AUX, block_options, dropout_options, score_options, window_ends
+from ..options import ScoreOptions, check_flag
+from ..plans.call_options import AUX, block_options, dropout_options, score_options
 from ..plans.forward_launches import expand_axes
 from ..plans.forward_programs import VARIANTS, find_kv_block_size
+from ..plans.gradient import NORMS, flatten_arrays
 from ..plans.planning import check_extents, norm_and_dropout_parts
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from .peers import check_torch_tensors
@@ -44,28 +44,22 @@ def check_whole(q: Any, k: Any, v: Any, length: int, length_k: int, options: Map
             "lengths_k: for parts of queries it is not supported on several ranks; give one length for each batch"
         )
     read = [problem[f"aux{n}"] for n in range(len(aux))]
-    window = window_ends(options.get("window"))
-    plan_index_checks(
-        problem,
-        IndexingFunctions(options.get("mask"), options.get("score"), read, bool(options.get("causal")), *window, length_k),
-    )
+    scores = ScoreOptions(bool(options.get("causal")), *score_options(options))
+    plan_index_checks(problem, IndexingFunctions(options.get("mask"), options.get("score"), read, scores, length_k))
 
 
 def find_kv_block(q: Any, k: Any, v: Any, length: int, length_k: int, options: Mapping[str, Any]) -> int | None:
     """How many keys a block has in the kernel by which one GPU computes the whole; None if there is nothing to compute. q, k,
     v: a rank's shards."""
-    blocks, random = block_options(options.get("blocks")), dropout_options(options.get("dropout", 0.0), options.get("seed"))
-    norms = [x for name in ("q_norm", "k_norm") for x in split_norm(name, options.get(name))]
-    others = dict(zip(("q_norm", "q_norm_bias", "k_norm", "k_norm_bias"), norms)) | {"seed": random.seeds}
-    others |= dict(zip((*FIELDS, "lists", "marks"), blocks.arrays))
+    blocks, random = block_options(options.get("blocks")), dropout_options(options, {})
+    norms = {name: options[name] for name in NORMS if name in options}
+    others = flatten_arrays(norms)[0] | random.seeds | blocks.arrays
     forms = _forms(q, k, v, length, length_k, options)
     forms |= {name: describe(x, name).form for name, x in others.items() if x is not None}
     problem = VARIANTS.problem(forms, "bshd")
     if 0 in problem("batch", "seqlen_q", "heads", "seqlen_k"):
         return None
-    scores = score_options(
-        options.get("causal", False), *[options.get(name) for name in ("window", "softcap", "mask", "score")]
-    )
+    scores = ScoreOptions(check_flag("causal", options.get("causal", False)), *score_options(options))
     seed = None if random.seed is None else Number(0)  # its value does not affect the plan
     extra_parts = norm_and_dropout_parts(problem, options.get("norm_eps", 1e-6), random.dropout, seed)
     return find_kv_block_size(problem, scores, blocks.options, options.get("scale"), options.get("family"), extra_parts)

@@ -1,4 +1,5 @@
-"""Variants that change scores or add to the row sum: softcap, ALiBi, bias, score functions, sinks."""
+"""Variants that change scores or add to the row sum: ALiBi, bias, score functions, sinks. score_mods.py has those that are
+functions of a score alone."""
 
 import math
 from collections.abc import Callable
@@ -6,35 +7,13 @@ from typing import Any
 
 from numpy import float32, int32
 
-from ops import abs, col_index, exp2, full, load, maximum, minimum, tanh, where, zeros
+from ops import abs, col_index, exp2, full, load, maximum, minimum, where, zeros
 from tiles import bf16, dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import FLOAT, array
 
 from .variant import KeyRange, QueryRange, Variant
 
 MAX_SCORE_GRAD = 2.0**15  # the largest derivative of a score: larger ones are not finite in fp16
-
-
-class Softcap(Variant):
-    """cap tanh(score / cap), in units of the cap."""
-
-    changes_scores = needs_raw_scores = nonlinear = True
-    fits_folded_backward = False
-
-    @property
-    def params(self) -> dict[str, Any]:
-        """per_cap: the unit of the scores that come in, divided by the cap."""
-        return {"per_cap": FLOAT}
-
-    @inlined
-    def score(self, s, ctx, key):
-        return tanh(s * ctx.params.per_cap)
-
-    @inlined
-    def score_and_grad(self, s, ctx, key):
-        """cap tanh(x / cap) has the derivative 1 - tanh(x / cap)^2."""
-        s = self.score(s, ctx, key)
-        return s, 1.0 - s * s
 
 
 @static

@@ -2,18 +2,19 @@
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar, cast
 
 import attention
 from tiles.calls.torch_op import imported_module, is_exporting, is_transformed
-from tiles.launching.arrays import Array, Number
+from tiles.launching.arrays import Array
 
-from ..options import check_flag, check_number, check_positive
+from ..options import ListOptions, ScoreOptions, check_number
 from ..parts.block_masks import FIELDS
+from ..parts.score_mods import BUILTIN_SCORE_MODS
 from ..parts.weight_dropout import SEED_END
-from ..scoring.python_functions import register_function
+from ..scoring.python_functions import find_function, register_function
 from .prepared_lists import BlockLists, BlockListsRequest
 
 F = TypeVar("F", bound=Callable)
@@ -100,82 +101,65 @@ def window_ends(window: Any) -> tuple[int | None, int | None]:
             raise TypeError(f"window: its ends must be integers or None: {window=}")
         if end is not None and not 0 <= end < 2**30:
             raise ValueError(f"window: its ends must not be negative, and below 2**30; None is open: {window=}")
-    left, right = (None if end is None else int(end) for end in window)
-    return left, right
+    left, right = window
+    return None if left is None else int(left), None if right is None else int(right)
 
 
-def pad_aux(aux: Any) -> tuple:
-    """The arrays of aux, padded to AUX with None. TypeError: aux is not a sequence of up to AUX arrays."""
+def check_aux(aux: Any) -> Any:
+    """The sequence aux itself. TypeError: it is not a sequence of up to AUX arrays."""
     if not isinstance(aux, (tuple, list)):
         raise TypeError(f"aux: must be a tuple of arrays, (array,) for a single one, and not {type(aux).__name__}")
     if len(aux) > AUX or any([x is None for x in aux]):
         kinds = [type(x).__name__ for x in aux]
         raise TypeError(f"aux: must be up to {AUX} arrays: {len(aux)} of {kinds}")
-    return *aux, *(None,) * (AUX - len(aux))
+    return aux
 
 
-# Records of options, flat in a Program's (tiles/calls/planner_options.py): each name stands here once.
-class ScoreOptions(NamedTuple):
-    """Which keys a query sees and what becomes of scores, besides arrays. left, right: of the window. mask, score: the names
-    under which python_functions.py has registered the functions."""
-
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    softcap: float | None = None
-    mask: str | None = None
-    score: str | None = None
+SCORE_CHECKS: dict[str, Callable[[Any], Any]] = {
+    **{mod.option: mod.check for mod in BUILTIN_SCORE_MODS},
+    **{name: functools.partial(register_function, name) for name in ("mask", "score")},
+}
+NO_SCORES = ScoreOptions()[1:]
+_NO_FIELDS = dict(zip(ScoreOptions._fields[1:], NO_SCORES))
 
 
-def score_options(causal: Any, window: Any, softcap: Any, mask: Any, score: Any) -> ScoreOptions:
-    """The ScoreOptions of a call. TypeError, ValueError: one of its arguments is wrong."""
-    functions = [None if f is None else register_function(name, f) for name, f in (("mask", mask), ("score", score))]
-    return ScoreOptions(check_flag("causal", causal), *window_ends(window), check_positive("softcap", softcap), *functions)
+def score_options(arguments: Mapping[str, Any]) -> tuple:
+    """The fields of ScoreOptions after causal, for these ScoreArguments. TypeError, ValueError: one of them is wrong."""
+    fields = dict(_NO_FIELDS)
+    for name in arguments:  # a comprehension would take longer
+        if name in SCORE_CHECKS:
+            fields[name] = SCORE_CHECKS[name](arguments[name])
+    if "window" in arguments:
+        fields["left"], fields["right"] = window_ends(arguments["window"])
+    return tuple(fields.values())
 
 
-class ListOptions(NamedTuple):
-    """What is known of lists of key blocks, besides arrays. block_rows, block_cols: the block size of a BlockMask.
-    prepared_for: BlockLists.prepared_for of lists that the call passes (prepared_lists.py)."""
-
-    block_rows: int | None = None
-    block_cols: int | None = None
-    prepared_for: str | None = None
-
-    @property
-    def block_size(self) -> tuple[int, int] | None:
-        """(rows, columns) of a BlockMask's blocks; None if there is none."""
-        return None if self.block_rows is None or self.block_cols is None else (self.block_rows, self.block_cols)
-
-
-class RandomOptions(NamedTuple):
-    """dropout: the probability, None for no dropout. seed_value: the seed, unless it is in an array."""
-
-    dropout: float | None = None
-    seed_value: Number | None = None
-
-
-class ResultOptions(NamedTuple):
-    """The options that every form of forward has."""
-
-    scale: float | None
-    return_lse: bool
-    family: str | None
+def score_arguments(options: ScoreOptions) -> dict[str, Any]:
+    """The arguments of a call with these options, without those that are None."""
+    _, left, right, *_ = options
+    arguments = {name: x for name, x in options._asdict().items() if x is not None and name not in ("left", "right")}
+    arguments |= {name: find_function(arguments[name]) for name in ("mask", "score") if name in arguments}
+    return arguments if left is right is None else arguments | {"window": (left, right)}
 
 
 class DropoutOptions(NamedTuple):
-    """Options of dropout. dropout: the probability, None for no dropout. seed: an integer seed. seeds: an array of one seed."""
+    """Options of dropout. dropout: the probability, None for no dropout. seed: an integer seed. seeds: {"seed": an array of one
+    seed} instead."""
 
     dropout: float | None
     seed: int | None
-    seeds: Any
+    seeds: dict[str, Any]
 
 
-NO_DROPOUT = DropoutOptions(None, None, None)
+NO_DROPOUT = DropoutOptions(None, None, {})
 
 
-def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
-    """The DropoutOptions of a call. TypeError, ValueError: dropout is not in [0, 1), or the seed is missing, negative, too
-    large, or of a wrong type."""
+def dropout_options(options: Mapping[str, Any], arrays: dict[str, Any]) -> DropoutOptions:
+    """The DropoutOptions of a call with these arguments, of which dropout and seed count; a seed is removed from `arrays`.
+    TypeError, ValueError: dropout is not in [0, 1), or the seed is missing, negative, too large, or of a wrong type."""
+    if "dropout" not in options:
+        return NO_DROPOUT
+    dropout, seed = options["dropout"], arrays.pop("seed", options.get("seed"))
     probability = check_number("dropout", dropout)
     if probability is None or not 0 <= probability < 1:
         raise ValueError(f"dropout: must be from 0 to below 1: {dropout=}")
@@ -187,19 +171,19 @@ def dropout_options(dropout: Any, seed: Any) -> DropoutOptions:
         raise ValueError(f"seed: is required with dropout > 0: {dropout=}, seed=None")
     if not isinstance(seed, int):  # Dynamo's symbolic integers are ints without __index__
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
-            return DropoutOptions(probability, None, seed)
+            return DropoutOptions(probability, None, {"seed": seed})
         seed = operator.index(seed)
     if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
-    return DropoutOptions(probability, seed, None)
+    return DropoutOptions(probability, seed, {})
 
 
 class BlockOptions(NamedTuple):
-    """The contents of a call's `blocks`. arrays: the lists of a BlockMask, then the lists and the map of BlockLists; None for
-    what there is not."""
+    """The contents of a call's `blocks`. arrays: the lists of a BlockMask, or the lists and the map of BlockLists, by the names
+    of schemas."""
 
     options: ListOptions = ListOptions()
-    arrays: tuple = (None,) * (len(FIELDS) + 2)
+    arrays: dict[str, Any] = {}  # noqa: RUF012
 
 
 NO_BLOCKS = BlockOptions()
@@ -212,9 +196,7 @@ def block_options(blocks: Any) -> BlockOptions:
     if blocks is None:
         return NO_BLOCKS
     if isinstance(blocks, BlockLists):
-        return BlockOptions(
-            ListOptions(*blocks.size, blocks.prepared_for), (*(None,) * len(FIELDS), blocks.lists, blocks.marks)
-        )
+        return BlockOptions(ListOptions(*blocks.size, blocks.prepared_for), {"lists": blocks.lists, "marks": blocks.marks})
     missing = [name for name in ("BLOCK_SIZE", *FIELDS) if not hasattr(blocks, name)]
     if missing:
         raise TypeError(f"blocks: must have the fields of a BlockMask: {type(blocks).__name__} has no {', '.join(missing)}")
@@ -229,9 +211,4 @@ def block_options(blocks: Any) -> BlockOptions:
             f"blocks: needs kv_num_blocks and kv_indices, and full_kv_num_blocks only with full_kv_indices: {missing} are None"
         )
     rows, columns = size
-    return BlockOptions(ListOptions(rows, columns), (*lists, None, None))
-
-
-def as_tuple(norm: Any) -> tuple:
-    """A tuple as it is, anything else as a tuple of one."""
-    return norm if type(norm) is tuple else (norm,)
+    return BlockOptions(ListOptions(rows, columns), dict(zip(FIELDS, lists)))

@@ -12,6 +12,7 @@ from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..kernels import decode_ampere, decode_combine, decode_hopper
+from ..options import ScoreOptions
 from ..parts.cache_scales import QUANTIZED
 from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
 from ..parts.decode.key_window import GrowingKeyWindow, KeyWindow, TokenHeadScoreMod, WholeCacheWindow
@@ -37,17 +38,13 @@ MIN_VECTOR_BYTES = 4  # cp.async copies so many bytes at least
 
 
 class DecodeOptions(NamedTuple):
-    """A call's options: which keys tokens see (causal, left, right), and what is done to scores. mask and score are functions
-    in Python, which read aux."""
+    """A call's options, with the functions in Python that they name, mask and score, which read aux."""
 
-    causal: bool
-    left: int | None
-    right: int | None
-    softcap: float | None
+    scores: ScoreOptions
     scale: float
-    mask: Callable | None
-    score: Callable | None
-    aux: list[Operand]
+    mask: Callable | None = None
+    score: Callable | None = None
+    aux: Sequence[Operand] = ()
 
 
 class AppendPlan(NamedTuple):
@@ -95,12 +92,18 @@ def plan_prefill(
     lse: Operand | None,
 ) -> Plan:
     """The Plan with forward's kernels, whose tiles have query tokens of one head as rows."""
-    causal, left, right, softcap, scale, mask, score, aux = options
-    bias = bias_part(problem, is_last=score is None, in_units_of_one=True)
-    features = "alibi" in problem, bias, "sink" in problem
-    spec = build_variant(scale, causal, (left, right), softcap, *features, mask, score and ScoreMod(score), norms.queries)
+    spec = build_variant(
+        options.scale,
+        options.scores,
+        alibi="alibi" in problem,
+        bias=bias_part(problem, is_last=options.score is None, in_units_of_one=True),
+        sink="sink" in problem,
+        mask=options.mask,
+        score=options.score and ScoreMod(options.score),
+        extra_parts=norms.queries,
+    )
     args = {"gO": out, "gLse": lse, **append.length_args}
-    step = prefill_from_cache.plan_launch(problem, spec._replace(aux=aux), family, append.queries, max_keys, args)
+    step = prefill_from_cache.plan_launch(problem, spec._replace(aux=options.aux), family, append.queries, max_keys, args)
     return Plan([*append.steps, step], append.scratch)
 
 
@@ -143,9 +146,16 @@ def plan_split_kv(
     window, key_args, visible = _select_window(problem, options, max_keys)
     key_args |= append.length_args
     bias = PrefetchedBias(is_last=options.score is None, in_units_of_one=True) if "bias" in problem else None
-    features = "alibi" in problem, bias, False, options.mask, options.score and TokenHeadScoreMod(options.score)
-    spec = build_variant(options.scale, False, (None, None), options.softcap, *features, norms.rows)._replace(aux=options.aux)
-    variant, unit = Variant() if spec.variant is FULL else spec.variant, spec.unit  # the window masks keys
+    spec = build_variant(
+        options.scale,
+        options.scores._replace(causal=False, left=None, right=None),  # the KeyWindow masks keys
+        alibi="alibi" in problem,
+        bias=bias,
+        mask=options.mask,
+        score=options.score and TokenHeadScoreMod(options.score),
+        extra_parts=norms.rows,
+    )._replace(aux=options.aux)
+    variant, unit = Variant() if spec.variant is FULL else spec.variant, spec.unit
     sink, sink_args = Variant(), {}
     if "sink" in problem:
         sink, sink_args = Sink(), {"sinks": problem["sink"], "per_sink": 1 / unit}
@@ -281,8 +291,8 @@ def check_bias(problem: Problem, max_keys: int) -> None:
 def _select_tma_source(problem: Problem, options: DecodeOptions) -> OneBuffer | None:
     """Where TMA finds keys; None if it cannot, because tiles may begin anywhere in a page, or span several pages."""
     if "pages" in problem:
-        one_page = problem.extents["seqlen_k"] % decode_hopper.KV == 0 and "leftpad" not in problem and options.left is None
-        return PagedKeys(1) if one_page else None
+        begins_at_a_page = "leftpad" not in problem and options.scores.left is None
+        return PagedKeys(1) if begins_at_a_page and problem.extents["seqlen_k"] % decode_hopper.KV == 0 else None
     return IndexedCache() if "batch_index" in problem else OneBuffer()
 
 
@@ -325,7 +335,8 @@ def _select_product(problem: Problem) -> tuple[SameDtypeProducts, dict[str, Any]
 def _select_window(problem: Problem, options: DecodeOptions, max_keys: int) -> tuple[KeyWindow, dict[str, Any], int]:
     """(which keys tokens see, the kernel's arguments for it, the most keys that the rows of a tile see). A single token is at
     the last key, so its window has no right end."""
-    tokens, left, right = problem.extents["seqlen_q"], options.left, 0 if options.causal else options.right
+    tokens, scores = problem.extents["seqlen_q"], options.scores
+    left, right = scores.left, 0 if scores.causal else scores.right
     if tokens == 1 and "cu_seqlens" not in problem:
         right = None
     args: dict[str, Any] = {name: end for name, end in (("left", left), ("right", right)) if end is not None}

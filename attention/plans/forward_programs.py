@@ -11,6 +11,7 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import Array, Form, Number
 
+from ..options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
@@ -18,10 +19,6 @@ from . import split_forward
 from .call_options import (
     AUX_ROWS,
     BLOCK_MASK_ROWS,
-    ListOptions,
-    RandomOptions,
-    ResultOptions,
-    ScoreOptions,
     autograd,
     needs_gradient,
 )
@@ -96,7 +93,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
     check_extents(problem)
     if split_forward.serves(problem, family):
         return split_forward.plan_by_decode(problem, causal, scale, return_lse)
-    return plan_forward(problem, build_variant(resolve_scale(problem, scale), causal), return_lse, family)
+    return plan_forward(problem, build_variant(resolve_scale(problem, scale), ScoreOptions(causal)), return_lse, family)
 
 
 # The parameters of these planners, and the fields of their records, are the parameters of torch's ops.

@@ -12,6 +12,7 @@ from .call_options import AUX_ROWS, BLOCK_MASK_ROWS
 
 MAX_BLOCK_COLUMNS = 128  # the largest head dims with descales of blocks
 DESCALES = "q_descale", "k_descale", "v_descale"
+NOT_WITH_FP8 = "bias", "q_norm", "k_norm", "dropout"  # arguments that calls with q, k and v of fp8 do not have
 INT8_REMEDY = {
     "int8": "attention.decode reads keys and values of int8, with q of 16 bits; for forward multiply them by their descales"
 }

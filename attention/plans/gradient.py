@@ -4,7 +4,7 @@ Arrays have flat names here, those of forward's schema: a norm (weights, bias) i
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from types import SimpleNamespace
@@ -12,10 +12,9 @@ from typing import Any
 
 import attention
 
-from ..options import split_norm
+from ..options import ScoreOptions, split_norm
 from ..parts.block_masks import FIELDS
-from ..scoring.python_functions import find_function
-from .call_options import AUX
+from .call_options import AUX, check_aux, score_arguments
 from .prepared_lists import BlockLists
 
 NORMS = "q_norm", "k_norm"
@@ -26,6 +25,8 @@ DIFFERENTIABLE = "q", "k", "v", "bias", "alibi", "sink", *AUX_NAMES, *NORM_NAMES
 BLOCKS = *FIELDS, "lists", "marks"  # the arrays of blocks=
 GROUPED = frozenset((*NORM_NAMES, *AUX_NAMES))  # arrays that share an argument
 ARRAYS = frozenset("q k v alibi sink bias cu_seqlens cu_seqlens_k lengths_k".split())  # arrays that are arguments by themselves
+# Arguments that hold several arrays, or maybe one, or that change nothing without another argument
+PARTLY_ARRAYS = frozenset((*NORMS, "aux", "norm_eps", "dropout", "seed"))
 NO_SECOND_DERIVATIVES = "attention.forward: has no second derivatives"
 STOP_GRADIENT_HINT = "put jax.lax.stop_gradient around"
 
@@ -79,20 +80,30 @@ def group_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
     return grouped
 
 
-def flatten_arrays(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({flat name: array}, {argument: value}) of forward's arguments, without those that are None."""
+def flatten_arrays(arguments: Mapping[str, Any], known: frozenset[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """({flat name: array}, {argument: value}) of forward's arguments, without those that change nothing, such as None.
+    TypeError: a norm is no array or pair, aux is no sequence of up to AUX arrays, or the name of an argument is not in
+    `known`."""
+    if known is not None and not arguments.keys() <= known:
+        raise TypeError(f"takes no argument {min(arguments.keys() - known)}")
     arrays: dict[str, Any] = {}
     others: dict[str, Any] = {}
     for name, x in arguments.items():
         if x is None:
             continue
-        if name in NORMS:
+        if name in ARRAYS:
+            arrays[name] = x
+        elif name not in PARTLY_ARRAYS:
+            others[name] = x
+        elif name in NORMS:
             weights, bias = split_norm(name, x)
             arrays |= {name: weights} if bias is None else {name: weights, f"{name}_bias": bias}
-        elif name == "aux" and isinstance(x, (tuple, list)):
-            arrays |= {f"aux{n}": y for n, y in enumerate(x)}
-        else:
-            (arrays if name in ARRAYS or (name == "seed" and hasattr(x, "shape")) else others)[name] = x
+        elif name == "aux":
+            arrays |= {f"aux{n}": y for n, y in enumerate(check_aux(x))}
+        elif name == "norm_eps":
+            others |= {} if all([arguments.get(norm) is None for norm in NORMS]) else {name: x}
+        elif arguments.get("dropout"):  # of dropout and seed
+            (arrays if name == "seed" and hasattr(x, "shape") else others)[name] = x
     return arrays, others
 
 
@@ -128,10 +139,9 @@ def _gradients(
 
 def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """A program's options as arguments of forward, without those that are None."""
-    ends = options.get("left"), options.get("right")
-    arguments = {name: options.get(name) for name in ("causal", "softcap", "scale", "family", "dropout")}
-    arguments |= {"window": None if ends == (None, None) else ends, "seed": options.get("seed_value")}
-    arguments |= {name: find_function(options.get(name)) for name in ("mask", "score")}
+    scores = ScoreOptions(**{name: options[name] for name in ScoreOptions._fields if name in options})
+    arguments = score_arguments(scores) | {name: options.get(name) for name in ("scale", "family", "dropout")}
+    arguments["seed"] = options.get("seed_value")
     size = options.get("block_rows"), options.get("block_cols")
     if "lists" in inputs:
         arguments["blocks"] = BlockLists(inputs["lists"], options["prepared_for"], inputs.get("marks"), size)

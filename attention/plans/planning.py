@@ -6,7 +6,7 @@ from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Number, Operand
 
-from ..options import SCALE_RANGE
+from ..options import SCALE_RANGE, ListOptions, ScoreOptions
 from ..parts.block_masks import FIELDS, BlockSparseMask, BlockSparseMaskMod
 from ..parts.norms import QueryNorm
 from ..parts.scores import KeyBias, ScoreBias, ScoreMod, ScoreModAlibi
@@ -15,7 +15,7 @@ from ..parts.weight_dropout import Dropout, DropoutWithDeviceSeed, dropout_numbe
 from ..scoring.algebra import mask_bounds, min_end
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from ..scoring.python_functions import check_function, find_function, reads_argument
-from .call_options import AUX, ListOptions, ScoreOptions
+from .call_options import AUX
 from .forward_launches import choose_norm
 from .prepared_lists import BlockListPlan
 from .variant_spec import VariantSpec, build_variant
@@ -56,10 +56,11 @@ def bias_part(problem: Problem, is_last: bool, in_units_of_one: bool = False) ->
 
 
 def load_functions(
-    problem: Problem, mask: str | None, score: str | None, most_keys: int | None = None
+    problem: Problem, options: ScoreOptions, most_keys: int | None = None
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
     """(mask, score, [the arrays of aux]) from the names under which functions are registered. most_keys: of a sequence, if keys
     are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, or a function cannot be called."""
+    mask, score = options.mask, options.score
     q_len, kv_len = problem("seqlen_q", "seqlen_k")
     kv_len = kv_len if most_keys is None else most_keys
     if (mask or score) and max(q_len, kv_len) >= INDICES:
@@ -75,7 +76,7 @@ def load_functions(
 
 def build_scores(
     problem: Problem,
-    scores: ScoreOptions,
+    options: ScoreOptions,
     lists: ListOptions,
     warp_rows: int,
     scale: float,
@@ -86,44 +87,37 @@ def build_scores(
     """(the VariantSpec of a call's options, the steps that check the indices of aux). warp_rows: see BlockSparseMask.
     score_variant(function, axes, signed_distance): the variant of the score function. for_gradients: then scores keep their
     unit, and have no sink, which nothing but lse knows."""
-    causal, left, right, softcap, mask, score = scores
-    masking, scoring, aux = load_functions(problem, mask, score)
-    index_functions = IndexingFunctions(masking, scoring, aux, causal, left, right, problem.extents["seqlen_k"])
+    masking, scoring, aux = load_functions(problem, options)
+    index_functions = IndexingFunctions(masking, scoring, aux, options, problem.extents["seqlen_k"])
     index_checks = plan_index_checks(problem, index_functions, lists.prepared_for is not None)
     axes = tuple([len(x.form.shape) for x in aux])
-    masking, causal, (left, right) = reduce_to_window(problem, masking, axes, causal, (left, right))
-    end = 0 if causal else right
-    listing = plan_block_lists(problem, masking, f"{mask=!s}; window={(left, end)}", lists, warp_rows)
+    masking, options = reduce_to_window(problem, masking, axes, options)
+    end = 0 if options.causal else options.right
+    listing = plan_block_lists(problem, masking, f"mask={options.mask}; window={(options.left, end)}", lists, warp_rows)
     block_mask = listing and listing.block_mask
     spec = build_variant(
         scale,
-        causal,
-        (left, right),
-        softcap,
-        "alibi" in problem,
-        bias_part(problem, is_last=scoring is None, in_units_of_one=not for_gradients),
-        "sink" in problem and not for_gradients,
-        None if block_mask else masking,
-        scoring and score_variant(scoring, axes, sees_no_later_key(problem, end)),
-        [*extra_parts, (block_mask, {})] if block_mask else extra_parts,
+        options,
+        alibi="alibi" in problem,
+        bias=bias_part(problem, is_last=scoring is None, in_units_of_one=not for_gradients),
+        sink="sink" in problem and not for_gradients,
+        mask=None if block_mask else masking,
+        score=scoring and score_variant(scoring, axes, sees_no_later_key(problem, end)),
+        extra_parts=[*extra_parts, (block_mask, {})] if block_mask else extra_parts,
     )
     return spec._replace(aux=aux, listing=listing), index_checks
 
 
 def reduce_to_window(
-    problem: Problem,
-    mask: Callable | None,
-    axes: Sequence[int],
-    causal: bool,
-    window: tuple[int | None, int | None],
-) -> tuple[Callable | None, bool, tuple[int | None, int | None]]:
-    """(mask, causal, window), with the mask replaced by a window if it is one. All sequences must have the same lengths, and
-    there must be no lists of blocks, neither as an argument nor as the result. axes: how many axes each array of aux has."""
+    problem: Problem, mask: Callable | None, axes: Sequence[int], options: ScoreOptions
+) -> tuple[Callable | None, ScoreOptions]:
+    """(mask, options), with the mask replaced by a window if it is one. All sequences must have the same lengths, and there
+    must be no lists of blocks, neither as an argument nor as the result. axes: how many axes each array of aux has."""
     listed = not problem.schema.written or "lists" in problem or FIELDS[0] in problem
     if mask is None or listed or _is_ragged(problem):
-        return mask, causal, window
-    window_found = window_of_mask(mask, axes, causal, window, *problem("seqlen_q", "seqlen_k"))
-    return (mask, causal, window) if window_found is None else (None, False, window_found)
+        return mask, options
+    window = window_of_mask(mask, axes, options.causal, (options.left, options.right), *problem("seqlen_q", "seqlen_k"))
+    return (mask, options) if window is None else (None, options._replace(causal=False, left=window[0], right=window[1]))
 
 
 def window_of_mask(

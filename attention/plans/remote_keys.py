@@ -11,6 +11,7 @@ from tiles.calls.schema import Problem, Schema
 from tiles.launching.devices import machine
 
 from ..families import require_hopper
+from ..options import ScoreOptions
 from ..parts.key_sources import BLOCK, StreamingBuffers, TwoBuffers
 from .forward_launches import bind_launch, choose_layout, config_for_problem
 from .gradient import NO_SECOND_DERIVATIVES
@@ -89,7 +90,7 @@ def _forward_two_buffers(problem: Problem, placement: KeyPlacement) -> Plan:
     require_hopper(problem)
     check_extents(problem)
     keys, first, end, second, second_end, causal, scale, kv = placement
-    spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), causal), choose_layout(problem)
+    spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), ScoreOptions(causal)), choose_layout(problem)
     config = config_for_problem(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
     buffers = StreamingBuffers if "arrived" in problem else TwoBuffers
     config = replace(config, kv_source=buffers(config.key, config.value))

@@ -7,6 +7,7 @@ from tiles.launching.devices import machine
 
 from ..kernels import decode_ampere, decode_hopper
 from ..kernels.forward_hopper import MANY
+from ..options import ScoreOptions
 from ..parts.decode.cache_loaders import DenseLoader
 from .decode_launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
 from .decode_norms import DecodeNorms
@@ -33,7 +34,7 @@ def serves(problem: Problem, family: str | None) -> bool:
 def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_lse: bool) -> Plan:
     """The Plan of such a call, by decode's kernels. All keys are in use."""
     keys = problem.extents["seqlen_k"]
-    options = DecodeOptions(causal, None, None, None, resolve_scale(problem, scale), None, None, [])
+    options = DecodeOptions(ScoreOptions(causal), resolve_scale(problem, scale))
     append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms()
     lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
     return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)

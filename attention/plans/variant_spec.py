@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from tiles.launching.arrays import Number, Operand
 
-from ..parts.scores import Alibi, ScoreBias, ScoreMod, ScoreModAlibi, Sink, Softcap
+from ..options import ScoreOptions
+from ..parts.score_mods import BUILTIN_SCORE_MODS
+from ..parts.scores import Alibi, ScoreBias, ScoreMod, ScoreModAlibi, Sink
 from ..parts.variant import CombinedVariant, Variant
 from ..parts.visibility import CAUSAL, FULL, MaskMod, WindowLeft, WindowRight
 from .prepared_lists import BlockListPlan
+
+NO_OPTIONS = ScoreOptions()
 
 
 class VariantSpec(NamedTuple):
@@ -45,9 +49,8 @@ class VariantSpec(NamedTuple):
 
 def build_variant(
     scale: float,
-    causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    softcap: float | None = None,
+    options: ScoreOptions = NO_OPTIONS,
+    *,
     alibi: bool = False,
     bias: ScoreBias | None = None,
     sink: bool = False,
@@ -56,11 +59,12 @@ def build_variant(
     extra_parts: Sequence[tuple[Variant, dict[str, float | Number]]] = (),
 ) -> VariantSpec:
     """The variant for these options and for `extra_parts`, with their numbers. alibi, sink: are there any? bias: the variant
-    that reads it. Softcap comes first, then ALiBi, bias, and the score function; masked scores stay masked."""
-    (left, right), unit = window, scale
+    that reads it. mask, score: the functions that options names, and the variant of the latter. Built-in functions of a score
+    come first, then ALiBi, bias, and the score function; masked scores stay masked."""
+    left, right, unit = options.left, options.right, scale
     parts = [part for part, _ in extra_parts]
     numbers = {name: x for _, part_numbers in extra_parts for name, x in part_numbers.items()}
-    signed_distance = causal or right == 0
+    signed_distance = options.causal or right == 0
     if signed_distance:
         parts.append(CAUSAL)
     elif right is not None:
@@ -71,9 +75,11 @@ def build_variant(
         numbers["left"] = left
     if mask is not None:
         parts.append(MaskMod(mask))
-    if softcap is not None:
-        parts.append(Softcap())
-        numbers["per_cap"], unit = unit / softcap, softcap
+    for mod in BUILTIN_SCORE_MODS:
+        if value := getattr(options, mod.option):
+            parts.append(mod)
+            added, unit = mod.bind_unit(unit, value)
+            numbers = _merge(numbers, added)
     if alibi:
         parts.append(Alibi(signed_distance, is_last=signed_distance and score is None and not (bias and bias.in_units_of_one)))
         numbers["per_slope"] = 1 / unit

@@ -1,8 +1,7 @@
 """attention.decode: from the caller's arrays to the Plan of a call."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiles.calls.plan import Fill, Plan
 from tiles.calls.program import program
@@ -11,8 +10,16 @@ from tiles.calls.torch_op import is_traced
 
 from ..families import choose_family
 from ..names import suggests_argument_names
-from ..options import check_flag, check_number, check_positive, split_norm
-from ..plans.call_options import AUX_ROWS, ResultOptions, ScoreOptions, pad_aux, window_ends
+from ..options import (
+    ResultOptions,
+    ScoreArguments,
+    ScoreOptions,
+    check_flag,
+    check_number,
+    check_positive,
+    split_norm,
+)
+from ..plans.call_options import AUX_ROWS, NO_SCORES, score_options
 from ..plans.decode_launches import (
     TILES,
     DecodeOptions,
@@ -24,12 +31,17 @@ from ..plans.decode_launches import (
     select_loader,
 )
 from ..plans.decode_norms import select_norms
+from ..plans.gradient import flatten_arrays
 from ..plans.page_checks import plan_page_checks
 from ..plans.planning import check_extents, load_functions, resolve_scale
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
-from ..scoring.python_functions import register_function
 from . import cache_append
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+DECODE_ARGUMENTS = frozenset(ScoreArguments.__annotations__)
+SMALL_ARRAYS, FUNCTIONS = {"alibi", "sink"}, {"mask", "score"}  # arrays of DECODE; arguments that it does not have
 MAX_SPLITS = 1024
 MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
 CACHES = """
@@ -106,14 +118,6 @@ def decode(
     k_new_norm: Any = None,
     norm_eps: float = 1e-6,
     causal: bool = True,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    bias: Any = None,
-    sink: Any = None,
-    mask: Callable | None = None,
-    score: Callable | None = None,
-    aux: Sequence[Any] = (),
     splits: int | None = None,
     scale: float | None = None,
     layout: str = "bshd",
@@ -121,6 +125,7 @@ def decode(
     return_lse: bool = False,
     stream: Any = None,
     family: str | None = None,
+    **arguments: "Unpack[ScoreArguments]",
 ) -> Any:
     """Attention of new tokens over caches of keys and values, which are read once. It is what a server does for each token and,
     with many query tokens, for a prompt or a part of one.
@@ -165,10 +170,10 @@ def decode(
     the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h,
     i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
 
-    How scores are changed: softcap, alibi, bias, score(s, b, h, i, j, *aux), sink and scale, as in forward; so are mask, score
-    and aux. Here h may be a vector, the heads of the rows. bias: (B or 1, H or 1, Sq or 1, keys) of float32, bfloat16 or
-    float16, by the numbers b, h, i and j that mask has: keys must be as many as a sequence may have, Sk or most pages times the
-    page size, or more. What it holds for keys that are not seen may be anything.
+    How scores are changed: by scale and `arguments`, in forward's order; mask, score and aux are as there. Here h may be a
+    vector, the heads of the rows. bias: (B or 1, H or 1, Sq or 1, keys) of float32, bfloat16 or float16, by the numbers b, h, i
+    and j that mask has: keys must be as many as a sequence may have, Sk or most pages times the page size, or more. What it
+    holds for keys that are not seen may be anything.
 
     splits: the number of splits of each sequence's keys (split-KV); multiprocessors work on different splits, and a second
     launch combines their outputs. The same splits give a sequence the same bits among any other sequences, if queries are not
@@ -183,19 +188,15 @@ def decode(
     Returns `out`, or with return_lse=True `(out, lse)`, lse (B, H, Sq) as in forward.
 
     ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
-    left, right = window_ends(window)
+    arrays, scores = flatten_arrays(arguments, DECODE_ARGUMENTS) if arguments else ({}, {})
     options = (  # of every step of a server: each line costs it
-        check_flag("causal", causal),
-        left,
-        right,
-        None if softcap is None else check_positive("softcap", softcap),
-        None if mask is None else register_function("mask", mask),
-        None if score is None else register_function("score", score),
-        check_splits(splits),
-        check_flag("interleaved", interleaved),
+        causal if causal is True else check_flag("causal", causal),
+        *(score_options(scores) if scores else NO_SCORES),
+        None if splits is None else check_splits(splits),
+        interleaved if interleaved is False else check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
         None if scale is None else check_number("scale", scale),
-        check_flag("return_lse", return_lse),
+        return_lse if return_lse is False else check_flag("return_lse", return_lse),
         family,
     )
     if k_new is v_new is rotary is None:
@@ -203,13 +204,14 @@ def decode(
             new_key_options = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             name = next(name for name, x in new_key_options.items() if x is not None)
             raise ValueError(f"{name}: must be None unless k_new and v_new are passed: k_new=None")
-        if cu_seqlens is mask is score is bias is q_norm is k_norm is None and isinstance(aux, tuple) and not aux:
-            arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
-            return _decode(stream, arrays, options, layout)
-    tensors, keys = (q, k, v), (lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale)
-    bias_and_norms = bias, *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
+        if cu_seqlens is q_norm is k_norm is None and SMALL_ARRAYS.issuperset(arrays) and FUNCTIONS.isdisjoint(scores):
+            keys = lengths, pages, batch_index, leftpad, arrays.get("alibi"), arrays.get("sink"), k_descale, v_descale
+            return _decode(stream, (q, k, v, *keys, out, None), options, layout)
+    norms, _ = flatten_arrays({"q_norm": q_norm, "k_norm": k_norm})
+    arrays |= {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "lengths": lengths, "pages": pages, "leftpad": leftpad}
+    arrays |= {"batch_index": batch_index, "k_descale": k_descale, "v_descale": v_descale, "out": out, **norms}
     if k_new is v_new is rotary is None:
-        return _variant(stream, (*tensors, cu_seqlens, *keys, *bias_and_norms, *pad_aux(aux), out, None), options, layout)
+        return _variant(stream, _variant.in_order(arrays), options, layout)
     if k_new is None or v_new is None:
         name, other = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{name}: must be passed together with {'rotary' if k_new is v_new is None else other}: {name}=None")
@@ -222,13 +224,14 @@ def decode(
         new = k_new, v_new, cu_seqlens_new, rotary, positions, q_norm, k_new_norm, norm_eps
         descales = {"k_descale": k_descale, "v_descale": v_descale}
         place = lengths, pages, batch_index, cu_seqlens
-        q_rotated, lengths_after = _append_before(q, k, v, place, new, options, layout, descales)
-        norms = *((None, None) if rotary is not None else bias_and_norms[1:3]), *bias_and_norms[3:]
-        keys = lengths_after, *keys[1:], bias, *norms
-        return _variant(stream, (q_rotated, k, v, cu_seqlens, *keys, *pad_aux(aux), out, None), options, layout)
-    new = k_new, v_new, *split_norm("k_new_norm", k_new_norm), cu_seqlens_new, *cache_append.rotary_tables(rotary), positions
+        arrays["q"], arrays["lengths"] = _append_before(q, k, v, place, new, options, layout, descales)
+        arrays |= {} if rotary is None else {"q_norm": None, "q_norm_bias": None}
+        return _variant(stream, _variant.in_order(arrays), options, layout)
+    arrays |= {"k_new": k_new, "v_new": v_new, "cu_seqlens_new": cu_seqlens_new, "positions": positions}
+    arrays |= dict(zip(("k_new_norm", "k_new_norm_bias"), split_norm("k_new_norm", k_new_norm)))
+    arrays |= dict(zip(("cos", "sin"), cache_append.rotary_tables(rotary)))
     call = _append_quantising if cache_append.has_token_descales(k_descale, v_descale) else _append
-    return call(stream, (*tensors, cu_seqlens, *keys, *bias_and_norms, *pad_aux(aux), *new, out, None), options, layout)
+    return call(stream, call.in_order(arrays), options, layout)
 
 
 def _append_before(q, k, v, place, new, options, layout, descales) -> tuple[Any, Any]:
@@ -280,10 +283,11 @@ def _decode(
 ) -> Plan:
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
-    (causal, left, right, softcap, mask, score), (scale, return_lse, family) = scores, result
+    scale, return_lse, family = result
     cache, max_keys, cache_args = select_loader(problem, problem.bytes_at_once(*TILES))
     check_bias(problem, max_keys)
-    append = plan_new_keys(problem, interleaved, causal or left is not None or right is not None, norm_eps, max_keys)
+    is_local = scores.causal or scores.left is not None or scores.right is not None
+    append = plan_new_keys(problem, interleaved, is_local, norm_eps, max_keys)
     batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or max_keys == 0:  # no token sees a key
@@ -292,18 +296,18 @@ def _decode(
         choose_family(problem, family, tma=True)  # for its errors alone
         fills = [Fill(x, value) for x, value in ((out, 0), (lse, -math.inf)) if x]
         return Plan([*append.steps, *fills], append.scratch)
-    if mask is None:  # pages of keys that a mask hides may be missing
-        append = append._replace(steps=[*plan_page_checks(problem, left), *append.steps])
-    *functions, aux = load_functions(problem, mask, score, max_keys)
-    checks = plan_index_checks(problem, IndexingFunctions(functions[0], functions[1], aux, causal, left, right, max_keys))
+    if scores.mask is None:  # pages of keys that a mask hides may be missing
+        append = append._replace(steps=[*plan_page_checks(problem, scores.left), *append.steps])
+    mask, score, aux = load_functions(problem, scores, max_keys)
+    checks = plan_index_checks(problem, IndexingFunctions(mask, score, aux, scores, max_keys))
     append = append._replace(steps=[*checks, *append.steps])
-    options = DecodeOptions(causal, left, right, softcap, resolve_scale(problem, scale), functions[0], functions[1], aux)
+    options = DecodeOptions(scores, resolve_scale(problem, scale), mask, score, aux)
     shifts_keys = "leftpad" in problem and (mask or score or "bias" in problem)  # forward would count keys from leftpad on
     many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
     norms = select_norms(problem, norm_eps)
     other_dtype = problem["k"].form.dtype != problem.dtype
     split_kv = shifts_keys or norms.keys.prepares_queries or "lengths" not in problem or other_dtype
-    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, max_keys, left, family))
+    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, max_keys, scores.left, family))
     if many_tokens and splits in (None, 1) and not split_kv:
         return plan_prefill(problem, options, append, norms, max_keys, family, out, lse)
     return plan_split_kv(problem, options, append, norms, cache, cache_args, max_keys, splits, family, out, lse)

@@ -15,8 +15,9 @@ from tiles.launching.arrays import ALIGNMENT, Array, Form, Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import rotary_rows
+from ..options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..plans import forward_programs
-from ..plans.call_options import ListOptions, RandomOptions, ResultOptions, ScoreOptions, needs_gradient
+from ..plans.call_options import needs_gradient
 from ..plans.forward_launches import DTYPES
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..plans.partial_sums import sum_partials

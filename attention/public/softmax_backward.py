@@ -1,7 +1,7 @@
 """attention.backward: the public function, and the programs that plan its launches."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from tiles.calls.argument import REAL
 from tiles.calls.plan import Plan
@@ -10,29 +10,39 @@ from tiles.calls.schema import Problem, Schema
 
 from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
-from ..options import check_accumulators, check_flag, check_number, check_positive
+from ..options import (
+    DEFAULTS,
+    AttentionArguments,
+    ListOptions,
+    RandomOptions,
+    ScoreOptions,
+    check_accumulators,
+    check_flag,
+    check_number,
+    check_positive,
+)
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
 from ..plans.call_options import (
     AUX,
     AUX_ROWS,
     BLOCK_MASK_ROWS,
-    ListOptions,
-    RandomOptions,
-    ScoreOptions,
     block_options,
     dropout_options,
-    pad_aux,
     score_options,
     without_gradients,
 )
-from ..plans.gradient import NO_SECOND_DERIVATIVES
+from ..plans.gradient import AUX_NAMES, NO_SECOND_DERIVATIVES, NORM_NAMES, NORMS, flatten_arrays
 from ..plans.planning import build_scores, check_extents, dropout_part, resolve_scale
 from ..plans.score_gradients import GRADIENTS, reads_of
 from ..plans.variant_spec import build_variant
 from ..scoring.python_functions import find_function
 from ..scoring.score_derivative import differentiate, scored_with_grad
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+BACKWARD_ARGUMENTS = frozenset(AttentionArguments.__annotations__)
 DAUX_CREATED = "".join([f"    daux{n}  =aux{n}  float32  output  grads:daux{n}\n" for n in range(AUX)])
 DAUX_ACCUMULATED = "".join([f"    daux{n}  =aux{n}  float32  updated?\n" for n in range(AUX)])
 FORWARD_ROWS = """
@@ -94,23 +104,6 @@ def backward(
     *,
     dlse: Any = None,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    sink: Any = None,
-    bias: Any = None,
-    mask: Callable | None = None,
-    score: Callable | None = None,
-    aux: Sequence[Any] = (),
-    blocks: Any = None,
-    cu_seqlens: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths_k: Any = None,
-    dropout: float = 0.0,
-    seed: Any = None,
-    q_norm: Any = None,
-    k_norm: Any = None,
-    norm_eps: float = 1e-6,
     scale: float | None = None,
     deterministic: bool = False,
     accumulate: bool = False,
@@ -126,6 +119,7 @@ def backward(
     dk_norm: Any = None,
     stream: Any = None,
     family: str | None = None,
+    **arguments: "Unpack[AttentionArguments]",
 ) -> tuple[Any, ...]:
     """Gradients of attention.forward. For a loss L, dout = dL/dout and dlse = dL/dlse: dq = dL/dq, dk = dL/dk and dv = dL/dv.
 
@@ -133,10 +127,9 @@ def backward(
         dS = P (dout v^T - rowsum(dout out) + dlse)    dq = scale dS k    dk = scale dS^T q
 
     dout: as out. out, lse: what forward returned, with return_lse=True. dlse: as lse, float32; None where L does not depend on
-    lse. It costs no time. For queries that see no key it may be anything, also inf or NaN. q, k, v, causal, window, softcap,
-    alibi, sink, bias, mask, score, aux, blocks, cu_seqlens, cu_seqlens_k, lengths_k, dropout, seed, scale, layout: what forward
-    was called with; dS is then the gradient of q k^T, before all of these. The gradients of heads that share a key head are
-    summed. Queries that see no key have gradients of 0, and so have keys that are not in use.
+    lse. It costs no time. For queries that see no key it may be anything, also inf or NaN. q, k, v, causal, scale, layout,
+    arguments: what forward was called with; dS is then the gradient of q k^T, before all of these. The gradients of heads that
+    share a key head are summed. Queries that see no key have gradients of 0, and so have keys that are not in use.
 
     dq, dk, dv, dsink, dq_norm, dk_norm: arrays to write to instead of new ones. accumulate: they must be float32 arrays, and
     the gradients are added to what they hold, unrounded; so must dbias, dalibi and daux, where they are wanted. dsink: False
@@ -166,50 +159,55 @@ def backward(
     Returns (dq, dk, dv), followed, in this order, by dbias and dalibi, if asked for; dsink, if there is a sink; each of daux
     that is wanted; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch tensors may
     require grad, and what is returned does not. Arrays and errors are those of forward."""
-    plain_scores = window is softcap is alibi is sink is bias is mask is score is blocks is q_norm is k_norm is None
-    plain_gradients = cu_seqlens is cu_seqlens_k is lengths_k is dbias is dalibi is dsink is daux is dq_norm is dk_norm is None
-    if plain_scores and plain_gradients and isinstance(aux, (tuple, list)) and not (dropout or accumulate or aux):
-        options = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
-        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), options, layout)
-    sequences, random, aux = (cu_seqlens, cu_seqlens_k, lengths_k), dropout_options(dropout, seed), pad_aux(aux)
-    dsink = sink is not None if dsink is None else dsink
-    if dsink is not False and sink is None:
+    arrays, options = flatten_arrays(arguments, BACKWARD_ARGUMENTS) if arguments else ({}, {})
+    if not (arrays or options or accumulate) and dbias is dalibi is dsink is daux is dq_norm is dk_norm is None:
+        simple = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
+        return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
+    q_norm, k_norm = (arguments.get(name) for name in NORMS)
+    eps = check_positive("norm_eps", options.get("norm_eps", DEFAULTS["norm_eps"]))
+    random = dropout_options(options, arrays)
+    dsink = "sink" in arrays if dsink is None else dsink
+    if dsink is not False and "sink" not in arrays:
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
     norm_gradients.check_norm_gradient("q", q_norm, dq_norm)
     norm_gradients.check_norm_gradient("k", k_norm, dk_norm)
-    extra = [None if x is False else x for x in (dbias, dalibi, dsink, *aux_gradients(daux, aux))]
+    aux = [arrays[name] for name in AUX_NAMES if name in arrays]
+    extra = dict(zip(GRADIENTS, (dbias, dalibi, dsink, *aux_gradients(daux, aux))))
+    extra = {name: x for name, x in extra.items() if not (x is None or x is False)}
     if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
         check_accumulators(
             {"dq": dq, "dk": dk, "dv": dv} | {name: x for name, (x, norm) in norms_of.items() if norm is not None}
         )
-        check_accumulators({name: x for name, x in zip(GRADIENTS, extra) if x is not None})
-    eps, rows = check_positive("norm_eps", norm_eps), {"q": (q, q_norm), "k": (k, k_norm)}
-    normed_q, normed_k = (norm_gradients.normalise_rows(name, x, norm, eps, stream, layout) for name, (x, norm) in rows.items())
+        check_accumulators(extra)
+    rows = ("q", q, q_norm), ("k", k, k_norm)
+    normed_q, normed_k = (norm_gradients.normalise_rows(*x, eps, stream, layout) for x in rows)
     row_gradients = [dx if norm is None else None for dx, norm in ((dq, q_norm), (dk, k_norm))]
     if accumulate:
         buffers = ("q", q, q_norm, dq), ("k", k, k_norm, dk)
         row_gradients = [norm_gradients.gradient_buffer(*x, stream, layout) for x in buffers]
-    list_options, (*lists, _, marks) = block_options(blocks)
-    requested = " ".join([name for name, x in zip(GRADIENTS, extra) if x is not None])
-    extra_out = [None if x is True else x for x in extra]
-    score_arrays = alibi, sink, bias, *sequences, random.seeds, *lists, marks, *aux
-    arrays = dout, normed_q, normed_k, v, out, lse, dlse, *score_arrays, *row_gradients, dv
+    list_options, lists = block_options(options.get("blocks"))
+    extra_out = {name: x for name, x in extra.items() if x is not True}
+    arrays |= {"dout": dout, "q": normed_q, "k": normed_k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    arrays = {name: x for name, x in arrays.items() if name not in NORM_NAMES} | random.seeds | extra_out
+    arrays |= {name: x for name, x in lists.items() if name != "lists"}  # which are those of forward's tiles
+    arrays |= dict(zip(("dq", "dk", "dv"), (*row_gradients, dv)))
     variant_options = (
-        *score_options(causal, window, softcap, mask, score),
+        check_flag("causal", causal),
+        *score_options(options),
         *list_options,
         random.dropout,
         random.seed,
         check_number("scale", scale),
         check_flag("deterministic", deterministic),
-        requested,
+        " ".join(extra),
         family,
     )
     if accumulate:
-        _accumulate(stream, (*arrays, *extra_out), variant_options, layout)
-        gradients = *row_gradients, dv, *[x for x in extra_out if x is not None]
+        _accumulate(stream, _accumulate.in_order(arrays), variant_options, layout)
+        gradients = *row_gradients, dv, *extra_out.values()
     else:
-        gradients = _variant(stream, (*arrays, *extra_out), variant_options, layout)
+        gradients = _variant(stream, _variant.in_order(arrays), variant_options, layout)
     if q_norm is k_norm is None:
         return gradients
     dq, d_q_norm = norm_gradients.norm_gradients("q", q, gradients[0], q_norm, eps, dq, stream, layout, dq_norm, accumulate)
@@ -224,17 +222,17 @@ def backward_without_options(
     return _backward(None, (*arrays, None, None, None), (causal, scale, deterministic, family), layout)
 
 
-def aux_gradients(daux: Any, aux: tuple) -> tuple:
+def aux_gradients(daux: Any, aux: Sequence[Any]) -> tuple:
     """For each array of aux: True or an array to write to where its gradient is wanted, else None or False. TypeError: daux
     does not fit aux."""
     if daux is None or isinstance(daux, bool):
-        return tuple([daux and (True if x is not None and is_floating(x) else None) for x in aux])
-    count = sum(x is not None for x in aux)
+        return tuple([daux and (True if is_floating(x) else None) for x in aux])
+    count = len(aux)
     if not isinstance(daux, (tuple, list)) or len(daux) != count:
         raise TypeError(
             f"daux: must be True, or a tuple of True, an array or None for each of {count} arrays of aux: {daux=!r:.60}"
         )
-    return *daux, *(None,) * (len(aux) - len(daux))
+    return tuple(daux)
 
 
 def is_floating(x: Any) -> bool:
@@ -247,7 +245,7 @@ def _backward(problem: Problem, causal: bool, scale: float | None, deterministic
     """The launches of a call without other options."""
     check_extents(problem)
     scale = resolve_scale(problem, scale)
-    return plan_launches(problem, build_variant(scale, causal), scale, deterministic, family)
+    return plan_launches(problem, build_variant(scale, ScoreOptions(causal)), scale, deterministic, family)
 
 
 @program(VARIANTS, no_gradient=NO_SECOND_DERIVATIVES)

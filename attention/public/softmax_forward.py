@@ -1,20 +1,17 @@
 """attention.forward and attention.block_lists: they check a user's arguments and choose the program of forward_programs.py."""
 
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tiles.calls.jax_call import is_jax_tracer
 from tiles.calls.torch_op import imported_module, is_mapped_with_grad, is_traced
 
 from ..names import suggests_argument_names
-from ..options import check_flag, check_number, check_positive, split_norm
+from ..options import DEFAULTS, AttentionArguments, check_flag, check_number, check_positive
 from ..plans.call_options import (
-    as_tuple,
     autograd,
     block_options,
     dropout_options,
-    pad_aux,
     refuse_with_gradients,
     requires_grad,
     score_options,
@@ -28,10 +25,15 @@ from ..plans.forward_programs import (
     _fp8_cache,
     _variant,
 )
-from ..plans.fp8_checks import is_fp8, refuse_with_fp8, split_descale
+from ..plans.fp8_checks import DESCALES, NOT_WITH_FP8, is_fp8, refuse_with_fp8, split_descale
+from ..plans.gradient import flatten_arrays
 from ..plans.prepared_lists import BlockLists, BlockListsRequest
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 ITEM_BYTES = 2  # of bfloat16 and float16
+FORWARD_ARGUMENTS = frozenset(AttentionArguments.__annotations__)
 
 
 @suggests_argument_names
@@ -41,23 +43,6 @@ def forward(
     v: Any,
     *,
     causal: bool = False,
-    window: tuple[int | None, int | None] | None = None,
-    softcap: float | None = None,
-    alibi: Any = None,
-    sink: Any = None,
-    bias: Any = None,
-    mask: Callable | None = None,
-    score: Callable | None = None,
-    aux: Sequence[Any] = (),
-    blocks: Any = None,
-    cu_seqlens: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths_k: Any = None,
-    q_norm: Any = None,
-    k_norm: Any = None,
-    norm_eps: float = 1e-6,
-    dropout: float = 0.0,
-    seed: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
@@ -70,6 +55,7 @@ def forward(
     accumulate: bool = False,
     stream: Any = None,
     family: str | None = None,
+    **arguments: "Unpack[AttentionArguments]",
 ) -> Any:
     """Attention: out = softmax(scale * q k^T) v, per batch and head.
 
@@ -156,17 +142,15 @@ def forward(
 
     ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
     common = check_number("scale", scale), check_flag("return_lse", return_lse), family
+    arrays, options = flatten_arrays(arguments, FORWARD_ARGUMENTS) if arguments else ({}, {})
     keys_fp8, descales = is_fp8(k), (q_descale, k_descale, v_descale)
     if keys_fp8 or not (q_descale is k_descale is v_descale is None):
-        unsupported = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dropout": dropout or None}
-        _check_fp8_options(q, keys_fp8, descales, unsupported, isinstance(blocks, BlockListsRequest))
+        _check_fp8_options(q, keys_fp8, descales, arrays | options)
     if deterministic is not False and check_flag("deterministic", deterministic) and is_jax_tracer(q):
         raise NotImplementedError(
             "deterministic: is not supported for JAX's gradients; call attention.backward with deterministic=True"
         )
-    default_keys = window is mask is blocks is cu_seqlens is cu_seqlens_k is lengths_k is None
-    default_scores = softcap is alibi is sink is bias is score is q_norm is k_norm is None
-    simple = default_keys and default_scores and not keys_fp8 and not dropout and isinstance(aux, tuple) and not aux
+    simple = not (arrays or options or keys_fp8)
     # Most calls are simple. They return here, so each line before costs them time.
     if simple and stream is lse is None and accumulate is False:
         if not requires_grad(q, k, v):
@@ -182,20 +166,17 @@ def forward(
             if results is not None:
                 return results
     # Calls with tensors that require grad.
-    aux_arrays = as_tuple(tuple(aux) if isinstance(aux, list) else aux)
-    differentiable = q, k, v, bias, alibi, sink, *aux_arrays, *as_tuple(q_norm), *as_tuple(k_norm)
+    arrays = {"q": q, "k": k, "v": v} | arrays
+    differentiable = arrays.values()
     if keys_fp8 and requires_grad(*differentiable):
         raise NotImplementedError("q: requires grad, and fp8 attention has no gradients; call it under torch.no_grad()")
+    blocks = options.get("blocks")
     if (requires_grad(*differentiable) or is_mapped_with_grad(differentiable)) and not isinstance(blocks, BlockListsRequest):
         refuse_with_gradients(out=out, lse=lse, stream=stream, accumulate=check_flag("accumulate", accumulate) or None)
-        arguments = {"q": q, "k": k, "v": v, "causal": causal, "scale": scale, "layout": layout, "family": family}
-        arguments |= {"window": window, "mask": mask, "blocks": blocks, "lengths_k": lengths_k}
-        arguments |= {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens_k, "aux": aux}
-        arguments |= {"softcap": softcap, "alibi": alibi, "sink": sink, "bias": bias, "score": score}
-        arguments |= {} if q_norm is k_norm is None else {"q_norm": q_norm, "k_norm": k_norm, "norm_eps": norm_eps}
-        arguments |= {"dropout": dropout, "seed": seed} if dropout else {}
-        arguments |= {"deterministic": True} if deterministic else {}
-        return autograd().attend_with_gradients(arguments, common[1])
+        options |= {"causal": causal, "scale": scale, "layout": layout, "family": family}
+        options |= {"deterministic": True} if deterministic else {}
+        options = {name: x for name, x in options.items() if x is not None}
+        return autograd().attend_with_gradients(arrays, options, common[1])
     # All other calls: choose the program, and pass its arrays and options in their order.
     float32_out = out is not None and getattr(out, "itemsize", 0) != ITEM_BYTES and "float32" in str(getattr(out, "dtype", ""))
     accumulates = accumulate is not False and check_flag("accumulate", accumulate)
@@ -205,36 +186,39 @@ def forward(
         raise TypeError("lse: needs return_lse=True")
     if simple and not (float32_out or accumulates):
         return _forward(stream, (q, k, v, out, lse), (check_flag("causal", causal), *common), layout)
-    random, (list_options, lists) = dropout_options(dropout, seed), block_options(blocks)
-    norms = *split_norm("q_norm", q_norm), *split_norm("k_norm", k_norm)
-    scores = *score_options(causal, window, softcap, mask, score), *list_options
+    random, (list_options, lists) = dropout_options(options, arrays), block_options(blocks)
+    arrays |= {**lists, **random.seeds}
+    scores = check_flag("causal", causal), *score_options(options), *list_options
     if keys_fp8:
-        units, descales = zip(*[split_descale(f"{name}_descale", x) for name, x in zip("qkv", descales)])
-        if is_fp8(q):
-            inputs = q, k, v, alibi, sink, cu_seqlens, cu_seqlens_k, lengths_k, *descales, *lists, *pad_aux(aux), out, lse
-            return _forward_fp8(stream, inputs, (*scores, *units, *common), layout)
-    arrays = alibi, sink, bias, cu_seqlens, cu_seqlens_k, lengths_k, *norms, random.seeds, *lists, *pad_aux(aux)
-    options = *scores, check_positive("norm_eps", norm_eps), random.dropout, random.seed, *common
+        units, descales = zip(*[split_descale(name, x) for name, x in zip(DESCALES, descales)])
+        arrays |= {name: x for name, x in zip(DESCALES, descales) if x is not None}
+    if not isinstance(blocks, BlockListsRequest):
+        arrays |= {"out": out, "lse": lse}
+    if is_fp8(q):
+        return _forward_fp8(stream, _forward_fp8.in_order(arrays), (*scores, *units, *common), layout)
+    norm_eps = check_positive("norm_eps", options.get("norm_eps", DEFAULTS["norm_eps"]))
+    in_order = *scores, norm_eps, random.dropout, random.seed, *common
     if keys_fp8:
-        return _fp8_cache(stream, (q, k, v, *arrays, *descales[1:], out, lse), (*units[1:], *options), layout)
+        return _fp8_cache(stream, _fp8_cache.in_order(arrays), (*units[1:], *in_order), layout)
     if isinstance(blocks, BlockListsRequest):
-        return _block_lists(stream, (q, k, v, *arrays), options, layout)
+        return _block_lists(stream, _block_lists.in_order(arrays), in_order, layout)
+    program = _forward_accumulated if accumulates else _forward_float32 if float32_out else _variant
+    results = program(stream, program.in_order(arrays), in_order, layout)
     if accumulates:
-        _forward_accumulated(stream, (q, k, v, *arrays, out, lse), options, layout)
         return (out, lse) if return_lse else out
-    return (_forward_float32 if float32_out else _variant)(stream, (q, k, v, *arrays, out, lse), options, layout)
+    return results
 
 
-def _check_fp8_options(q: Any, keys_fp8: bool, descales: tuple, unsupported: dict[str, Any], lists: bool) -> None:
-    """NotImplementedError: fp8 attention does not support an argument. ValueError: there are descales, but no array of fp8.
-    unsupported: bias, norms and dropout. lists: is the call for block_lists?"""
+def _check_fp8_options(q: Any, keys_fp8: bool, descales: tuple, options: dict[str, Any]) -> None:
+    """NotImplementedError: fp8 attention does not support an argument. ValueError: there are descales, but no array of fp8."""
     q_descale, *_ = descales
+    lists = isinstance(options.get("blocks"), BlockListsRequest)
     if keys_fp8 and is_fp8(q):
-        refuse_with_fp8(**unsupported, block_lists=lists)
+        refuse_with_fp8(**{name: options.get(name) for name in NOT_WITH_FP8}, block_lists=lists)
     elif keys_fp8:
         refuse_with_fp8(q_descale=q_descale, block_lists=lists)
     else:
-        name = next(name for name, x in zip(("q_descale", "k_descale", "v_descale"), descales) if x is not None)
+        name = next(name for name, x in zip(DESCALES, descales) if x is not None)
         raise ValueError(f"{name}: needs k and v of float8_e4m3fn, as attention.quantize makes them; otherwise omit it")
 
 

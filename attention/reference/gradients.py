@@ -5,7 +5,8 @@ of lse (0 by default, and for rows that see no key):
     delta[i] = dout[i] . out[i] - dlse[i]
     dv[j]    = sum_i P[i, j] dout[i]
     ds[i, j] = P[i, j] (dout[i] . v[j] - delta[i])
-    dS[i, j] = ds[i, j] times the derivative of s[i, j] by x[i, j]: 1 - tanh(x / softcap)^2, and of score a finite difference
+    dS[i, j] = ds[i, j] times the derivative of s[i, j] by x[i, j]: of softcap 1 - tanh(x / softcap)^2, and of score a finite
+               difference
     dq[i]    = scale * sum_j dS[i, j] k[j]
     dk[j]    = scale * sum_i dS[i, j] q[i]
 
@@ -127,8 +128,8 @@ def _backward(
         for n, aux_grad in aux_grads.items():
             for element in np.ndindex(aux_grad.shape):
                 aux_grad[element] += (dscore * variant.aux_grad(n, element, x, *at)).sum()
-        softcap_grad = 1 if variant.softcap is None else 1 - np.tanh(x / real(variant.softcap)) ** 2
-        ds = (softcap_grad * ds).astype(operand_dtype).astype(real)
+        _, mods_grad = variant.apply_score_mods(x)
+        ds = (mods_grad * ds).astype(operand_dtype).astype(real)
         dq[q_index] = scale * (ds @ k[kv_index])
         dk[kv_index] += scale * (ds.T @ q[q_index])
         if sink is not None:

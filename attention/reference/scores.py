@@ -1,7 +1,7 @@
 """The modifications of scaled scores before the softmax, in NumPy. For query i and key j of head h in sequence b, in this
 order:
 
-    x = softcap * tanh(x / softcap)
+    x = softcap * tanh(x / softcap)                and the other functions in parts/score_mods.py
     x = x - alibi[b, h] * |d - j|                  d = i + Sk - Sq: the last query is aligned with the last key
     x = x + bias[b, h, i, j]
     x = score(x, b, h, i, j, *aux)                 FlexAttention's score_mod
@@ -17,40 +17,53 @@ Key j is visible to query i if all of these hold:
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from tiles.testing.compare import host
 
+from ..parts.score_mods import BUILTIN_SCORE_MODS
+
 STEP = 2.0**-8  # of finite differences; large, as the functions of ops compute in float32
 
 
-@dataclass(frozen=True)
 class ReferenceVariant:
-    """The options of a call that modify scores. alibi: (H,) or (B, H); bias: (B or 1, H or 1, Sq or 1, Sk); blocks: an object
-    with the fields of FlexAttention's BlockMask (kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices, BLOCK_SIZE).
+    """The options of a call that modify scores. score_mods: those of BUILTIN_SCORE_MODS. alibi: (H,) or (B, H); bias: (B or 1,
+    H or 1, Sq or 1, Sk); blocks: an object with the fields of FlexAttention's BlockMask (kv_num_blocks, kv_indices,
+    full_kv_num_blocks, full_kv_indices, BLOCK_SIZE).
     B is the number of sequences if these are packed.
 
     mask and score get integers b and h and index arrays i (n, 1) and j (1, m); their results are broadcast."""
 
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    alibi: Any = None
-    bias: Any = None
-    mask: Callable | None = None
-    score: Callable | None = None
-    aux: Any = ()
-    blocks: Any = None
+    def __init__(
+        self,
+        causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        *,
+        alibi: Any = None,
+        bias: Any = None,
+        mask: Callable | None = None,
+        score: Callable | None = None,
+        aux: Any = (),
+        blocks: Any = None,
+        **score_mods: Any,
+    ):
+        self.causal, self.window, self.mask, self.blocks = causal, window, mask, blocks
+        self.alibi, self.bias, self.score, self.aux = alibi, bias, score, tuple(aux)
+        self.score_mods = [(mod, value) for mod in BUILTIN_SCORE_MODS if (value := score_mods.pop(mod.option, None))]
+        if score_mods:
+            raise TypeError(f"{min(score_mods)}: is no option of scores")
 
     def cast(self, real: type) -> ReferenceVariant:
         """These options with NumPy arrays, whose elements are integers or of dtype `real`."""
-        alibi, bias, *aux = (_cast_array(x, real) for x in (self.alibi, self.bias, *self.aux))
-        return replace(self, alibi=alibi, bias=bias, aux=tuple(x.view(AuxArray) for x in aux))
+        other = copy.copy(self)
+        other.alibi, other.bias, *aux = (_cast_array(x, real) for x in (self.alibi, self.bias, *self.aux))
+        other.aux = tuple(x.view(AuxArray) for x in aux)
+        return other
 
     def scores(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """s for scaled scores x (n, m) in rows i and columns j; past is Sk - Sq."""
@@ -61,16 +74,22 @@ class ReferenceVariant:
         return np.where(self.visible(b, h, i, j, past), x, real(-np.inf))
 
     def score_input(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
-        """x after softcap, alibi and bias: the first argument of `score`."""
-        real = x.dtype.type
-        if self.softcap is not None:
-            x = real(self.softcap) * np.tanh(x / real(self.softcap))
+        """x after built-in functions, alibi and bias: the first argument of `score`."""
+        x, _ = self.apply_score_mods(x)
         if self.alibi is not None:
-            x = x - self.alibi[..., h][b if self.alibi.ndim == 2 else ()] * np.abs(i + past - j).astype(real)
+            x = x - self.alibi[..., h][b if self.alibi.ndim == 2 else ()] * np.abs(i + past - j).astype(x.dtype)
         if self.bias is not None:
             batch, heads, rows, _ = self.bias.shape
             x = x + self.bias[b if batch > 1 else 0, h if heads > 1 else 0][i if rows > 1 else 0, j]
         return x
+
+    def apply_score_mods(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(x after the built-in functions of a score, its derivative by x)"""
+        grad = np.ones_like(x)
+        for mod, value in self.score_mods:
+            x, mod_grad = mod.reference(x, value)
+            grad = grad * mod_grad
+        return x, grad
 
     def score_grad(self, x: np.ndarray, b: int, h: int, i: np.ndarray, j: np.ndarray, past: int) -> np.ndarray:
         """d score / d x, where x is the first argument of `score`, for scaled scores x; by finite differences."""

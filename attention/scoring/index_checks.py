@@ -16,6 +16,7 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.checks import check_options, read
 
+from ..options import ScoreOptions
 from ..parts.block_masks import FIELDS
 from .python_functions import reads_argument
 from .symbolic import subterms, trace_function
@@ -32,15 +33,13 @@ LENGTH_ARGUMENTS = (
 
 
 class IndexingFunctions(NamedTuple):
-    """A mask and a score function that read aux, and the options that decide which keys a query sees. most_keys: of a
-    sequence."""
+    """A mask and a score function that read aux, and a call's options, of which causal and the window decide which keys a query
+    sees. most_keys: of a sequence."""
 
     mask: Callable | None
     score: Callable | None
     aux: Sequence[Operand]
-    causal: bool
-    left: int | None
-    right: int | None
+    options: ScoreOptions
     most_keys: int
 
 
@@ -95,8 +94,8 @@ class IndexCheck(NamedTuple):
         arrays = [read(addresses[x.source], x.form, stream) for x in self.functions_of_aux.aux]
         if any([x is None for x in (*lengths.values(), *arrays)]):  # a CUDA graph is being captured
             return
-        mask, score, _, causal, left, right, _ = self.functions_of_aux
-        right = 0 if causal else right
+        mask, score, _, options, _ = self.functions_of_aux
+        left, right = options.left, 0 if options.causal else options.right
         by_head = (mask and reads_argument(mask, 1)) or (score and reads_argument(score, 2))
         heads = self.problem.extents["heads"] if by_head else 1
         for b, queries, first, keys in self._sequences(lengths):

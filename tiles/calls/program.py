@@ -105,6 +105,7 @@ class Program:
         self.schema, self.planner, self.names = schema, planner, schema.names
         self.gradient, self.no_gradient, self.prepare_next = gradient, no_gradient, prepare_next
         self.needed = {name: argument.needed for name, argument in schema.arguments.items()}
+        self.absent = dict.fromkeys(self.names)
         self.readers: dict[type, Callable] = {}
         self.compiling = torch_op.choose_is_compiling()
         self.op = torch_op.register_op(self)
@@ -130,6 +131,14 @@ class Program:
             if not ways:
                 raise
         return ways[0].call(self, stream, arrays, options, layout)
+
+    def in_order(self, arrays: dict[str, Any]) -> tuple:
+        """The arrays of a call by their names, as the call takes them: in the schema's order, None where there is none.
+        KeyError: the schema has no array of this name."""
+        by_name = self.absent | arrays
+        if len(by_name) > len(self.absent):
+            raise KeyError(f"{self.schema.name} has no array {min(arrays.keys() - self.absent.keys())}")
+        return tuple(by_name.values())
 
     def call_guarded(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
         """The result of a call that a guarded function serves; otherwise NOT_SERVED, and nothing is done. Dynamo must not trace

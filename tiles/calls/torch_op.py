@@ -17,7 +17,7 @@ import re
 import string
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from operator import itemgetter
 from typing import Any
@@ -95,7 +95,7 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None and not torch.compiler.is_compiling()
 
 
-def is_mapped_with_grad(arrays: Sequence[Any]) -> bool:
+def is_mapped_with_grad(arrays: Iterable[Any]) -> bool:
     """Are gradients to come of a tensor whose elements torch.vmap goes through? What stands for these denies it."""
     if not is_transformed():
         return False

@@ -8,6 +8,7 @@ from poison import poisoned
 
 import attention
 from attention.kernels import forward_ampere, forward_hopper
+from attention.options import ScoreOptions
 from attention.parts.norms import LayerNorm, QueryNorm, RmsNorm
 from attention.plans.variant_spec import build_variant
 from tiles import bf16
@@ -82,7 +83,7 @@ def test_as_compiled(as_compiled):
 def test_a_plain_kernels_shape_serves_norms():
     """Norms leave a kernel's tiles as long as they were, so tiles follow each other where plain attention's do."""
     for norm in RmsNorm(), LayerNorm():
-        variant = build_variant(1.0, True, extra_parts=[(QueryNorm(norm), {})]).variant
+        variant = build_variant(1.0, ScoreOptions(True), extra_parts=[(QueryNorm(norm), {})]).variant
         config = forward_hopper.config_for(128, bf16, variant, 1000)
         assert config.persistent and config.q_stages == 2 and forward_hopper.make(config)[1].nbytes <= LARGE
         assert forward_ampere.config_for(128, bf16, variant).variant is variant
