@@ -7,6 +7,7 @@ import inspect
 import re
 import textwrap
 from itertools import groupby, pairwise
+from typing import Any
 
 import griffe
 
@@ -89,10 +90,23 @@ def as_markdown(text: str, names: set[str]) -> str:
     return "".join(out)
 
 
+def unpack(thing: griffe.Object, parameter: Any) -> set[str]:
+    """The names of the arguments that a parameter takes. `**arguments: Unpack[Fields]` takes the fields of a TypedDict, too."""
+    fields = re.search(r"Unpack\[(\w+)\]", str(parameter.annotation))
+    names, classes = {parameter.name.strip("*")}, [thing.parent[fields[1]]] if fields and thing.parent else []
+    while classes:
+        record = classes.pop()
+        record = record.final_target if record.is_alias else record
+        names |= {name for name, member in record.members.items() if member.is_attribute}
+        bases = [record.parent.members.get(str(base)) for base in record.bases]
+        classes += [base for base in bases if base is not None and not base.is_alias]  # not typing.TypedDict
+    return names
+
+
 def arguments(thing: griffe.Object) -> set[str]:
     """The names that a function or class takes; of a dataclass its fields."""
     if thing.is_function:
-        return {parameter.name.strip("*") for parameter in thing.parameters}
+        return {name for parameter in thing.parameters for name in unpack(thing, parameter)}
     if not thing.is_class:
         return set()
     fields = {name for name, member in thing.members.items() if member.is_attribute}
