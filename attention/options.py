@@ -15,13 +15,9 @@ SCALE_RANGE = (2.0**-120, 2.0**120)  # float32 holds such a scale, and the scale
 
 # ---- what callers pass -----------------------------------------------------------------------------------------------
 class ScoreArguments(TypedDict, total=False):
-    """The arguments of attention.forward, backward and decode that say, beside causal and scale, which keys a query sees and
-    what becomes of its scores."""
+    """The arguments of attention.forward, backward and decode that say what becomes of scores, beside those that decode names
+    itself: it runs for every token, and Python compares each keyword that a function does not name with all that it names."""
 
-    window: tuple[int | None, int | None] | None
-    softcap: float | None
-    alibi: Any
-    sink: Any
     bias: Any
     mask: Callable | None
     score: Callable | None
@@ -31,6 +27,10 @@ class ScoreArguments(TypedDict, total=False):
 class AttentionArguments(ScoreArguments, total=False):
     """The arguments that attention.forward and backward have in common, beside q, k, v, causal, scale and those of results."""
 
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    alibi: Any
+    sink: Any
     blocks: Any
     cu_seqlens: Any
     cu_seqlens_k: Any

@@ -125,13 +125,13 @@ _NO_FIELDS = dict(zip(ScoreOptions._fields[1:], NO_SCORES))
 
 def score_options(arguments: Mapping[str, Any]) -> tuple:
     """The fields of ScoreOptions after causal, for these ScoreArguments. TypeError, ValueError: one of them is wrong."""
-    fields = dict(_NO_FIELDS)
-    for name in arguments:  # a comprehension would take longer
+    fields = {**_NO_FIELDS}
+    for name, x in arguments.items():  # a comprehension would take longer
         if name in SCORE_CHECKS:
-            fields[name] = SCORE_CHECKS[name](arguments[name])
-    if "window" in arguments:
-        fields["left"], fields["right"] = window_ends(arguments["window"])
-    return tuple(fields.values())
+            fields[name] = SCORE_CHECKS[name](x)
+        elif name == "window":
+            fields["left"], fields["right"] = window_ends(x)
+    return (*fields.values(),)
 
 
 def score_arguments(options: ScoreOptions) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ..options import (
     check_positive,
     split_norm,
 )
-from ..plans.call_options import AUX_ROWS, NO_SCORES, score_options
+from ..plans.call_options import AUX_ROWS, NO_SCORES, score_options, window_ends
 from ..plans.decode_launches import (
     TILES,
     DecodeOptions,
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DECODE_ARGUMENTS = frozenset(ScoreArguments.__annotations__)
-SMALL_ARRAYS, FUNCTIONS = {"alibi", "sink"}, {"mask", "score"}  # arrays of DECODE; arguments that it does not have
+FUNCTIONS = frozenset(("mask", "score"))  # which the schema DECODE does not serve
 MAX_SPLITS = 1024
 MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
 CACHES = """
@@ -118,6 +118,10 @@ def decode(
     k_new_norm: Any = None,
     norm_eps: float = 1e-6,
     causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    alibi: Any = None,
+    sink: Any = None,
     splits: int | None = None,
     scale: float | None = None,
     layout: str = "bshd",
@@ -170,10 +174,10 @@ def decode(
     the new keys. causal: keys up to p. window: (left, right), keys from p - left to p + right; None is open. mask: mask(b, h,
     i, j, *aux), in Python, for query token i, counted from the sequence's first, and key j. A token that sees no key gives 0.
 
-    How scores are changed: by scale and `arguments`, in forward's order; mask, score and aux are as there. Here h may be a
-    vector, the heads of the rows. bias: (B or 1, H or 1, Sq or 1, keys) of float32, bfloat16 or float16, by the numbers b, h, i
-    and j that mask has: keys must be as many as a sequence may have, Sk or most pages times the page size, or more. What it
-    holds for keys that are not seen may be anything.
+    How scores are changed: by scale, softcap, alibi, sink and `arguments`, in forward's order; mask, score and aux are as
+    there. Here h may be a vector, the heads of the rows. bias: (B or 1, H or 1, Sq or 1, keys) of float32, bfloat16 or float16,
+    by the numbers b, h, i and j that mask has: keys must be as many as a sequence may have, Sk or most pages times the page
+    size, or more. What it holds for keys that are not seen may be anything.
 
     splits: the number of splits of each sequence's keys (split-KV); multiprocessors work on different splits, and a second
     launch combines their outputs. The same splits give a sequence the same bits among any other sequences, if queries are not
@@ -189,9 +193,16 @@ def decode(
 
     ValueError, TypeError: an argument is wrong; the message names it and prints the values. Nothing was launched."""
     arrays, scores = flatten_arrays(arguments, DECODE_ARGUMENTS) if arguments else ({}, {})
+    if scores:
+        fields = score_options({"window": window, "softcap": softcap, **scores})
+    elif window is softcap is None:
+        fields = NO_SCORES
+    else:
+        left, right = (None, None) if window is None else window_ends(window)
+        fields = left, right, check_positive("softcap", softcap), *NO_SCORES[3:]
     options = (  # of every step of a server: each line costs it
         causal if causal is True else check_flag("causal", causal),
-        *(score_options(scores) if scores else NO_SCORES),
+        *fields,
         None if splits is None else check_splits(splits),
         interleaved if interleaved is False else check_flag("interleaved", interleaved),
         0.0 if q_norm is k_norm is k_new_norm is None else check_positive("norm_eps", norm_eps),
@@ -204,10 +215,11 @@ def decode(
             new_key_options = {"positions": positions, "cu_seqlens_new": cu_seqlens_new, "k_new_norm": k_new_norm}
             name = next(name for name, x in new_key_options.items() if x is not None)
             raise ValueError(f"{name}: must be None unless k_new and v_new are passed: k_new=None")
-        if cu_seqlens is q_norm is k_norm is None and SMALL_ARRAYS.issuperset(arrays) and FUNCTIONS.isdisjoint(scores):
-            keys = lengths, pages, batch_index, leftpad, arrays.get("alibi"), arrays.get("sink"), k_descale, v_descale
-            return _decode(stream, (q, k, v, *keys, out, None), options, layout)
+        if cu_seqlens is q_norm is k_norm is None and (not arguments or (not arrays and FUNCTIONS.isdisjoint(scores))):
+            few_arrays = q, k, v, lengths, pages, batch_index, leftpad, alibi, sink, k_descale, v_descale, out, None
+            return _decode(stream, few_arrays, options, layout)
     norms, _ = flatten_arrays({"q_norm": q_norm, "k_norm": k_norm})
+    arrays |= {"alibi": alibi, "sink": sink}
     arrays |= {"q": q, "k": k, "v": v, "cu_seqlens": cu_seqlens, "lengths": lengths, "pages": pages, "leftpad": leftpad}
     arrays |= {"batch_index": batch_index, "k_descale": k_descale, "v_descale": v_descale, "out": out, **norms}
     if k_new is v_new is rotary is None:

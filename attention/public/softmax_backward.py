@@ -32,7 +32,7 @@ from ..plans.call_options import (
     score_options,
     without_gradients,
 )
-from ..plans.gradient import AUX_NAMES, NO_SECOND_DERIVATIVES, NORM_NAMES, NORMS, flatten_arrays
+from ..plans.gradient import AUX_NAMES, NO_SECOND_DERIVATIVES, NORM_NAMES, flatten_arrays
 from ..plans.planning import build_scores, check_extents, dropout_part, resolve_scale
 from ..plans.score_gradients import GRADIENTS, reads_of
 from ..plans.variant_spec import build_variant
@@ -163,7 +163,7 @@ def backward(
     if not (arrays or options or accumulate) and dbias is dalibi is dsink is daux is dq_norm is dk_norm is None:
         simple = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
-    q_norm, k_norm = (arguments.get(name) for name in NORMS)
+    q_norm, k_norm = arguments.get("q_norm"), arguments.get("k_norm")
     eps = check_positive("norm_eps", options.get("norm_eps", DEFAULTS["norm_eps"]))
     random = dropout_options(options, arrays)
     dsink = "sink" in arrays if dsink is None else dsink
@@ -171,9 +171,8 @@ def backward(
         raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
     norm_gradients.check_norm_gradient("q", q_norm, dq_norm)
     norm_gradients.check_norm_gradient("k", k_norm, dk_norm)
-    aux = [arrays[name] for name in AUX_NAMES if name in arrays]
-    extra = dict(zip(GRADIENTS, (dbias, dalibi, dsink, *aux_gradients(daux, aux))))
-    extra = {name: x for name, x in extra.items() if not (x is None or x is False)}
+    daux = () if daux is None else aux_gradients(daux, [arrays[name] for name in AUX_NAMES if name in arrays])
+    extra = {name: x for name, x in zip(GRADIENTS, (dbias, dalibi, dsink, *daux)) if not (x is None or x is False)}
     if check_flag("accumulate", accumulate):
         norms_of = {"dq_norm": (dq_norm, q_norm), "dk_norm": (dk_norm, k_norm)}
         check_accumulators(
@@ -189,9 +188,10 @@ def backward(
     list_options, lists = block_options(options.get("blocks"))
     extra_out = {name: x for name, x in extra.items() if x is not True}
     arrays |= {"dout": dout, "q": normed_q, "k": normed_k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    arrays = {name: x for name, x in arrays.items() if name not in NORM_NAMES} | random.seeds | extra_out
-    arrays |= {name: x for name, x in lists.items() if name != "lists"}  # which are those of forward's tiles
-    arrays |= dict(zip(("dq", "dk", "dv"), (*row_gradients, dv)))
+    arrays |= {"dq": row_gradients[0], "dk": row_gradients[1], "dv": dv, **random.seeds, **lists, **extra_out}
+    arrays.pop("lists", None)  # which are those of forward's tiles
+    if not q_norm is k_norm is None:
+        arrays = {name: x for name, x in arrays.items() if name not in NORM_NAMES}
     variant_options = (
         check_flag("causal", causal),
         *score_options(options),
@@ -225,7 +225,7 @@ def backward_without_options(
 def aux_gradients(daux: Any, aux: Sequence[Any]) -> tuple:
     """For each array of aux: True or an array to write to where its gradient is wanted, else None or False. TypeError: daux
     does not fit aux."""
-    if daux is None or isinstance(daux, bool):
+    if isinstance(daux, bool):
         return tuple([daux and (True if is_floating(x) else None) for x in aux])
     count = len(aux)
     if not isinstance(daux, (tuple, list)) or len(daux) != count:
