@@ -19,7 +19,7 @@ from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.norms import LayerNorm, RmsNorm
-from .forward_hopper import SHAPES
+from .forward_hopper_shapes import SHAPES
 
 WARPS, ROWS = 8, 16  # of a CTA; rows of a warp
 

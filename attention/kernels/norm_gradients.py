@@ -27,7 +27,7 @@ from tiles.targets import Target
 
 from ..parts.backward.gradient_outputs import StoreGradient, float32_output, times
 from ..parts.norms import LayerNorm, RmsNorm
-from .forward_hopper import SHAPES
+from .forward_hopper_shapes import SHAPES
 
 WARPS, PART = 8, rt(16, 32, fp32)  # warps of a thread block; the tile that a warp works on at a time
 TILES_PER_BLOCK = 8 * WARPS  # tiles of rows whose columns a thread block sums

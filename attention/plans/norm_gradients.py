@@ -10,7 +10,7 @@ from tiles.launching.arrays import ALIGNMENT, Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import key_norms
-from ..kernels.forward_hopper import SHAPES
+from ..kernels.forward_hopper_shapes import SHAPES
 from ..kernels.norm_gradients import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients
 from ..options import split_norm
 from ..parts.norms import LayerNorm, RmsNorm
