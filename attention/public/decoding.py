@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 DECODE_ARGUMENTS = frozenset(ScoreArguments.__annotations__)
+NO_FURTHER_SCORES = NO_SCORES[3:]  # after the window and softcap
 FUNCTIONS = frozenset(("mask", "score"))  # which the schema DECODE does not serve
 MAX_SPLITS = 1024
 MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
@@ -199,7 +200,7 @@ def decode(
         fields = NO_SCORES
     else:
         left, right = (None, None) if window is None else window_ends(window)
-        fields = left, right, check_positive("softcap", softcap), *NO_SCORES[3:]
+        fields = left, right, check_positive("softcap", softcap), *NO_FURTHER_SCORES
     options = (  # of every step of a server: each line costs it
         causal if causal is True else check_flag("causal", causal),
         *fields,
