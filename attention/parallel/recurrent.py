@@ -250,12 +250,11 @@ class SegmentedMamba2(SegmentedRecurrence, ShardedMamba2):
     def outputs_from_segments(self, shard: SequenceShard, local_state: Any, total_decay: Any, state: Any) -> Any:
         options = self._select_options(shard, "D", "z", "dt_bias", "dt_softplus", "dt_limit")
         x, _, _, B, _ = self.arrays
-        options["initial_states"], memory = state, self.options.get("memory", STORED)
+        options |= {"local_state": local_state, "total_decay": total_decay, "initial_states": state}
+        memory = self.options.get("memory", STORED)
         if not self.in_training or choose_memory(memory, B, x, None, False, options.get("family")) != STORED:
-            return mamba.outputs_from_segments(*self.arrays, local_state, total_decay, **options)
-        out, chunk_states = mamba.outputs_from_segments(
-            *self.arrays, local_state, total_decay, return_chunk_states=True, **options
-        )
+            return mamba.outputs_from_segments(*self.arrays, **options)
+        out, chunk_states = mamba.outputs_from_segments(*self.arrays, return_chunk_states=True, **options)
         self.stored = {"chunk_states": chunk_states}
         return out
 
