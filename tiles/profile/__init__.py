@@ -246,7 +246,7 @@ def profile(
     if isinstance(calls[0], ProfiledLaunch):
         return Profile("in the interpreter", calls)
     calls = list(watch.profile_calls(call))  # once more: of the first some were compiled
-    gpu: Device = calls[0][0].code.gpu
+    gpu: Device = calls[0][0].kernel.code.gpu
     times = median_times(call, watch.run, gpu, repeat)
     if len(times) != len(calls):
         raise RuntimeError("profile: the function does not make the same launches each time it is called")
