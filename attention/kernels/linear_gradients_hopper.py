@@ -13,7 +13,8 @@ columns of the values, for which it keeps dS in registers, transposed, and compu
 second dK, for which it reads dS of both in shared memory. Every exponent is a sum of gates, so never positive.
 
 For the gates' gradients (gradients.py) it stores q . dq and k . dk, and for each chunk the sum of the parts of k . dk that come
-from dS, and <S, dS>; gate_gradient.py computes the gradients from these."""
+from dS and of exp(b_last) <S, dS>; gate_gradient.py computes the gradients from these. Consumers store no sums, and nothing
+that is rounded: fences, which tiles of products need, would wait for these stores. Warps of the producer do."""
 
 import functools
 import itertools
@@ -23,12 +24,26 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import columns, divmod, minimum, row_sum, subtile, tile_sum, truncate, warpgroup, zeros
+from ops import (
+    columns,
+    divmod,
+    load,
+    minimum,
+    row_sum,
+    store,
+    store_wait,
+    subtile,
+    tile_sum,
+    tma_store,
+    truncate,
+    warpgroup,
+    zeros,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
+from ..parts.recurrent.gates import ROW_VEC, Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 CONSUMERS = 2
@@ -36,7 +51,9 @@ PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 VALUES = CONSUMERS * COLUMNS  # columns of a value, padded
 REGISTERS = 40, 232  # of a thread of the producer, of a consumer
-CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
+LOAD_WARP, SUM_WARP, STORE_WARP = range(3)  # of the producer: the last is the first consumer's, the warp after it the second's
+SUM_STAGES = 3  # chunks whose b is in shared memory
+SUMS_LATE = 2  # chunks by which the warp that computes b is ahead of the sums that it stores
 PANEL = 64  # channels of a panel of a shared tile
 STAGES = 2  # chunks in flight
 DQ_CONSUMER = 0  # the consumer that computes dQ
@@ -94,7 +111,9 @@ def make(config: Config):
     FENCED = config.unrounded or config.unrounded_values
     DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
     DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
-    vectors = ring(sv(CHUNK, fp32), CUMSUM_WARPS if gate.per_token else 1, WARPS, writers=1)
+    SENDS_X, SENDS_V = not config.unrounded, not config.unrounded_values  # by warps of the producer
+    SENT = SENDS_X + SENDS_V
+    vectors = ring(sv(CHUNK, fp32), SUM_STAGES if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
         k=ring(KEY, STAGES, WARPS),
@@ -102,7 +121,8 @@ def make(config: Config):
         do=ring(VALUE, STAGES, WARPS),
         s=ring(STATES, 1, WARPS),
         ds=STATES,
-        out=st(CONSUMERS * CHUNK, KEYS, INPUT),
+        out=ring(KEY, CONSUMERS, 1, writers=warpgroup.WARPGROUP),
+        dots=ring(sv(2 * CHUNK, fp32), CONSUMERS, 1, writers=warpgroup.WARPGROUP),
         b=vectors,
     )
 
@@ -135,62 +155,71 @@ def make(config: Config):
         for tile in tiles:
             seq_layout.zero_other_rows(tile, remaining, CONSUMERS)
 
-    def make_store(unrounded):
-        """The function that stores a chunk's gradients: by TMA if they are rounded and sequences not packed."""
-
-        @inlined
-        def store_rows(gOut, tile, x, seq, token, head, block):
-            """Store block number `block` of the columns, of the rows that belong to the sequence."""
-            if unrounded:
-                at = seq.batch, token, head, int32(x.cols * block)
-                warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
-            elif VARLEN:  # through shared memory, too: with the addresses of its rows beside x registers would spill
-                warpgroup.store(tile, x)
-                warpgroup.sync()
-                for n in range(x.cols // PANEL):
-                    at = seq.batch, token, head, int32(x.cols * block + PANEL * n)
-                    rows = warpgroup.load(subtile(tile, CHUNK, 0, PANEL, n), PANEL_ROWS, fenced=False)
-                    warpgroup.store(truncate(gOut, 1, seq.end), rows, at, 1, 3, aligned=True)
-            else:
-                warpgroup.send(gOut, (seq.batch, token, head, block), tile, x)
-
-        return store_rows
-
-    store_gradient, store_values = make_store(config.unrounded), make_store(config.unrounded_values)
+    @inlined
+    def turn_of(wg, j, is_x):
+        """Which of the tiles of results a consumer's dV or, last, dQ or dK of a chunk is: each consumer has a slot."""
+        return int32(CONSUMERS * (SENT * j + (SENT - 1) * is_x) + wg)
 
     @inlined
-    def store_inputs(wg, gDQ, gDK, tile, x, seq, token, head):
-        """Store a consumer's dQ or dK."""
-        if wg == DQ_CONSUMER:
-            store_gradient(gDQ, tile, x, seq, token, head, int32(0))
+    def send_rows(gOut, tile, seq, token, head, block):
+        """Store a consumer's results, from a shared tile, by one warp: only the rows that belong to the sequence."""
+        if VARLEN:
+            for row in range(CHUNK // 16):
+                for n in range(tile.cols // PANEL):
+                    at = seq.batch, int32(token + 16 * row), head, int32(tile.cols * block + PANEL * n)
+                    rows = load(subtile(tile, 16, row, PANEL, n), PANEL_ROWS, fenced=False)
+                    store(truncate(gOut, 1, seq.end), rows, at, 1, 3, aligned=True)
         else:
-            store_gradient(gDK, tile, x, seq, token, head, int32(0))
+            tma_store(gOut, (seq.batch, token, head, block), tile)
+            store_wait()
 
     @inlined
-    def store_dots(wg, gQueryDots, gKeyDots, dots, seq, token, head):
-        """Store the row sums of q dq or of k dk."""
-        at = seq.batch, token, head
+    def store_rows(gOut, x, seq, token, head, block):
+        """Store a consumer's results from registers."""
+        at = seq.batch, token, head, int32(x.cols * block)
+        warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
+
+    @inlined
+    def store_inputs(wg, gDQ, gDK, x, seq, token, head):
+        """Store a consumer's dQ or dK from registers."""
         if wg == DQ_CONSUMER:
-            warpgroup.store(truncate(gQueryDots, 1, seq.end), dots, at, cols=1)
+            store_rows(gDQ, x, seq, token, head, int32(0))
         else:
-            warpgroup.store(truncate(gKeyDots, 1, seq.end), dots, at, cols=1)
+            store_rows(gDK, x, seq, token, head, int32(0))
+
+    @inlined
+    def load_row(vector, n):
+        """The n-th 64 numbers of a shared vector."""
+        return load(subtile(vector, CHUNK, n), ROW_VEC)
+
+    @inlined
+    def store_sums(dots, j, gQueryDots, gKeyDots, gCarriedDots, seq, token, chunk, head):
+        """Store what consumers computed for the gates' gradients, by one warp."""
+        turn, at = int32(CONSUMERS * j), (seq.batch, token, head)
+        of_q, of_k = dots.wait(turn), dots.wait(turn + 1)
+        store(truncate(gQueryDots, 1, seq.end), load_row(of_q, 0), at, cols=1)
+        store(truncate(gKeyDots, 1, seq.end), load_row(of_k, 0), at, cols=1)
+        gCarriedDots[chunk, head, 0] = tile_sum(load_row(of_q, 1) + load_row(of_k, 1))
+        dots.release(turn)
+        dots.release(turn + 1)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
         gStates: tiled(STATES, 4, 2, 3), gGates: array(gate.rank), gDQ: DQK, gDK: DQK, gDV: DVALUES,
         gLastState: array(4), gFirstState: array(4), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
-        gStateDots: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence."""
-        q, k, v, do, s, ds, out_tiles, b = smem.open()
+        q, k, v, do, s, ds, out, dots, b = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
             segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             key_head, _ = divmod(head, group)
-            if warpgroup.rank() == 0:
+            warp = warpgroup.rank()
+            if warp == LOAD_WARP:
                 for j in range(n):
                     token = seq.chunk_start(j)
                     q.fill(j, gQ, (seq.batch, token, key_head))
@@ -198,18 +227,35 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, token, head))
                     do.fill(j, gDOut, (seq.batch, token, head))
                     s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
-            elif gate.per_token:
-                for j in range(warpgroup.rank() - 1, n, CUMSUM_WARPS):
-                    gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
+            elif warp == SUM_WARP:
+                for j in range(n + SUMS_LATE):
+                    if gate.per_token and j < n:
+                        gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
+                    if WITH_GATES and j >= SUMS_LATE:
+                        late = int32(j - SUMS_LATE)
+                        chunk = int32(first_chunk + seq.chunk_number(late))
+                        token = seq.chunk_start(late)
+                        store_sums(dots, late, gQueryDots, gKeyDots, gCarriedDots, seq, token, chunk, head)
+            elif SENT > 0:
+                consumer = int32(warp - STORE_WARP)
+                for j in range(n):
+                    if SENDS_V:
+                        turn = turn_of(consumer, j, 0)
+                        tile = subtile(out.wait(turn), CHUNK, 0, COLUMNS, 0)
+                        send_rows(gDV, tile, seq, seq.chunk_start(j), head, consumer)
+                        out.release(turn)
+                    if SENDS_X:
+                        turn = turn_of(consumer, j, 1)
+                        tile = out.wait(turn)
+                        if consumer == DQ_CONSUMER:
+                            send_rows(gDQ, tile, seq, seq.chunk_start(j), head, int32(0))
+                        else:
+                            send_rows(gDK, tile, seq, seq.chunk_start(j), head, int32(0))
+                        out.release(turn)
         else:
             warpgroup.claim_registers(consumer_registers)
             segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-            ds_columns, out, dv_out = (
-                subtile(ds, COLUMNS, wg),
-                subtile(out_tiles, CHUNK, wg),
-                subtile(out_tiles, CHUNK, wg, COLUMNS, 0),
-            )
-            warp, is_dk_consumer, sign = int32(warpgroup.WARPGROUP * wg + warpgroup.rank()), float32(wg), float32(1 - 2 * wg)
+            ds_columns, is_dk_consumer, sign = subtile(ds, COLUMNS, wg), float32(wg), float32(1 - 2 * wg)
             state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
             ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
             g = gate.load_head_gate(gGates, head)
@@ -217,7 +263,7 @@ def make(config: Config):
                 sequence if segment == segments - 1 else -1
             )  # -1: the walk's last segment is another block's
             for j in range(n):
-                remaining, chunk, token = seq.remaining(j), int32(first_chunk + seq.chunk_number(j)), seq.chunk_start(j)
+                remaining = seq.remaining(j)
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
                 clear_tails((q_tile, k_tile), remaining)
                 clear_tails((v_tile, do_tile), remaining)
@@ -240,8 +286,14 @@ def make(config: Config):
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 if WITH_GATES:
-                    gStateDots[chunk, head, warp] = tile_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg)))
-                store_values(gDV, dv_out, warpgroup.wait(dv), seq, token, head, wg)
+                    later_dots = gate.decay(row_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg))), b_last)
+                dv = warpgroup.wait(dv)
+                if SENDS_V:
+                    turn = turn_of(wg, j, 0)
+                    warpgroup.store(subtile(out.claim(turn), CHUNK, 0, COLUMNS, 0), dv)
+                    out.publish(turn)  # its fence is that of loads, too
+                else:
+                    store_rows(gDV, dv, seq, seq.chunk_start(j), head, wg)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=FENCED)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
@@ -250,25 +302,32 @@ def make(config: Config):
                 if wg == DQ_CONSUMER:
                     dx = dx * scale
                 elif WITH_GATES:
-                    gCarriedDots[chunk, head, warpgroup.rank()] = tile_sum(multiply(dx, operand))
+                    later_dots = later_dots + row_sum(multiply(dx, operand))
                 dx = warpgroup.mma_AB(dx, dp, partner)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
                 if WITH_GATES:
-                    store_dots(wg, gQueryDots, gKeyDots, row_sum(multiply(dx, operand)), seq, token, head)
-                store_inputs(wg, gDQ, gDK, out, dx, seq, token, head)
+                    sums = dots.claim(int32(CONSUMERS * j + wg))
+                    warpgroup.store(subtile(sums, CHUNK, 0), row_sum(multiply(dx, operand)))
+                    warpgroup.store(subtile(sums, CHUNK, 1), later_dots)
+                    dots.publish(int32(CONSUMERS * j + wg))
+                if SENDS_X:
+                    turn = turn_of(wg, j, 1)
+                    warpgroup.store(out.claim(turn), dx)
+                    out.publish(turn)
+                else:
+                    store_inputs(wg, gDQ, gDK, dx, seq, seq.chunk_start(j), head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
                 k.release(j)
                 v.release(j)
                 do.release(j)
-            warpgroup.store_wait()
             if VARLEN and ended_sequence >= 0:
                 padding = seq_layout.padding_tokens(gCuSeqlens, ended_sequence, length)
                 for j in range(padding.num_chunks()):
                     token = padding.chunk_start(j)
-                    store_inputs(wg, gDQ, gDK, out, zeros(STATE), padding, token, head)
-                    store_values(gDV, dv_out, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
+                    store_inputs(wg, gDQ, gDK, zeros(STATE), padding, token, head)
+                    store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
             if ended_sequence >= 0:
                 warpgroup.store(gFirstState, ds_t, (ended_sequence, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
 

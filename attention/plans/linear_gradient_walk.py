@@ -10,7 +10,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import chunk_hopper, linear_gradients_hopper
-from ..kernels.linear_gradients_hopper import CONSUMERS, KEY_DIMS, VALUES, WARPS
+from ..kernels.linear_gradients_hopper import CONSUMERS, KEY_DIMS, VALUES
 from ..parts.recurrent.gates import Gate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
@@ -86,7 +86,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     buffers: Arrays = {"gGates": walk_gates, "gCuSeqlens": problem["cu_seqlens"]}
     buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last_gradient}
     buffers |= {"gDQ": arrays["dq"], "gDK": arrays["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
-    dots, finish = plan_gate_sums(problem, arrays, scratch, WARPS // CONSUMERS, WARPS) if with_gates else ({}, [])
+    dots, finish = plan_gate_sums(problem, arrays, scratch, 1, 0) if with_gates else ({}, [])
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
         sequences * heads * segments,
         length=problem.extents["seqlen"],

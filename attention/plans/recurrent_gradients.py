@@ -198,8 +198,8 @@ def gate_dots(
         name: scratch(batch, heads * row_parts, length).permuted((0, 2, 1))
         for name in ("gQueryDots", "gKeyDots")[: 1 if subtracts_key_dots else 2]
     }
-    chunks = count_chunk_indices(problem)
-    return dots | {"gCarriedDots": scratch(chunks, heads, carried_parts), "gStateDots": scratch(chunks, heads, state_parts)}
+    parts = {"gCarriedDots": carried_parts, "gStateDots": state_parts}
+    return dots | {name: scratch(count_chunk_indices(problem), heads, n) for name, n in parts.items() if n}
 
 
 def split_row_parts(dots: Arrays, parts: int) -> Arrays:
@@ -225,8 +225,8 @@ def plan_gate_sums(
 ) -> tuple[Arrays, list[Step]]:
     """(scratch memory for the sums that the decay's gradient is computed from, by the names of gate_gradient.py's parameters;
     the launches that compute it). carried_parts, state_parts: in how many parts a kernel stores the carried dots and <S, dS> of
-    a chunk and head; row_parts: a row's dots. subtracts_key_dots: does gQueryDots hold q . dq - k . dk, so that there is no
-    gKeyDots?"""
+    a chunk and head, 0 if the former include the latter, times exp(b_last); row_parts: a row's dots. subtracts_key_dots: does
+    gQueryDots hold q . dq - k . dk, so that there is no gKeyDots?"""
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
     length, heads, sequences = problem("seqlen", "heads", "sequences")
@@ -246,7 +246,7 @@ def plan_gate_sums(
         splits=splits,
         groups=groups,
         warps=warps,
-        **{"gKeyDots": None} | split_row_parts(dots, row_parts),
+        **{"gKeyDots": None, "gStateDots": None} | split_row_parts(dots, row_parts),
     )
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]
 
