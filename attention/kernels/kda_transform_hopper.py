@@ -1,7 +1,7 @@
 """What KDA's chunks need and do not get from the state, of all chunks at once, for Hopper (kda_hopper.py has the equations):
 q' and k' of channel_decay.py, and, as U = T (V - k' S') occurs in two products only, T as a factor of what it meets there:
 
-    exp(b_last - r) k*^T T        tril(q' k*^T) T
+    exp(b_last - r) k*^T T        scale tril(q' k*^T) T
 
 kda_walk_hopper.py reads them.
 
@@ -18,7 +18,7 @@ from numpy import int32
 from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st, sv
-from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
@@ -129,11 +129,11 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
-        params: PARAMS,
+        scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gQueries .. gStateDecays: of each chunk
-        and head, q', k', exp(b_last - r) T^T k*, T^T tril(q' k*^T)^T, exp(r) and exp(b_last). `group` value heads share a key
-        head."""
+        and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r) and exp(b_last). `group` value heads share a
+        key head."""
         q, k, g, k_decayed, square, triangles, state_decays, gate_sums, block_decays, biases, rates = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
@@ -205,7 +205,7 @@ def make(config: Config):
             k.release(j)
             fill_keys(k, gK, int32(j + 1), n, seq, key_head)
             warpgroup.store(solved_keys, solved * load(subtile(state_decays, KEY_DIM, 0), decay.channel_vec))
-            warpgroup.store(square, solved_scores)
+            warpgroup.store(square, solved_scores * scale)
             warpgroup.tma_store(gSolvedKeys, at, solved_keys)
             warpgroup.tma_store(gSolvedScores, at, square)
         warpgroup.store_wait()

@@ -1,10 +1,11 @@
 """KDA on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (kda_hopper.py has the equations).
 U = T (V - k' S') occurs in two products, whose other factors have T in them already (kda_transform_hopper.py):
 
-    D = V - k' S'        O = scale (q' S' + P~ D)        S = exp(b_last) S + k~^T D
-    S' = exp(r) S        P~ = tril(q' k*^T) T            k~ = exp(b_last - r) T^T k*
+    D = V - k' S'        O = scale q' S' + P~ D           S = exp(b_last) S + k~^T D
+    S' = exp(r) S        P~ = scale tril(q' k*^T) T       k~ = exp(b_last - r) T^T k*
 
-so that a chunk is four products, and its chain two."""
+so that a chunk is four products, and its chain two. k' S' and q' S' have the same left operand, transposed, and so have the
+last two: the right ones lie side by side in shared memory, and each pair is one product."""
 
 import functools
 import itertools
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import load, subtile, warpgroup, zeros
+from ops import columns, hstack, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -45,13 +46,23 @@ class Config:
         return st(CHUNK, self.key_dim, self.dtype)
 
     @property
+    def decayed(self):
+        """The tile of k' and, below it, q' for a chunk."""
+        return st(2 * CHUNK, self.key_dim, self.dtype)
+
+    @property
+    def solved(self):
+        """The tile of k~ and, beside it, P~^T for a chunk."""
+        return st(CHUNK, self.key_dim + CHUNK, self.dtype)
+
+    @property
     def value(self):
         """The tile of V or O for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
     def square(self):
-        """The tile of P~ for a chunk."""
+        """The tile of P~^T for a chunk, or of 64 channels of k~."""
         return st(CHUNK, CHUNK, self.dtype)
 
     @property
@@ -78,13 +89,12 @@ def make(config: Config):
     seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    CHUNK_KEYS, KEY_DIM, DECAY_TO_REFERENCE, DECAY = tiled(config.key, rows=2), config.key_dim, 0, 1
+    CHUNK_KEYS, CHUNK_SQUARE = tiled(config.key, rows=2), tiled(config.square, rows=2)
+    KEY_DIM, PANELS, DECAY_TO_REFERENCE, DECAY = config.key_dim, config.key_dim // CHUNK, 0, 1
     smem = shared(
-        q=ring(config.key, stages, WARPS),
-        k_decayed=ring(config.key, stages, WARPS),
-        k=ring(config.key, stages, WARPS),
+        decayed=ring(config.decayed, stages, WARPS),
+        solved=ring(config.solved, stages, WARPS),
         v=ring(config.value, stages, WARPS),
-        p=ring(config.square, stages, WARPS),
         state_decays=ring(config.state_decays, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
     )
@@ -94,16 +104,24 @@ def make(config: Config):
         """One of the vectors of `state_decays`."""
         return load(subtile(decays, KEY_DIM, index), STATE.row_vec)
 
+    @inlined
+    def all_but_last(x):
+        """All columns but the last 64."""
+        if PANELS > 1:
+            return hstack(columns(x, CHUNK, 0), columns(x, CHUNK, 1))
+        else:
+            return columns(x, CHUNK, 0)
+
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS, gSolvedKeys: CHUNK_KEYS, gSolvedScores: tiled(config.square, rows=2),
+        gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS, gSolvedKeys: CHUNK_SQUARE, gSolvedScores: CHUNK_SQUARE,
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, heads: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
         kda_transform_hopper.py stores them. Each of the value `heads` is `blocks` blocks of columns wide."""
-        q, k_decayed, k, v, p, state_decays, out = smem.open()
+        decayed, solved, v, state_decays, out = smem.open()
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -113,17 +131,20 @@ def make(config: Config):
             first = seq_layout.chunk_index(seq.start, sequence, length)
             if warpgroup.rank() == 0:
                 for j in range(n):
-                    at = int32(first + j), head
-                    k_decayed.fill(j, gDecayedKeys, at)
-                    state_decays.fill(j, gStateDecays, at)
-                    q.fill(j, gQueries, at)
+                    chunk = int32(first + j)
+                    decayed.fill(j, gDecayedKeys, (chunk, head), 0, 2)
+                    decayed.fill(j, gQueries, (chunk, head), 1, 2)
+                    state_decays.fill(j, gStateDecays, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
-                    k.fill(j, gSolvedKeys, at)
-                    p.fill(j, gSolvedScores, at)
+                    for panel in range(PANELS):
+                        solved.fill(j, gSolvedKeys, (chunk, head, 0, panel), panel, PANELS + 1)
+                    solved.fill(j, gSolvedScores, (chunk, head), PANELS, PANELS + 1)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
+            out.wait(int32(0))  # of no chunk
+            out.release(int32(0))
             for j in range(n):
-                state.send_output(gO, out, j, seq, head, block)
+                state.send_output(gO, out, j, seq, head, block, 1)
             seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
@@ -133,28 +154,25 @@ def make(config: Config):
             for j in range(n):
                 decays = state_decays.wait(j)
                 rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
-                d = warpgroup.mm_ABt(rounded, k_decayed.wait(j))
-                o = warpgroup.mm_ABt(rounded, q.wait(j))
-                if j > 0:
-                    warpgroup.store_transposed(out.claim(j - 1), outputs)
-                    out.publish(j - 1)
-                values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
+                read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
+                warpgroup.store_transposed(out.claim(j), outputs)  # of the chunk before
+                values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
+                decay = load_decay(decays, DECAY)
+                out.publish(j)  # its fence is also that of the loads from V and the decays
                 v.release(j)
-                values = seq_layout.zero_other_columns(values, seq.remaining(j))
-                d = INPUT(values - warpgroup.wait(d, newer=1))
-                k_decayed.release(j)
-                o = warpgroup.wait(o)
-                q.release(j)
-                s_t = warpgroup.mma_AB(s_t * load_decay(decays, DECAY), d, k.wait(j))
-                o = warpgroup.mma_AB(o, d, p.wait(j))
-                state_decays.release(j)
-                s_t = warpgroup.wait(s_t, newer=1)
-                k.release(j)
-                outputs = INPUT(warpgroup.wait(o) * scale)
-                p.release(j)
-            if n > 0:
-                warpgroup.store_transposed(out.claim(n - 1), outputs)
-                out.publish(n - 1)
+                state_decays.release(j, fenced=True)
+                values = seq_layout.zero_other_columns(fp32(values), seq.remaining(j))
+                read = warpgroup.wait(read)
+                d = INPUT(values - columns(read, CHUNK, 0))
+                decayed.release(j)
+                # Scaled here: half of an accumulator as it is, in the next product, makes ptxas serialise both
+                both = hstack(s_t * decay, columns(read, CHUNK, 1) * scale)
+                both = warpgroup.wait(warpgroup.mma_AB(both, d, solved.wait(j)))  # the state and O
+                solved.release(j)
+                s_t, o = all_but_last(both), columns(both, CHUNK, PANELS)
+                outputs = INPUT(o)
+            warpgroup.store_transposed(out.claim(n), outputs)
+            out.publish(n)
             warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
 
     return walk, smem

@@ -201,7 +201,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     walk = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen)
     return [
         kernel_for(kda_transform_hopper, config, problem.device).bind(
-            items * parts, length=length, parts=parts, heads=key_heads, group=heads // key_heads, **inputs
+            items * parts, length=length, parts=parts, heads=key_heads, group=heads // key_heads, scale=scale, **inputs
         ),
         kernel_for(kda_walk_hopper, walk, problem.device).bind(
             items * width, length=length, blocks=width, heads=heads, scale=scale, **walk_arrays

@@ -56,13 +56,13 @@ class TransposedState:
             warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)
 
     @inlined
-    def send_output(self, gO, outputs, j, seq, head, block):
-        """Store the transposed outputs of the j-th chunk, which the consumer has published as a tile of the ring `outputs`, and
-        release the tile. Another warpgroup than the consumer calls this."""
-        tile, token = outputs.wait(j), seq.chunk_start(j)
+    def send_output(self, gO, outputs, j, seq, head, block, tiles_before=0):
+        """Store the transposed outputs of the j-th chunk, which the consumer has published as tile j + tiles_before of the ring
+        `outputs`, and release the tile. Another warpgroup than the consumer calls this."""
+        tile, token = outputs.wait(j + tiles_before), seq.chunk_start(j)
         if self.seq_layout.varlen:
             self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)
         elif warpgroup.rank() == 0:
             tma_store(gO, (seq.batch, token, head, block), tile)
             store_wait()
-        outputs.release(j)
+        outputs.release(j + tiles_before)
