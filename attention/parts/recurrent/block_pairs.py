@@ -5,8 +5,8 @@ Block m has two references in each channel, r_m for those of its tokens that rea
 
     Q^ = exp(b - r) q        K^ = exp(b - r) k        K* = exp(s - b) k
 
-Both are the middle of its sums b if the block is gentle, i.e. the dtype holds its decay in all channels; else r is b of its
-first token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the
+Both are the middle of its sums b if the block is gentle, i.e. factors of its decay are in range in all channels; else r is b of
+its first token and s that of its last one, so that no factor exceeds 1. With r_4 = b_last, s_(-1) = 0 and U = beta E, the
 accumulators start from the terms that go through states, and add the pairs, block after block,
 
     X = scale dO S      n = 0 .. m - 1:  X = exp(s_n - s_(n-1)) X + dP_mn K*_n                     X = exp(r_m - s_(m-1)) X
@@ -52,10 +52,9 @@ from ops import (
     where,
     zeros,
 )
-from tiles import dtype, fp32, inlined, rt, static, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 
 from .channel_chunks import ROWS, ChunkChannels
-from .channel_decay import MIN_LOG2_DECAY
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
@@ -64,6 +63,9 @@ BLOCKS = CHUNK // ROWS  # one a warp
 # before, from s to s, from r to r, and from s to r; and the references themselves. Some vectors between them are not used.
 STEP, READ_STEP, LAST_STEP, REFERENCES = 0, 1, 6, 11
 VECTORS = 20
+# log2 of the decay of a channel by a block below which the block is not gentle. From the middle of a block to that of the next
+# one lie half of each and a gate, of which exp2 must not be 0: in bf16 2 ** -26 is left for the gate.
+MIN_LOG2_DECAY = {bf16: -100.0, fp16: -22.0}
 SQUARE = rt(ROWS, ROWS, fp32)  # scores of a block's tokens with each other
 ROW, COL = SQUARE.col_vec, SQUARE.row_vec
 
@@ -108,7 +110,7 @@ class BlockPairs:
     @property
     def min_log2_decay(self):
         """log2 of the decay of a channel by a block below which the block is not gentle."""
-        return 2 * MIN_LOG2_DECAY[self.dtype]
+        return MIN_LOG2_DECAY[self.dtype]
 
     @inlined
     def block(self, tile, index):
