@@ -75,6 +75,25 @@ def test_functions_of_one_tile(run, sample, names):
                 close(actual, reference(X), ulp=ulp(size), atol=error(size) if error else 0)
 
 
+def test_exponentials_are_never_subnormal(run):
+    """0 below 2 ** -126, by meaning as on a GPU. A product of two factors may be in range where one of them is not."""
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        a = load(x, T, (0, 0))
+        store(out, exp2(a), (0, 0, 0), 1, 2)
+        store(out, ops.exp(a), (1, 0, 0), 1, 2)
+
+    x = np.full((16, 16), -126, np.float32)
+    x[0, :4] = -126.5, -130, -149, -1000
+    out = blank((2, 16, 16))
+    run(body, x, out)
+    np.testing.assert_array_equal(out[0, 0, :4], 0)
+    np.testing.assert_array_equal(out[0, 1:], np.float32(2.0**-126))
+    np.testing.assert_array_equal(out[1], 0)
+
+
 def test_gelu_cubic():
     """The meaning's tanh is exact, and a digit of the form's constant shows, which tanh.approx would hide."""
 
