@@ -15,7 +15,7 @@ from .variant import Variant
 
 class BuiltinScoreMod(Variant):
     """A function of each score alone, s = f(s; value), where `value` is what a call passes as the argument `option`. That is a
-    field of ScoreOptions and ScoreArguments (plans/call_options.py), too."""
+    field of ScoreOptions and AttentionArguments (options.py), too."""
 
     changes_scores = needs_raw_scores = nonlinear = True
     fits_folded_backward = False
