@@ -43,7 +43,6 @@ from ops import (
     tile_any,
     tile_max,
     tma_store,
-    truncate,
     turned,
     viewed,
     warpgroup,
@@ -55,8 +54,10 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
+from ..parts.recurrent.delta_channel_loads import ChunkArrays, ChunkLoads, ChunkRings
 from ..parts.recurrent.delta_chunks import PANEL
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ..parts.recurrent.delta_gradient_sums import store_beta_gradients
+from ..parts.recurrent.gates import ROW_VEC, TILE
 from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
@@ -99,7 +100,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, WITH_GATES, channels = config.dtype, config.with_gates, TokenChannels(config.dtype, HALF, config.gates)
     seq_layout = SequenceLayout(config.varlen)
-    chunk_items = ChunkItems(seq_layout)
+    chunk_items, loads = ChunkItems(seq_layout), ChunkLoads(seq_layout, PANELS)
     KEY, VALUE, STATE_PANEL = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(PANEL, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, config.gates), st(2 * CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
     STATE_OPERAND, VOTE = rt(16, CHUNK, INPUT), rt(16, VOTES, fp32).row_vec
@@ -192,21 +193,13 @@ def make(config: Config):
             warpgroup.release_registers(PRODUCER_REGISTERS)
             j = int32(0)
             if warpgroup.rank() == 0:
+                rings = ChunkRings(do, e, dv, s, ds, beta, g)
+                arrays = ChunkArrays(gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta)
                 while chunk_items.has(grid, j):
-                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
+                    place = chunk_items.locate(grid, j)
+                    _, head, sequence, token, seq = place
                     key_head, _ = divmod(head, group)
-                    source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
-                    do.fill(j, source, (batch, row, head))
-                    e.fill(j, gErrors, (chunk, head))
-                    source, batch, row = seq_layout.whole_tile(gDV, gTailDV, seq, token, sequence)
-                    dv.fill(j, source, (batch, row, head))
-                    for i in range(PANELS):
-                        s.fill(j, gStates, (chunk, head, int32(2 * i)), i, PANELS)
-                    for i in range(PANELS):
-                        ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
-                    beta.fill(j, gChunkBeta, (chunk, head))
-                    gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
-                    g.fill(j, gates, (batch, row, head))
+                    loads.fill(rings, arrays, j, place)
                     queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
                     q.fill(j, queries, (batch, row, key_head))
                     keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
@@ -216,10 +209,7 @@ def make(config: Config):
                 while chunk_items.has(grid, j):
                     _, head, _, token, seq = chunk_items.locate(grid, j)
                     betas, sums = beta.wait(j), results.wait(j)
-                    for i in range(CHUNK // 16):
-                        at = seq.batch, int32(token + 16 * i), head
-                        x = load(subtile(sums, 16, i), COL_VEC) / load(subtile(betas, 16, i), COL_VEC)
-                        store(truncate(gDBeta, 1, seq.end), x, at, cols=1)
+                    store_beta_gradients(gDBeta, seq, head, token, sums, betas)
                     beta.release(j)
                     results.release(j)
                     j = int32(j + 1)

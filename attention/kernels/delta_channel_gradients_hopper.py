@@ -43,7 +43,9 @@ from tiles.targets import Target
 from ..parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
 from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
+from ..parts.recurrent.delta_channel_loads import ChunkArrays, ChunkLoads, ChunkRings
 from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.delta_gradient_sums import store_beta_gradients
 from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .delta_channel_block_gradients_hopper import SIZES
@@ -131,6 +133,7 @@ def make(config: Config):
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     ONLY_STRONG, chunk_items = config.only_strong, ChunkItems(seq_layout)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
+    loads = ChunkLoads(seq_layout, PANELS)
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(config.values, rows=2)
@@ -240,21 +243,13 @@ def make(config: Config):
             warpgroup.release_registers(PRODUCER_REGISTERS)
             item, j = next_item(grid, int32(0), gStrong), int32(0)
             if warpgroup.rank() == 0:
+                rings = ChunkRings(do, e, dv, s, ds, beta, g)
+                arrays = ChunkArrays(gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta)
                 while chunk_items.has(grid, item):
-                    chunk, head, sequence, token, seq = chunk_items.locate(grid, item)
+                    place = chunk_items.locate(grid, item)
+                    _, head, sequence, token, seq = place
                     key_head, _ = divmod(head, group)
-                    source, batch, row = seq_layout.whole_tile(gDOut, gTailDOut, seq, token, sequence)
-                    do.fill(j, source, (batch, row, head))
-                    e.fill(j, gErrors, (chunk, head, 0))
-                    source, batch, row = seq_layout.whole_tile(gDV, gTailDV, seq, token, sequence)
-                    dv.fill(j, source, (batch, row, head))
-                    for i in range(PANELS):
-                        s.fill(j, gStates, (chunk, head, int32(2 * i)), i, PANELS)
-                    for i in range(PANELS):
-                        ds.fill(j, gStates, (chunk, head, int32(2 * i + 1)), i, PANELS)
-                    beta.fill(j, gChunkBeta, (chunk, head))
-                    gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
-                    g.fill(j, gates, (batch, row, head))
+                    loads.fill(rings, arrays, j, place)
                     keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
                     k.fill(j, keys, (batch, row, key_head))
                     queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
@@ -264,10 +259,7 @@ def make(config: Config):
                 while chunk_items.has(grid, item):
                     _, head, _, token, seq = chunk_items.locate(grid, item)
                     betas, sums = beta.wait(j), dbeta.wait(j)
-                    for i in range(CHUNK // 16):
-                        at = seq.batch, int32(token + 16 * i), head
-                        x = load(subtile(sums, 16, i), COL_VEC) / load(subtile(betas, 16, i), COL_VEC)
-                        store(truncate(gDBeta, 1, seq.end), x, at, cols=1)
+                    store_beta_gradients(gDBeta, seq, head, token, sums, betas)
                     beta.release(j)
                     dbeta.release(j)
                     item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)

@@ -41,7 +41,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors, TwoParts
-from ..parts.recurrent.delta_gradient_sums import DeltaGradientSums
+from ..parts.recurrent.delta_gradient_sums import DeltaGradientSums, store_beta_gradients
 from ..parts.recurrent.gates import TILE
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
@@ -189,7 +189,7 @@ def make(config: Config):
                 for j in range(n):
                     token, chunk = int32(last_token - CHUNK * j), int32(last_chunk - j)
                     vector_tile, parts = vectors.wait(j), value_sums.wait(j)
-                    row_sums.store_beta_gradients(gDBeta, seq, head, token, vector_tile, parts)
+                    store_beta_gradients(gDBeta, seq, head, token, parts, subtile(vector_tile, CHUNK, BETA))
                     if WITH_GATES:
                         gStateDots[chunk, head, 0] = tile_sum(row_sums.add_up(parts, WARPS, STATE_WARPS))
                     vectors.release(j)

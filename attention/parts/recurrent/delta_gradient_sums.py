@@ -1,17 +1,27 @@
-"""Sums of rows in the walks that compute gradients of the delta rule on Hopper (delta_gradients_hopper.py,
-delta_segment_gradients_hopper.py). dbeta and the gradients of gates are made of them (kernels/gate_gradient.py). Consumers
-leave them in shared vectors; warps of the producer store them, as nobody else is to wait for memory."""
+"""Sums of rows in the kernels that compute gradients of the delta rule on Hopper: DeltaGradientSums has those of the walks
+(delta_gradients_hopper.py, delta_segment_gradients_hopper.py). dbeta and the gradients of gates are made of them
+(kernels/gate_gradient.py). Consumers leave them in shared vectors; warps of the producer store them, as nobody else is to wait
+for memory."""
 
 from numpy import int32
 
 from ops import columns, load, row_sum, store, subtile, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, rt, static
 
-from .delta_chunks import BETA
 from .gates import COL_VEC
 from .tokens import CHUNK
 
 WARPS, PANEL = warpgroup.WARPGROUP, 64  # warps that share the rows of a chunk; columns that are multiplied at once
+
+
+@inlined
+def store_beta_gradients(gDBeta, seq, head, token, products, betas):
+    """Store dbeta of the chunk that begins at `token`. products: a shared vector that begins with beta dbeta, betas: with
+    beta."""
+    for i in range(WARPS):
+        at = seq.batch, int32(token + 16 * i), head
+        dbeta = load(subtile(products, 16, i), COL_VEC) / load(subtile(betas, 16, i), COL_VEC)
+        store(truncate(gDBeta, 1, seq.end), dbeta, at, cols=1)
 
 
 @static
@@ -49,14 +59,6 @@ class DeltaGradientSums:
         for part in range(count):
             total = total + load(subtile(parts, 16, int32(first + part)), COL_VEC)
         return total
-
-    @inlined
-    def store_beta_gradients(self, gDBeta, seq, head, token, vector_tile, parts):
-        """Store dbeta of the chunk that begins at `token`: the first 64 numbers of `parts`, which are beta dbeta, over beta."""
-        for i in range(WARPS):
-            at = seq.batch, int32(token + 16 * i), head
-            beta = load(subtile(vector_tile, 16, int32(WARPS * BETA + i)), COL_VEC)
-            store(truncate(gDBeta, 1, seq.end), load(subtile(parts, 16, i), COL_VEC) / beta, at, cols=1)
 
     @inlined
     def store_differences(self, gDots, seq, head, token, parts):
