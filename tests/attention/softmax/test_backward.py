@@ -423,7 +423,7 @@ def call(**other):
     [
         (dict(deterministic=1), TypeError, "deterministic: must be"),
         (dict(accumulate=True), TypeError, "dq: must be a float32 array with accumulate=True, got dq=None"),
-        (dict(aux=None), TypeError, "aux: must be a tuple of arrays"),
+        (dict(aux=np.ones(2, F32)), TypeError, "aux: must be a tuple of arrays"),
         (dict(aux=([1.0, 2.0],), daux=True), TypeError, "aux0: must be an array"),
         (dict(dsink=True), ValueError, "dsink: must be None where there is no sink: dsink=True"),
         (dict(dbias=True), ValueError, "dbias: must be None where there is no bias: bias=None"),
