@@ -107,7 +107,7 @@ def test_layers_that_are_refused():
         nn.from_transformers(theirs)
     theirs = layers("Mamba-2, limits")[1]
     theirs.time_step_limit = 0.1, 0.001
-    with pytest.raises(ValueError, match=r"^dt_limit: must be two numbers, from 0 and ascending: dt_limit=\(0.1, 0.001\)"):
+    with pytest.raises(ValueError, match=r"^dt_limit: must be two numbers, 0 <= low <= high: dt_limit=\(0.1, 0.001\)"):
         nn.from_transformers(theirs)
     with pytest.raises(TypeError, match="^layer: must have in_proj_qkvz, in_proj_ba, .*; or in_proj_qkv, .*: Linear has"):
         nn.from_transformers(torch.nn.Linear(2, 2))
