@@ -103,7 +103,10 @@ def flatten_arrays(arguments: Mapping[str, Any], known: frozenset[str] | None = 
         elif name == "norm_eps":
             others |= {} if all([arguments.get(norm) is None for norm in NORMS]) else {name: x}
         elif arguments.get("dropout"):  # of dropout and seed
-            (arrays if name == "seed" and hasattr(x, "shape") else others)[name] = x
+            is_array = (
+                name == "seed" and not isinstance(x, int) and hasattr(x, "shape")
+            )  # Dynamo's symbolic integers know no hasattr
+            (arrays if is_array else others)[name] = x
     return arrays, others
 
 
