@@ -103,10 +103,8 @@ def flatten_arrays(arguments: Mapping[str, Any], known: frozenset[str] | None = 
         elif name == "norm_eps":
             others |= {} if all([arguments.get(norm) is None for norm in NORMS]) else {name: x}
         elif arguments.get("dropout"):  # of dropout and seed
-            is_array = (
-                name == "seed" and not isinstance(x, int) and hasattr(x, "shape")
-            )  # Dynamo's symbolic integers know no hasattr
-            (arrays if is_array else others)[name] = x
+            is_number = name != "seed" or isinstance(x, int)  # Dynamo cannot ask its symbolic integers for a shape
+            (arrays if not is_number and hasattr(x, "shape") else others)[name] = x
     return arrays, others
 
 
