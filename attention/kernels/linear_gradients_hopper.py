@@ -169,6 +169,7 @@ def make(config: Config):
                     at = seq.batch, int32(token + 16 * row), head, int32(tile.cols * block + PANEL * n)
                     rows = load(subtile(tile, 16, row, PANEL, n), PANEL_ROWS, fenced=False)
                     store(truncate(gOut, 1, seq.end), rows, at, 1, 3, aligned=True)
+            cuda.syncwarp()  # all lanes have read the tile before one of them releases it
         else:
             tma_store(gOut, (seq.batch, token, head, block), tile)
             store_wait()

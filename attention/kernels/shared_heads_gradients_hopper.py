@@ -333,6 +333,7 @@ def make(config: Config):
                             rows_at = seq.batch, int32(token + 16 * row), head, int32(COLUMNS * column)
                             rows = load(subtile(tile, 16, row), ROWS, fenced=False)
                             store(truncate(gDV, 1, seq.end), rows, rows_at, 1, 3, aligned=True)
+                        cuda.syncwarp()  # all lanes have read the tile before one of them releases it
                     else:
                         tma_store(gDV, (seq.batch, token, head, column), tile)
                         store_wait()

@@ -165,6 +165,16 @@ def test_as_compiled(as_compiled, length, heads, D):
     check(OnInterpreter(), case(length, heads=heads, D=D), dt_softplus=True)
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_packed_sequences_as_compiled(as_compiled, heads):
+    """Results that a warp of the producer stores row by row: no lane may still read a tile that another one releases."""
+    as_compiled("sm_90a")
+    args = case(68, heads=heads, D="head")
+    for name in ("initial_states", "dstates"):
+        args[name] = np.repeat(args[name], 2, axis=0)
+    check(OnInterpreter(), args | {"cu_seqlens": np.array([0, 3, 68], np.int32)}, dt_softplus=True)
+
+
 # ---- heads that share B and C, on Hopper ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("length", "sizes", "shares"),
