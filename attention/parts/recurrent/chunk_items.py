@@ -8,7 +8,7 @@ from numpy import int32
 from ops import divmod
 from tiles import inlined, static
 
-from .tokens import CHUNK, SequenceLayout, TokenRange
+from .tokens import CHUNK, ChunkPlace, SequenceLayout, TokenRange
 
 
 class ChunkGrid(NamedTuple):
@@ -20,16 +20,6 @@ class ChunkGrid(NamedTuple):
     chunks: Any
     items: Any
     heads: Any
-
-
-class ChunkPlace(NamedTuple):
-    """Where a chunk of a head lies. index: as in SequenceLayout.chunk_index. token: its first one. seq: its TokenRange."""
-
-    index: Any
-    head: Any
-    sequence: Any
-    token: Any
-    seq: Any
 
 
 @static

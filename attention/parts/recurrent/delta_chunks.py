@@ -52,7 +52,7 @@ from typing import Any
 from numpy import float32, int32
 
 from ops import exp2, last_element, load, subtile, tile_min, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, static, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, st, static, sv
 from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES
 
@@ -225,6 +225,30 @@ class TwoParts:
         """(high, low): x rounded to dtype, and the remainder, rounded too."""
         high = self.dtype(x)
         return high, self.dtype(x - fp32(high))
+
+    @property
+    def square(self):
+        """The shared tile of a 64 x 64 matrix, its high part above its low part."""
+        return st(2 * CHUNK, CHUNK, self.dtype)
+
+    @inlined
+    def store(self, tile, parts):
+        """A warpgroup stores a matrix in such a tile."""
+        high, low = parts
+        warpgroup.store(subtile(tile, CHUNK, 0), high)
+        warpgroup.store(subtile(tile, CHUNK, 1), low)
+
+    @inlined
+    def mma_AB(self, acc, parts, tile):
+        """acc + x m, pending, of a warpgroup's x in two parts and m in such a tile, without the product of both low parts."""
+        (high, low), m_high, m_low = parts, subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
+        return warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(acc, high, m_high), high, m_low), low, m_high)
+
+    @inlined
+    def mma_ABt(self, acc, parts, tile):
+        """acc + x m^T; see mma_AB."""
+        (high, low), m_high, m_low = parts, subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
+        return warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(acc, high, m_high), high, m_low), low, m_high)
 
 
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import divmod, right_fill, truncate, warpgroup, zeros
+from ops import divmod, right_fill, store_wait, tma_store, truncate, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.launching.arguments import array, tiled
 
@@ -57,6 +57,24 @@ class ReversedTokens(TokenRange):
     def remaining(self, j):
         """The number of tokens from the start of the j-th chunk from the end to the end of the range."""
         return int32(self.end - self.chunk_start(j))
+
+
+class ChunkPlace(NamedTuple):
+    """Where a chunk of a head lies. index: as in SequenceLayout.chunk_index. token: its first one. seq: its TokenRange."""
+
+    index: Any
+    head: Any
+    sequence: Any
+    token: Any
+    seq: Any
+
+
+@inlined
+def send_tile(ring, j, gX, at):
+    """One warp stores the j-th tile of a ring by TMA, and gives it back."""
+    tma_store(gX, at, ring.wait(j))
+    store_wait()
+    ring.release(j)
 
 
 @inlined
@@ -142,6 +160,19 @@ class SequenceLayout:
         if self.varlen and seq.end - token < CHUNK:
             array, batch, row = gTails, int32(sequence), int32(0)
         return array, batch, row
+
+    @inlined
+    def fill_chunk(self, ring, j, gX, gTails, place, head):
+        """Have TMA load the tokens of a ChunkPlace as the j-th tile of a ring. gTails: as in whole_tile. head: that of gX."""
+        array, batch, row = self.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
+        ring.fill(j, array, (batch, row, head))
+
+    @inlined
+    def send_chunk(self, ring, j, gX, gTails, place):
+        """One warp stores the j-th tile of a ring by TMA as the tokens of a ChunkPlace, and gives it back. gTails: as in
+        whole_tile."""
+        array, batch, row = self.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
+        send_tile(ring, j, array, (batch, row, place.head))
 
     @inlined
     def zero_other_rows(self, tile, remaining, warpgroups=1):
