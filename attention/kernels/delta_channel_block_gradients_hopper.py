@@ -29,11 +29,8 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import (
-    col_index,
     column,
     cumsum,
-    divmod,
-    equal,
     exp2,
     load,
     row_sum,
@@ -42,11 +39,9 @@ from ops import (
     subtile,
     tile_any,
     tile_max,
-    tma_store,
     turned,
     viewed,
     warpgroup,
-    where,
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
@@ -54,10 +49,10 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
-from ..parts.recurrent.delta_channel_loads import ChunkArrays, ChunkLoads, ChunkRings
+from ..parts.recurrent.delta_channel_chunks import ChunkArrays, ChunkLoads, ChunkRings
 from ..parts.recurrent.delta_chunks import PANEL
-from ..parts.recurrent.delta_gradient_sums import store_beta_gradients
-from ..parts.recurrent.gates import ROW_VEC, TILE
+from ..parts.recurrent.delta_gradient_sums import diagonal, store_beta_gradients
+from ..parts.recurrent.gates import ROW_VEC
 from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
@@ -156,8 +151,7 @@ def make(config: Config):
         if warpgroup.id() == 0:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
         else:
-            on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
-            warpgroup.store(products, row_sum(where(on_diagonal, scores, 0.0)))
+            warpgroup.store(products, diagonal(scores))
             scores = warpgroup.causal(scores * (0.0 - cols), -1, 0.0)
         return INPUT(scores)
 
@@ -193,17 +187,12 @@ def make(config: Config):
             warpgroup.release_registers(PRODUCER_REGISTERS)
             j = int32(0)
             if warpgroup.rank() == 0:
-                rings = ChunkRings(do, e, dv, s, ds, beta, g)
-                arrays = ChunkArrays(gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta)
+                rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
+                arrays = ChunkArrays(
+                    gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta
+                )
                 while chunk_items.has(grid, j):
-                    place = chunk_items.locate(grid, j)
-                    _, head, sequence, token, seq = place
-                    key_head, _ = divmod(head, group)
-                    loads.fill(rings, arrays, j, place)
-                    queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
-                    q.fill(j, queries, (batch, row, key_head))
-                    keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
-                    k.fill(j, keys, (batch, row, key_head))
+                    loads.fill(rings, arrays, j, chunk_items.locate(grid, j), group)
                     j = int32(j + 1)
             elif warpgroup.rank() == 1:
                 while chunk_items.has(grid, j):
@@ -216,20 +205,17 @@ def make(config: Config):
             elif warpgroup.rank() == 2:
                 gradients, is_any_strong = viewed(read_keys, GATE_GRADIENTS), float32(0)
                 while chunk_items.has(grid, j):
-                    chunk, head, sequence, token, seq = chunk_items.locate(grid, j)
-                    flags, queries, keys = results.wait(j), q.wait(j), k.wait(j)
-                    target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
-                    tma_store(target, (batch, row, head), queries)
-                    target, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
-                    tma_store(target, (batch, row, head), keys)
+                    place, flags, queries, keys = chunk_items.locate(grid, j), results.wait(j), q.wait(j), k.wait(j)
+                    seq_layout.store_chunk(gDQ, gTailDQ, place, queries)
+                    seq_layout.store_chunk(gDK, gTailDK, place, keys)
                     if WITH_GATES:
-                        gate_target, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
                         for i in range(CONSUMERS):
-                            tma_store(gate_target, (batch, row, head, i), subtile(gradients, CHUNK, 0, HALF, i))
+                            tile = subtile(gradients, CHUNK, 0, HALF, i)
+                            seq_layout.store_chunk(gDGates, gTailDGates, place, tile, i)
                     strong = float32(0)
                     for i in range(WARPS):
                         strong = max(strong, tile_max(load(subtile(flags, VOTES, int32(CHUNK // VOTES + i)), VOTE)))
-                    gStrong[chunk, head] = strong
+                    gStrong[place.chunk, place.head] = strong
                     is_any_strong = max(is_any_strong, strong)
                     store_wait()
                     results.release(j)

@@ -17,17 +17,14 @@ from numba import cuda
 from numpy import int32
 
 from ops import (
-    col_index,
     cumsum_columns,
     divmod,
-    equal,
     exp2,
     finish_sum,
     lane_col_sum,
     less,
     load,
     reverse_cumsum_columns,
-    row_sum,
     store,
     subtile,
     truncate,
@@ -43,10 +40,10 @@ from tiles.targets import Target
 from ..parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
 from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
-from ..parts.recurrent.delta_channel_loads import ChunkArrays, ChunkLoads, ChunkRings
+from ..parts.recurrent.delta_channel_chunks import ChunkArrays, ChunkLoads, ChunkRings
 from ..parts.recurrent.delta_chunks import PANEL
-from ..parts.recurrent.delta_gradient_sums import store_beta_gradients
-from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC, TILE
+from ..parts.recurrent.delta_gradient_sums import diagonal, store_beta_gradients
+from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .delta_channel_block_gradients_hopper import SIZES
 
@@ -131,7 +128,7 @@ def make(config: Config):
     INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
     IN_PLACE, UNUSED = config.gates is fp32, st(16, 16, INPUT)  # b takes the place of fp32 gates, K^ later that of others
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
-    ONLY_STRONG, chunk_items = config.only_strong, ChunkItems(seq_layout)
+    ONLY_STRONG, chunk_items = config.only_strong, ChunkItems(seq_layout, config.only_strong)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
     loads = ChunkLoads(seq_layout, PANELS)
     SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
@@ -176,11 +173,16 @@ def make(config: Config):
         if warpgroup.id() == 0:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
         else:
-            on_diagonal = equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec))
-            warpgroup.store(dbeta.claim(j), row_sum(where(on_diagonal, scores, 0.0)))
+            warpgroup.store(dbeta.claim(j), diagonal(scores))
             dbeta.publish(j)
             scores = warpgroup.causal(scores * (0.0 - cols), -1, 0.0)
         return INPUT(scores)
+
+    @inlined
+    def store_part(gX, gTails, place, tile, wg):
+        """Store a consumer's part of a shared tile."""
+        array, batch, row = seq_layout.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
+        warpgroup.tma_store(array, (batch, row, place.head, wg), subtile(tile, CHUNK, 0, PART, wg))
 
     @inlined
     def store_gate_gradients(b, r, carried, has_floor_gates, gGates, at):
@@ -213,14 +215,6 @@ def make(config: Config):
             index = int32(PART // LANES * warpgroup.id() + rank)
             cumsum_columns(subtile(target, CHUNK, 0, LANES, index), subtile(source, CHUNK, 0, LANES, index), FLOOR)
 
-    @inlined
-    def next_item(grid, item, gStrong):
-        """The first of the block's chunks from number `item` on that is to be computed."""
-        if ONLY_STRONG:
-            while chunk_items.has(grid, item) and chunk_items.is_strong(grid, item, gStrong) == 0:
-                item = int32(item + 1)
-        return item
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
@@ -241,20 +235,15 @@ def make(config: Config):
             return
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            item, j = next_item(grid, int32(0), gStrong), int32(0)
+            item, j = chunk_items.next_item(grid, int32(0), gStrong), int32(0)
             if warpgroup.rank() == 0:
-                rings = ChunkRings(do, e, dv, s, ds, beta, g)
-                arrays = ChunkArrays(gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta)
+                rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
+                arrays = ChunkArrays(
+                    gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta
+                )
                 while chunk_items.has(grid, item):
-                    place = chunk_items.locate(grid, item)
-                    _, head, sequence, token, seq = place
-                    key_head, _ = divmod(head, group)
-                    loads.fill(rings, arrays, j, place)
-                    keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
-                    k.fill(j, keys, (batch, row, key_head))
-                    queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
-                    q.fill(j, queries, (batch, row, key_head))
-                    item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
+                    loads.fill(rings, arrays, j, chunk_items.locate(grid, item), group)
+                    item, j = chunk_items.next_item(grid, int32(item + 1), gStrong), int32(j + 1)
             elif warpgroup.rank() == 1:
                 while chunk_items.has(grid, item):
                     _, head, _, token, seq = chunk_items.locate(grid, item)
@@ -262,10 +251,10 @@ def make(config: Config):
                     store_beta_gradients(gDBeta, seq, head, token, sums, betas)
                     beta.release(j)
                     dbeta.release(j)
-                    item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
+                    item, j = chunk_items.next_item(grid, int32(item + 1), gStrong), int32(j + 1)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            item, j = next_item(grid, int32(0), gStrong), int32(0)
+            item, j = chunk_items.next_item(grid, int32(0), gStrong), int32(0)
             while chunk_items.has(grid, item):  # range would hold a register more
                 wg, rank = warpgroup.id(), warpgroup.rank()
                 # products with states, dP and G, while gates are summed up
@@ -314,31 +303,26 @@ def make(config: Config):
                 sums = pairs.add_pairs(BlockGradients(dq, dk_read, dk_write), tiles, is_gentle)
                 r = pairs.dot_tokens(sums, tiles)
                 dq, dk = pairs.finish(sums, tiles)
-                wg, (_, head, _, token, seq) = warpgroup.id(), chunk_items.locate(grid, item)  # again, to save registers
-                key_rows, (key_head, _) = (
-                    (truncate(gQueryRows, 1, seq.end), truncate(gKeyRows, 1, seq.end)),
-                    divmod(head, group),
-                )
-                keys_at = seq.batch, int32(token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
+                wg, place = warpgroup.id(), chunk_items.locate(grid, item)  # again, to save registers
+                key_rows = truncate(gQueryRows, 1, place.seq.end), truncate(gKeyRows, 1, place.seq.end)
+                key_head, _ = divmod(place.head, group)
+                keys_at = place.seq.batch, int32(place.token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
                 dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, key_rows, keys_at)
                 w.release(j)
                 warpgroup.sync(FENCED)  # all have read what `prepare` wrote
-                wg, (_, head, sequence, token, seq) = warpgroup.id(), chunk_items.locate(grid, item)
+                wg, place = warpgroup.id(), chunk_items.locate(grid, item)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))
-                target, batch, row = seq_layout.whole_tile(gDQ, gTailDQ, seq, token, sequence)
-                warpgroup.tma_store(target, (batch, row, head, wg), subtile(tiles.q, CHUNK, 0, PART, wg))
-                target, batch, row = seq_layout.whole_tile(gDK, gTailDK, seq, token, sequence)
-                warpgroup.tma_store(target, (batch, row, head, wg), subtile(tiles.k, CHUNK, 0, PART, wg))
+                store_part(gDQ, gTailDQ, place, tiles.q, wg)
+                store_part(gDK, gTailDK, place, tiles.k, wg)
                 if WITH_GATES:
-                    gates_at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, has_floor_gates, truncate(gGateRows, 1, seq.end), gates_at)
-                    gate_target, batch, row = seq_layout.whole_tile(gDGates, gTailDGates, seq, token, sequence)
-                    warpgroup.tma_store(gate_target, (batch, row, head, wg), subtile(b, CHUNK, 0, PART, wg))
+                    gates_at = place.seq.batch, int32(place.token + ROWS * warpgroup.rank()), place.head, int32(PART * wg)
+                    store_gate_gradients(b, r, carried, has_floor_gates, truncate(gGateRows, 1, place.seq.end), gates_at)
+                    store_part(gDGates, gTailDGates, place, b, wg)
                 warpgroup.store_wait()
                 q.release(j)
                 k.release(j)
                 g.release(j)
-                item, j = next_item(grid, int32(item + 1), gStrong), int32(j + 1)
+                item, j = chunk_items.next_item(grid, int32(item + 1), gStrong), int32(j + 1)
 
     return differentiate, smem

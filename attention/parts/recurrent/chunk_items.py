@@ -25,9 +25,10 @@ class ChunkGrid(NamedTuple):
 @static
 class ChunkItems:
     """The chunks of a block: without packed sequences one of as many as the grid has blocks, of all heads; with them, those of
-    one head of a sequence, which has some blocks."""
+    one head of a sequence, which has some blocks. only_strong: are chunks computed that are strong, and no others?"""
 
     seq_layout: SequenceLayout
+    only_strong: bool = False
 
     @inlined
     def item_index(self, j):
@@ -43,10 +44,13 @@ class ChunkItems:
             return self.item_index(j) < grid.items
 
     @inlined
-    def is_strong(self, grid, j, gStrong):
-        """1 if the block's j-th chunk is strong, else 0. gStrong: that of each chunk and head."""
-        chunk, head, _, _, _ = self.locate(grid, j)
-        return gStrong[chunk, head]
+    def next_item(self, grid, j, gStrong):
+        """The first of the block's chunks from number j on that is computed. gStrong: that of each chunk and head, 1 if it is
+        strong, else 0."""
+        if self.only_strong:
+            while self.has(grid, j) and self._is_strong(grid, j, gStrong) == 0:
+                j = int32(j + 1)
+        return j
 
     @inlined
     def locate(self, grid, j):
@@ -68,3 +72,8 @@ class ChunkItems:
         """The number of the block's j-th chunk in its packed sequence."""
         _, part = divmod(cuda.blockIdx.x, grid.chunks)
         return int32(part + grid.chunks * j)
+
+    @inlined
+    def _is_strong(self, grid, j, gStrong):
+        place = self.locate(grid, j)
+        return gStrong[place.chunk, place.head]

@@ -5,13 +5,19 @@ for memory."""
 
 from numpy import int32
 
-from ops import columns, load, row_sum, store, subtile, truncate, warpgroup, zeros
+from ops import col_index, columns, equal, load, row_sum, store, subtile, truncate, warpgroup, where, zeros
 from tiles import dtype, fp32, inlined, rt, static
 
-from .gates import COL_VEC
+from .gates import COL_VEC, TILE
 from .tokens import CHUNK
 
 WARPS, PANEL = warpgroup.WARPGROUP, 64  # warps that share the rows of a chunk; columns that are multiplied at once
+
+
+@inlined
+def diagonal(scores):
+    """The diagonal of a warpgroup's scores: that of dV E^T is beta dbeta."""
+    return row_sum(where(equal(warpgroup.row_index(TILE.col_vec), col_index(TILE.row_vec)), scores, 0.0))
 
 
 @inlined

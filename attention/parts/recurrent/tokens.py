@@ -60,12 +60,21 @@ class ReversedTokens(TokenRange):
 
 
 class ChunkPlace(NamedTuple):
-    """Where a chunk of a head lies. index: as in SequenceLayout.chunk_index. token: its first one. seq: its TokenRange."""
+    """Where a chunk of a head lies. chunk: its SequenceLayout.chunk_index. token: its first one. seq: its TokenRange."""
 
-    index: Any
+    chunk: Any
     head: Any
     sequence: Any
     token: Any
+    seq: Any
+
+
+class SegmentPlace(NamedTuple):
+    """Where a segment of a head lies. slot: its number among those of all sequences. seq: its TokenRange."""
+
+    sequence: Any
+    slot: Any
+    head: Any
     seq: Any
 
 
@@ -123,6 +132,13 @@ class SequenceLayout:
         return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
 
     @inlined
+    def locate_segment(self, block, gCuSeqlens, length, segments, heads):
+        """The SegmentPlace of the thread block with this index in a grid of all `segments` of all sequences and heads."""
+        slot, head = divmod(block, heads)
+        sequence, segment = divmod(slot, segments)
+        return SegmentPlace(sequence, slot, head, self.segment_tokens(gCuSeqlens, sequence, length, segment, segments))
+
+    @inlined
     def chunk_index(self, token, sequence, length):
         """The index of the chunk that starts at `token` of a sequence, where something is stored for each chunk of the batch:
         no two chunks have the same, and some indices belong to none if sequences are packed. num_chunk_indices (plans) counts
@@ -162,17 +178,24 @@ class SequenceLayout:
         return array, batch, row
 
     @inlined
-    def fill_chunk(self, ring, j, gX, gTails, place, head):
-        """Have TMA load the tokens of a ChunkPlace as the j-th tile of a ring. gTails: as in whole_tile. head: that of gX."""
+    def fill_chunk(self, ring, j, gX, gTails, place, head, column=0):
+        """Have TMA load the tokens of a ChunkPlace as the j-th tile of a ring. gTails: as in whole_tile. head, column: of gX,
+        the column in tiles."""
         array, batch, row = self.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
-        ring.fill(j, array, (batch, row, head))
+        ring.fill(j, array, (batch, row, head, column))
 
     @inlined
-    def send_chunk(self, ring, j, gX, gTails, place):
-        """One warp stores the j-th tile of a ring by TMA as the tokens of a ChunkPlace, and gives it back. gTails: as in
-        whole_tile."""
+    def send_chunk(self, ring, j, gX, gTails, place, column=0):
+        """One warp stores the j-th tile of a ring by TMA as the tokens of a ChunkPlace, and gives it back. gTails, column: see
+        fill_chunk."""
         array, batch, row = self.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
-        send_tile(ring, j, array, (batch, row, place.head))
+        send_tile(ring, j, array, (batch, row, place.head, column))
+
+    @inlined
+    def store_chunk(self, gX, gTails, place, tile, column=0):
+        """One warp stores a tile by TMA as the tokens of a ChunkPlace. gTails, column: as in fill_chunk."""
+        array, batch, row = self.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
+        tma_store(array, (batch, row, place.head, column), tile)
 
     @inlined
     def zero_other_rows(self, tile, remaining, warpgroups=1):
@@ -180,6 +203,12 @@ class SequenceLayout:
         many of them do this together."""
         if self.varlen and remaining < CHUNK:
             warpgroup.zero_rows(tile, remaining, warpgroups)
+
+    @inlined
+    def clear_tails(self, tiles, remaining, warpgroups):
+        """`zero_other_rows` of some tiles of one type."""
+        for tile in tiles:
+            self.zero_other_rows(tile, remaining, warpgroups)
 
     @inlined
     def zero_other_columns(self, v_t, remaining):
