@@ -9,8 +9,10 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
+from attention.kernels import gate_sums
 from attention.kernels import mamba2_gradients as module
-from attention.kernels.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs
+from attention.kernels.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs, Mamba2StepGradients
+from attention.parts.recurrent.gates import TokenGate
 from attention.plans import recurrent_chunks, shared_heads_gradients
 from tiles.targets import parse_target
 
@@ -266,6 +268,14 @@ def test_space():
     large = [config for config in few if config in after or config in before]
     assert all(config.dtype is module.bf16 and config.gate.has_limits and of_z(config) for config in large)
     assert {(config.skip, config.varlen) for config in large if config in after} == {("head", True), ("column", True)}
+
+
+def test_space_of_sums():
+    """Of the gates of tokens, and of all steps for which gradients are compiled."""
+    target = parse_target("sm_90a")
+    gates = {(config.gate, config.varlen) for config in gate_sums.space(target, True)}
+    steps = {config.gate for config in module.space(target, True) if isinstance(config, Mamba2StepGradients)}
+    assert gates == {(gate, varlen) for gate in (TokenGate(scale_at_end=True), *steps) for varlen in (False, True)}
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
