@@ -96,13 +96,14 @@ TWO_KERNELS = {  # the first one multiplies the weights by their scales: (defini
     "(K, N), scales turned": (linear(128), 70, lambda: (np.ascontiguousarray(weights()), np.asfortranarray(scales(3)))),
     "nn.Linear's": (of_linear, 5, lambda: (weights().T, np.ascontiguousarray(scales(3).T))),
     "weights of bf16": (linear(128), 70, lambda: (weights(dtype=bf16), scales(3))),
+    "the last block has warps without rows": (linear(48), 5, lambda: (np.ascontiguousarray(weights(240)), scales(5))),
 }
 
 
 @pytest.mark.parametrize("name", TWO_KERNELS)
 def test_two_kernels(name):
     definition, rows, make = TWO_KERNELS[name]
-    kernel, arrays = fuse.kernel(definition), (rows_of(rows), *make())
+    kernel, arrays = fuse.kernel(definition), (rows_of(rows, 240 if "warps" in name else K), *make())
     first, _ = kernel.candidates(*arrays)[0].plan.kernels
     assert first.describe().startswith("weights times scales of groups of")
     compare(kernel, arrays, kernel.run(*arrays))
