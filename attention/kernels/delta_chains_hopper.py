@@ -81,7 +81,7 @@ def make(config: Config):
         vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
         y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
         beta = chunk_vectors.cols(vector_tile, BETA)
-        weighted, solution = y * beta, x.wait(j)
+        weighted, solution = y * beta, two_parts.halves(x.wait(j))
         e = two_parts.mma_AB(y, two_parts.split(weighted), solution)
         s_t, factors = chunk_vectors.decay_state(s_t, vector_tile), chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
         e = warpgroup.wait(e)
@@ -107,7 +107,7 @@ def make(config: Config):
         ds_t = warpgroup.mma_AB(chunk_vectors.decay_state(ds_t, vector_tile), do_t, q.wait(j))
         du = chunk_vectors.decay_cols(warpgroup.wait(du, newer=1), vector_tile, DECAY_TO_END) + from_outputs
         beta = chunk_vectors.cols(vector_tile, BETA)
-        weighted, solution = du * beta, x.wait(j)
+        weighted, solution = du * beta, two_parts.halves(x.wait(j))
         z = two_parts.mma_ABt(du, two_parts.split(weighted), solution)
         next_chunk = int32(min(j + 1, last))
         from_outputs = warpgroup.mm_AtB(do.wait(next_chunk), p.wait(next_chunk))

@@ -18,76 +18,62 @@ from numpy import int32
 
 from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, LEAST_BETA, ChunkVectors, TwoParts
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, LEAST_BETA, TwoParts
+from ..parts.recurrent.delta_tiles import DeltaTiles, delta_sizes
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
-SOLVER, LOADER = CONSUMERS, CONSUMERS + 1
-REGISTERS = 72, 88, 176  # of each thread of the loader, the solver and a consumer
+SOLVER, PRODUCER = CONSUMERS, CONSUMERS + 1
+REGISTERS = 72, 88, 176  # of each thread of the producer, the solver and a consumer
 STAGES = 3  # chunks in flight
 WARPS = warpgroup.WARPGROUP
+LOADER, SENDER, VECTOR_WARPS = (
+    0,
+    1,
+    2,
+)  # warps of the producer: one loads, one stores, two compute vectors, a chunk each in turn
 AHEAD = 2  # chunks by which the solver may be ahead of consumers
 VECTORS = 8  # chunks whose vectors are in shared memory
-VECTOR_WARPS = WARPS - 2  # of the loader, that compute vectors, of a chunk each in turn
-FENCED = True  # another fence covers what a ring would fence; who stores a tile by TMA fences itself
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)?"""
+class Config(DeltaTiles):
+    """A kernel's configuration."""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
     varlen: bool = False
-    threads = warpgroup.THREADS * (LOADER + 1)
+    label, threads = "states before chunks", warpgroup.THREADS * (PRODUCER + 1)
 
     @property
-    def key(self):
-        """A chunk of K in shared memory, 64 tokens by Dk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def values(self):
-        """A chunk of V or E in shared memory, 64 tokens by the columns of both consumers."""
-        return st(CHUNK, CONSUMERS * COLUMNS, self.dtype)
-
-    @property
-    def state(self):
-        """The state, transposed, which TMA stores."""
-        return st(CONSUMERS * COLUMNS, self.key_dim, self.dtype)
-
-    def __str__(self):
-        return f"states before chunks, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}{', varlen' * self.varlen}"
+    def columns(self):
+        """The columns of values of both consumers."""
+        return CONSUMERS * COLUMNS
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16. everything: fp16 too, and all packed."""
     if target.has_wgmma:
-        for key_dim, input_dtype, gated in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
-            yield from (Config(key_dim, input_dtype, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
+        for size, gated in itertools.product(delta_sizes(everything), (False, True)):
+            yield from (Config(*size, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, GATED, STATE = config.dtype, config.gated, rt(16, config.key_dim, fp32)
-    chunk_vectors = ChunkVectors(GATED)
-    SOLUTION = st(2 * CHUNK, CHUNK, INPUT)
-    TRANSPOSED, seq_layout, two_parts = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen), TwoParts(INPUT)
+    INPUT, STATE, TRANSPOSED = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, config.dtype)
+    KEYS, VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
+    chunk_vectors, two_parts, seq_layout = config.vectors, TwoParts(INPUT), SequenceLayout(config.varlen)
     solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
-    LOADER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    PRODUCER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     readers = CONSUMERS * WARPS
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
-        x=ring(SOLUTION, AHEAD, readers + 1, writers=WARPS),
+        x=ring(two_parts.square, AHEAD, readers + 1, writers=WARPS),
         vectors=ring(chunk_vectors.spec, VECTORS, readers + WARPS + 1, writers=1),
         states=ring(config.state, 1, 1, writers=readers),
         out=ring(config.values, 1, 1, writers=readers),
@@ -104,42 +90,37 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
-        gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
-        gGates: array(3), gInitialState: array(4), gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
-        gSolutions: tiled(SOLUTION, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gTailK: tiled(config.key, unit=1),
-        gTailV: tiled(config.values, unit=1), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT,
+        gK: KEYS, gV: VALUES, gBeta: array(3), gGates: array(3), gInitialState: array(4),
+        gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
+        gSolutions: tiled(two_parts.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gTailK: KEYS,
+        gTailV: VALUES, gCuSeqlens: ENDS, length: INT, heads: INT, group: INT,
     ):  # fmt: skip
         """A block has a head of a sequence. gInitialState: transposed. gErrors .. gVectors: of each chunk and head. gStates: S
         transposed. gSolutions: -L^T, high above low."""
         k, v, x, vectors, states, out, high, low = smem.open()
         wg = warpgroup.id()
-        if wg == LOADER:
-            warpgroup.release_registers(LOADER_REGISTERS)
+        if wg == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
             sequence, head, seq, n, first_chunk = locate_block(gCuSeqlens, length, heads)
             warp = warpgroup.rank()
-            if warp == 0:
+            if warp == LOADER:
                 key_head, _ = divmod(head, group)
                 for j in range(n):
-                    array, batch, row = seq_layout.whole_tile(gK, gTailK, seq, seq.chunk_start(j), sequence)
-                    k.fill(j, array, (batch, row, key_head))
-                    array, batch, row = seq_layout.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
-                    v.fill(j, array, (batch, row, head))
-            elif warp == 1:
+                    place = ChunkPlace(int32(first_chunk + j), head, sequence, seq.chunk_start(j), seq)
+                    seq_layout.fill_chunk(k, j, gK, gTailK, place, key_head)
+                    seq_layout.fill_chunk(v, j, gV, gTailV, place, head)
+            elif warp == SENDER:
                 for j in range(n):
-                    chunk = int32(first_chunk + j)
-                    tma_store(gStates, (chunk, head), states.wait(j))
-                    store_wait()
-                    states.release(j)
-                    tma_store(gVectors, (chunk, head), vectors.wait(j))
-                    tma_store(gSolutions, (chunk, head), x.wait(j))
+                    coord = int32(first_chunk + j), head
+                    send_tile(states, j, gStates, coord)
+                    tma_store(gVectors, coord, vectors.wait(j))
+                    tma_store(gSolutions, coord, x.wait(j))
                     store_wait()
                     vectors.release(j)
                     x.release(j)
-                    tma_store(gErrors, (chunk, head), out.wait(j))
-                    store_wait()
-                    out.release(j)
+                    send_tile(out, j, gErrors, coord)
             else:
-                for j in range(warp - 2, n, VECTOR_WARPS):
+                for j in range(warp - VECTOR_WARPS, n, WARPS - VECTOR_WARPS):
                     target, token = vectors.claim(j), seq.chunk_start(j)
                     solver.store_beta(target, gBeta, seq, token, head)
                     solver.store_decays(target, gGates, seq, token, head)
@@ -153,11 +134,9 @@ def make(config: Config):
                 k.release(j)
                 vector_tile = vectors.wait(j)
                 solution = solver.solve(s, vector_tile, (high, low))
-                x_high, x_low = solver.split_solution(solution, vector_tile)
+                parts = solver.split_solution(solution, vector_tile)
                 vectors.release(j)
-                target = x.claim(j)
-                warpgroup.store(subtile(target, CHUNK, 0), x_high)
-                warpgroup.store(subtile(target, CHUNK, 1), x_low)
+                two_parts.store(x.claim(j), parts)
                 x.publish(j)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
@@ -168,13 +147,13 @@ def make(config: Config):
                 rounded = INPUT(s_t)
                 u = warpgroup.mm_ABt(rounded, keys)
                 warpgroup.store(subtile(states.claim(j), COLUMNS, wg), rounded)
-                states.publish(j, FENCED)
+                states.publish(j, fenced=True)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
                 y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
                 beta = chunk_vectors.cols(vector_tile, BETA)
-                y_high, y_low = two_parts.split(y * beta)
-                x_high, x_low = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
-                e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, y_high, x_high), y_high, x_low), y_low, x_high)
+                parts = two_parts.split(y * beta)
+                solution = subtile(x.wait(j), CHUNK, 0), subtile(x.wait(j), CHUNK, 1)
+                e = two_parts.mma_AB(y, parts, solution)
                 s_t = chunk_vectors.decay_state(s_t, vector_tile)
                 factors = chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
                 e = warpgroup.wait(e)

@@ -14,45 +14,37 @@ from numpy import int32
 
 from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE
-from tiles import bf16, dtype, fp16, ring, shared, st
+from tiles import ring, shared
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
-from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, ChunkVectors, TwoParts
+from ..parts.recurrent.delta_chunks import LEAST_BETA, TwoParts
+from ..parts.recurrent.delta_tiles import DeltaTiles, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 CTAS_PER_SM = 4
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays?"""
+class Config(DeltaTiles):
+    """A kernel's configuration."""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
-    threads = warpgroup.THREADS
-
-    def __str__(self):
-        return f"inverses, Dk {self.key_dim} {self.dtype}{', gated' * self.gated}"
+    label, threads = "inverses", warpgroup.THREADS
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
-        yield from itertools.starmap(
-            Config, itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
-        )
+        yield from (Config(*size, gated) for size, gated in itertools.product(delta_sizes(everything), (False, True)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, KEY, SINGLE = config.dtype, st(CHUNK, config.key_dim, config.dtype), 0
-    SCORES = st(CHUNK, CHUNK, INPUT)
-    seq_layout, chunk_vectors, two_parts = SequenceLayout(), ChunkVectors(config.gated), TwoParts(INPUT)
-    solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
+    INPUT, KEY, SCORES, SINGLE = config.dtype, config.key, config.square, 0
+    seq_layout, chunk_vectors = SequenceLayout(), config.vectors
+    solver = ChunkSolver(chunk_vectors, TwoParts(INPUT), LEAST_BETA[INPUT])
     smem = shared(
         q=ring(KEY, 1),
         k=ring(KEY, 1),

@@ -25,6 +25,7 @@ from ..kernels import (
     packed_tails,
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
+from ..parts.recurrent.delta_gradient_tiles import OUTPUTS, VALUES
 from ..parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -69,8 +70,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     buffers: Arrays = {
         name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()
     }
-    buffers |= {"gErrors": chunk_scratch(CHUNK, delta_gradients_hopper.VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
-    buffers["gStates"] = chunk_scratch(delta_gradients_hopper.VALUES, padded_keys)
+    buffers |= {"gErrors": chunk_scratch(CHUNK, VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
+    buffers["gStates"] = chunk_scratch(VALUES, padded_keys)
     buffers["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
     end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
@@ -109,8 +110,8 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
         buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
-        buffers["gSegmentStates"] = scratch(sequences * segments, heads, delta_gradients_hopper.VALUES, padded_keys)
-        buffers["gCounts"] = scratch(chunks, key_heads * delta_segment_gradients_hopper.OUTPUTS, dtype="int32")
+        buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
+        buffers["gCounts"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
         inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
         chains = (
             "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"

@@ -12,12 +12,12 @@ from ..kernels import (
     delta_channel_gradients_ampere,
     delta_gradient_token_loop,
     delta_gradients_ampere,
-    delta_gradients_hopper,
     delta_state_gradients_ampere,
     delta_walk_ampere,
 )
 from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import PANEL
+from ..parts.recurrent.delta_gradient_tiles import VALUES
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_chunks import WALK_ARRAYS, DeltaChunks, serves_delta_chunks, swap_axes
@@ -62,7 +62,7 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 def serves_hopper(problem: Problem) -> bool:
     """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    return problem.extents["value_dim"] <= delta_gradients_hopper.VALUES
+    return problem.extents["value_dim"] <= VALUES
 
 
 def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

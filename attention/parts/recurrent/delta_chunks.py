@@ -232,22 +232,28 @@ class TwoParts:
         return st(2 * CHUNK, CHUNK, self.dtype)
 
     @inlined
-    def store(self, tile, parts):
-        """A warpgroup stores a matrix in such a tile."""
-        high, low = parts
-        warpgroup.store(subtile(tile, CHUNK, 0), high)
-        warpgroup.store(subtile(tile, CHUNK, 1), low)
+    def halves(self, tile):
+        """The parts of the matrix in such a tile."""
+        return subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
 
     @inlined
-    def mma_AB(self, acc, parts, tile):
-        """acc + x m, pending, of a warpgroup's x in two parts and m in such a tile, without the product of both low parts."""
-        (high, low), m_high, m_low = parts, subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
+    def store(self, tile, parts):
+        """A warpgroup stores a matrix in such a tile."""
+        (high, low), (high_tile, low_tile) = parts, self.halves(tile)
+        warpgroup.store(high_tile, high)
+        warpgroup.store(low_tile, low)
+
+    @inlined
+    def mma_AB(self, acc, x, m):
+        """acc + x m, pending, of a warpgroup's x in registers and a 64 x 64 matrix m in shared memory, both of them in two
+        parts. The product of both low parts is left out."""
+        (high, low), (m_high, m_low) = x, m
         return warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(acc, high, m_high), high, m_low), low, m_high)
 
     @inlined
-    def mma_ABt(self, acc, parts, tile):
+    def mma_ABt(self, acc, x, m):
         """acc + x m^T; see mma_AB."""
-        (high, low), m_high, m_low = parts, subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
+        (high, low), (m_high, m_low) = x, m
         return warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(acc, high, m_high), high, m_low), low, m_high)
 
 

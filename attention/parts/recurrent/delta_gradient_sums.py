@@ -5,13 +5,16 @@ for memory."""
 
 from numpy import int32
 
-from ops import col_index, columns, equal, load, row_sum, store, subtile, truncate, warpgroup, where, zeros
-from tiles import dtype, fp32, inlined, rt, static
+from ops import col_index, columns, equal, load, row_sum, store, subtile, tile_sum, truncate, warpgroup, where, zeros
+from tiles import dtype, fp32, inlined, rt, static, sv
 
+from .delta_chunks import BETA
 from .gates import COL_VEC, TILE
-from .tokens import CHUNK
+from .tokens import CHUNK, COLUMNS
 
 WARPS, PANEL = warpgroup.WARPGROUP, 64  # warps that share the rows of a chunk; columns that are multiplied at once
+STATE_WARPS = 2 * WARPS  # that multiply S by dS: those of both consumers
+QUERY_DOTS, KEY_DOTS, CARRIED_DOTS = range(3)  # key sums: q . dq, k . (dk_write - dk_read), what of k . dk comes from dS
 
 
 @inlined
@@ -32,10 +35,101 @@ def store_beta_gradients(gDBeta, seq, head, token, products, betas):
 
 @static
 class DeltaGradientSums:
-    """The sums of a kernel whose keys have `key_dim` channels, padded, and a dtype."""
+    """The sums of a kernel whose keys have `key_dim` channels, padded, and a dtype. with_gates: is what the gates' gradients
+    are made of stored, too? Of each chunk there are value sums, which consumers write, beta dbeta of its tokens and parts of
+    <S, dS>, and key sums, which the warpgroup for dQ and dK writes."""
 
     key_dim: int
     dtype: dtype
+    with_gates: bool
+
+    @property
+    def value_sums(self):
+        """The shared vector of a chunk's value sums."""
+        return sv(CHUNK + 16 * self.state_warps, fp32)
+
+    @property
+    def key_sums(self):
+        """The shared vector of a chunk's key sums."""
+        return sv(CHUNK * 3, fp32)
+
+    @property
+    def state_warps(self):
+        """How many warps of consumers read S to multiply it by dS."""
+        return STATE_WARPS if self.with_gates else 0
+
+    @inlined
+    def store_beta_dots(self, sums, score):
+        """Write beta dbeta, the diagonal of dV E^T, to a chunk's value sums."""
+        warpgroup.store(subtile(sums, CHUNK, 0), diagonal(score))
+
+    @inlined
+    def store_state_dots(self, sums, ds_t, s, j, consumer):
+        """Write this warp's part of <S, dS> to the j-th chunk's value sums. ds_t: its rows of dS, transposed. The loads of S
+        have no fence, so that what is given back next must have one."""
+        if self.with_gates:
+            self._store_state_part(sums, self.dot_rows(ds_t, subtile(s.wait(j), COLUMNS, consumer)), consumer)
+
+    @inlined
+    def store_state_dots_of_tiles(self, sums, s, ds, j):
+        """store_state_dots, where dS is in shared memory."""
+        if self.with_gates:
+            consumer = warpgroup.id()  # found anew: what is held over the loop would spill registers
+            states, gradients = subtile(s.wait(j), COLUMNS, consumer), subtile(ds.wait(j), COLUMNS, consumer)
+            self._store_state_part(sums, self.dot_rows_of_tiles(states, gradients), consumer)
+
+    @inlined
+    def _store_state_part(self, sums, dots, consumer):
+        store(subtile(sums, 16, int32(WARPS + WARPS * consumer + warpgroup.rank())), dots)
+
+    @inlined
+    def release_states(self, ring, j):
+        """Give back S or dS, if consumers have read it for these sums."""
+        if self.with_gates:
+            ring.release(j)
+
+    @inlined
+    def claim_key_sums(self, key_sums, j):
+        """The j-th chunk's key sums."""
+        if self.with_gates:
+            return key_sums.claim(j)
+        else:
+            return 0
+
+    @inlined
+    def store_dots(self, sums, index, x, tile):
+        """Write rowsum(x * tile), by its index, to a chunk's key sums."""
+        if self.with_gates:
+            warpgroup.store(subtile(sums, CHUNK, index), self.dot_rows(x, tile))
+
+    @inlined
+    def publish_key_sums(self, key_sums, j):
+        """The j-th chunk's key sums are there."""
+        if self.with_gates:
+            key_sums.publish(j)
+
+    @inlined
+    def send_value_sums(self, vectors, value_sums, gDBeta, gStateDots, walk):
+        """One warp stores dbeta, and for gates <S, dS>, of the chunks of a HeadWalk. vectors: a ring of their ChunkVectors."""
+        for j in range(walk.n):
+            chunk, head, _, token, seq = walk.place(j)
+            vector_tile, parts = vectors.wait(j), value_sums.wait(j)
+            store_beta_gradients(gDBeta, seq, head, token, parts, subtile(vector_tile, CHUNK, BETA))
+            if self.with_gates:
+                gStateDots[chunk, head, 0] = tile_sum(self.add_up(parts, WARPS, STATE_WARPS))
+            vectors.release(j)
+            value_sums.release(j)
+
+    @inlined
+    def send_key_sums(self, key_sums, gDots, gCarriedDots, walk):
+        """One warp stores the key sums of the chunks of a HeadWalk: q . dq + k . dk_read - k . dk_write of each token, and the
+        sum of the carried dots."""
+        if self.with_gates:
+            for j in range(walk.n):
+                (chunk, head, _, token, seq), parts = walk.place(j), key_sums.wait(j)
+                self.store_differences(gDots, seq, head, token, parts)
+                gCarriedDots[chunk, head, 0] = tile_sum(self.add_up(parts, CARRIED_DOTS * WARPS, WARPS))
+                key_sums.release(j)
 
     @inlined
     def load_panel(self, tile, panel):
