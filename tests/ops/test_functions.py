@@ -205,6 +205,13 @@ def test_a_function_may_be_inlined_twice(run):
     assert (y == -0.25).all()
 
 
+@pytest.mark.parametrize("op_function", [ops.abs, ops.relu, abs])
+def test_integers_outside_kernels_stay_integers(op_function):
+    """Those that a mask in Python computes with."""
+    y = op_function(np.array([3, 7]))
+    assert y.dtype.kind == "i" and (y == [3, 7]).all() and ops.sqrt(np.array([4])).dtype == np.float32
+
+
 def test_map_by_a_function_of_fewer():
     @cuda.jit
     def body(x):
@@ -227,6 +234,19 @@ def test_map_by_a_function_of_no_number():
 
     with pytest.raises(TypeError, match="map: the function must return a number, got UniTuple"):
         ptx(body, blank((16, 16)))
+
+
+def test_abs_of_python(run, sample):
+    """Of tiles it is ops.abs, of numbers Numba's."""
+    T = rt(16, 16, fp32)
+
+    @cuda.jit
+    def body(x, out):
+        store(out, abs(load(x, T, (0, 0))) * abs(-2.0), (0, 0))
+
+    x, out = sample((16, 16)), blank((16, 16))
+    run(body, x, out)
+    close(out, 2 * np.abs(wide(x)), atol=0)
 
 
 def test_functions_chain_in_registers(run, sample):

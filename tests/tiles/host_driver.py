@@ -84,8 +84,8 @@ def on_device(*shape, dtype=np.float32):
 
 @pytest.fixture
 def encoded(gpu, monkeypatch):
-    """A driver whose tensor maps begin with the address of the array; yields what it was asked for: ("encode" or "move",
-    address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
+    """A driver whose tensor maps are the address of the array, its extents, and zeros; yields what it was asked for: ("encode"
+    or "move", address). Like the real one it wants a context, and maps that are moved at multiples of 64."""
     options = []
 
     class DriverMap:
@@ -95,12 +95,13 @@ def encoded(gpu, monkeypatch):
         def getPtr(self):
             return self.at
 
-    def encode(place, dtype, rank, pointer, *_):
+    def encode(place, dtype, rank, pointer, extents, *_):
         options.append(("encode", pointer.value or 0))
         assert place.value % 64 == 0
         if gpu.current != 1234:
             return int(INVALID_CONTEXT)
-        ctypes.c_uint64.from_address(place.value).value = pointer.value or 0
+        words = pointer.value or 0, *(ctypes.c_uint64 * rank).from_address(extents.value)
+        (ctypes.c_uint64 * 16).from_address(place.value)[:] = [*words, *[0] * (16 - len(words))]
         return int(gpu.status)
 
     def move(tensor_map, pointer):

@@ -13,6 +13,7 @@ from kernels import scale
 import tiles
 from tiles import fp16, st
 from tiles.launching import bound_launch as bound_launches
+from tiles.targets import HOPPER, parse_target
 
 launching = sys.modules["tiles.launching.launch"]
 
@@ -108,6 +109,15 @@ def test_frames_are_limited(gpu):
     assert [(stream, slots[4], slots[13]) for stream, slots, _ in gpu.launches] == [
         (k % 7, 4096 * k, 8192 * k) for k in range(100)
     ]
+
+
+@pytest.mark.parametrize(("overlaps", "target"), [(True, HOPPER), (False, HOPPER), (True, parse_target("sm_80"))])
+def test_what_may_overlap_the_previous_launch(gpu, monkeypatch, overlaps, target):
+    """A launch that says so, on a GPU that can."""
+    monkeypatch.setattr(launching.device(0), "target", target)
+    x, gpu.count = on_device(16, 16), 19
+    tiles.launch(scale, 1, 32, overlaps_previous=overlaps).bind(x, x, 2.0)(3, 16, 32)
+    assert gpu.launches[-1][2].numAttrs == (overlaps and target is HOPPER)
 
 
 @pytest.mark.parametrize("context", [0, 99])

@@ -14,6 +14,7 @@ import tiles
 from ops import load, store, zeros
 from tiles import fp16, fp32, rt, st
 from tiles.compiling.compiler import Compiled
+from tiles.launching import bound_launch as bound_launches
 from tiles.launching import loaded_code
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, array_type, parameters, record, signature, tiled
 from tiles.launching.arrays import Operand, c_ordered
@@ -53,6 +54,20 @@ def test_operands_are_bound_by_name_and_found_by_their_source(gpu, encoded):
         assert at == stream and slots[0] == addresses[3]
         assert slots[1:10] == [0, 0, 15, 4, addresses[2], 3, 5, 20, 4] and slots[10:17] == [0, 0, 4, 4, addresses[1], 4, 4]
         assert slots[17:] == [7, 0x3F800000] and (config.gridDimX, config.gridDimY, config.blockDimX) == (6, 1, 64)
+
+
+def test_launches_of_other_lengths_take_turns_with_frames(gpu, encoded, monkeypatch):
+    """Of each other they get a frame: its maps have this launch's extents, its numbers are this launch's, and so is the grid."""
+    monkeypatch.setattr(bound_launches, "RECENT", 1)
+    gpu.count, kernel = 19, declared_kernel()
+    launches = [kernel.bind(n, **given(gQ=operand("q", (64 * n, 64), "float16"), n=n)) for n in (1, 2)]
+    for turn, n in enumerate((1, 1, 2, 2, 1, 1, 2, 1)):
+        launches[n - 1].run(0, (0, 0, 0, 16 * turn))
+        _, slots, config = gpu.launches[-1]
+        assert (slots[0], slots[17], config.gridDimX) == (16 * turn, n, n)
+        for frame in kernel.frames.recent.values():
+            if frame.launch is launches[n - 1]:
+                assert [*(ctypes.c_uint64 * 4).from_address(frame.map_places[0].address.value)] == [16 * turn, 64, 64 * n, 0]
 
 
 def test_two_views_of_one_array(gpu, encoded):
