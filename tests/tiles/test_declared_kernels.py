@@ -57,7 +57,7 @@ def test_operands_are_bound_by_name_and_found_by_their_source(gpu, encoded):
 
 
 def test_launches_of_other_lengths_take_turns_with_frames(gpu, encoded, monkeypatch):
-    """Of each other they get a frame: its maps have this launch's extents, its numbers are this launch's, and so is the grid."""
+    """Of each other they get a frame, and write all of it anew: extents of maps, numbers, the grid."""
     monkeypatch.setattr(bound_launches, "RECENT", 1)
     gpu.count, kernel = 19, declared_kernel()
     launches = [kernel.bind(n, **given(gQ=operand("q", (64 * n, 64), "float16"), n=n)) for n in (1, 2)]
