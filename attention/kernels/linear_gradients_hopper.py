@@ -24,29 +24,15 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import (
-    columns,
-    divmod,
-    load,
-    minimum,
-    row_sum,
-    store,
-    store_wait,
-    subtile,
-    tile_sum,
-    tma_store,
-    truncate,
-    warpgroup,
-    zeros,
-)
+from ops import divmod, minimum, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import ROW_VEC, Gate, HeadGate, TokenGate
+from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, GateDots, WalkOutputs
 
-CONSUMERS = 2
 PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 VALUES = CONSUMERS * COLUMNS  # columns of a value, padded
@@ -54,9 +40,7 @@ REGISTERS = 40, 232  # of a thread of the producer, of a consumer
 LOAD_WARP, SUM_WARP, STORE_WARP = range(3)  # of the producer: the last is the first consumer's, the warp after it the second's
 SUM_STAGES = 3  # chunks whose b is in shared memory
 SUMS_LATE = 2  # chunks by which the warp that computes b is ahead of the sums that it stores
-PANEL = 64  # channels of a panel of a shared tile
 STAGES = 2  # chunks in flight
-DQ_CONSUMER = 0  # the consumer that computes dQ
 
 
 @dataclass(frozen=True)
@@ -102,17 +86,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, gate, KEYS, VARLEN, WITH_GATES = config.dtype, config.gate, config.key_dim, config.varlen, config.with_gates
+    INPUT, gate, KEYS = config.dtype, config.gate, config.key_dim
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
-    seq_layout, TRANSPOSED = SequenceLayout(VARLEN, reversed=True), rt(16, CHUNK, INPUT)
+    seq_layout, TRANSPOSED = SequenceLayout(config.varlen, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
-    PANEL_ROWS = rt(16, PANEL, INPUT)
-    # Must loads fence themselves? The meeting before rounded results leave shared memory would.
-    FENCED = config.unrounded or config.unrounded_values
+    outputs = WalkOutputs(seq_layout, config.unrounded, config.unrounded_values)
+    FENCED = outputs.tiles < 2  # must loads fence themselves? The fence before each result leaves would do it for them
+    gate_dots = GateDots(KEYS, INPUT, config.with_gates, FENCED)
     DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
     DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
-    SENDS_X, SENDS_V = not config.unrounded, not config.unrounded_values  # by warps of the producer
-    SENT = SENDS_X + SENDS_V
     vectors = ring(sv(CHUNK, fp32), SUM_STAGES if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
@@ -127,82 +109,12 @@ def make(config: Config):
     )
 
     @inlined
-    def find_place(block, gCuSeqlens, length, segments, heads):
+    def locate_block(block, gCuSeqlens, length, segments, heads):
         """(segment, head, sequence, its tokens, how many chunks they are, the index of the first) of a block. Each warpgroup
         asks by itself: registers before they part are scarce."""
         _, segment, head, sequence = block_coord(block, 1, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         return segment, head, sequence, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
-
-    @inlined
-    def multiply_panel(x, tile, n):
-        """The products of 64 channels of x and of a shared tile."""
-        panel = subtile(tile, CHUNK, 0, PANEL, n)
-        return columns(x, PANEL, n) * fp32(warpgroup.load(panel, PANEL_ROWS, fenced=FENCED))
-
-    @inlined
-    def multiply(x, tile):
-        """x * tile, with its panels of columns added up: only sums over channels are wanted, and with all columns registers
-        would spill."""
-        if KEYS > PANEL:
-            return multiply_panel(x, tile, 0) + multiply_panel(x, tile, 1)
-        else:
-            return multiply_panel(x, tile, 0)
-
-    @inlined
-    def clear_tails(tiles, remaining):
-        """Set to zero the rows of tiles that belong to another sequence."""
-        for tile in tiles:
-            seq_layout.zero_other_rows(tile, remaining, CONSUMERS)
-
-    @inlined
-    def turn_of(wg, j, is_x):
-        """Which of the tiles of results a consumer's dV or, last, dQ or dK of a chunk is: each consumer has a slot."""
-        return int32(CONSUMERS * (SENT * j + (SENT - 1) * is_x) + wg)
-
-    @inlined
-    def send_rows(gOut, tile, seq, token, head, block):
-        """Store a consumer's results, from a shared tile, by one warp: only the rows that belong to the sequence."""
-        if VARLEN:
-            for row in range(CHUNK // 16):
-                for n in range(tile.cols // PANEL):
-                    at = seq.batch, int32(token + 16 * row), head, int32(tile.cols * block + PANEL * n)
-                    rows = load(subtile(tile, 16, row, PANEL, n), PANEL_ROWS, fenced=False)
-                    store(truncate(gOut, 1, seq.end), rows, at, 1, 3, aligned=True)
-            cuda.syncwarp()  # all lanes have read the tile before one of them releases it
-        else:
-            tma_store(gOut, (seq.batch, token, head, block), tile)
-            store_wait()
-
-    @inlined
-    def store_rows(gOut, x, seq, token, head, block):
-        """Store a consumer's results from registers."""
-        at = seq.batch, token, head, int32(x.cols * block)
-        warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
-
-    @inlined
-    def store_inputs(wg, gDQ, gDK, x, seq, token, head):
-        """Store a consumer's dQ or dK from registers."""
-        if wg == DQ_CONSUMER:
-            store_rows(gDQ, x, seq, token, head, int32(0))
-        else:
-            store_rows(gDK, x, seq, token, head, int32(0))
-
-    @inlined
-    def load_row(vector, n):
-        """The n-th 64 numbers of a shared vector."""
-        return load(subtile(vector, CHUNK, n), ROW_VEC)
-
-    @inlined
-    def store_sums(dots, j, gQueryDots, gKeyDots, gCarriedDots, seq, token, chunk, head):
-        """Store what consumers computed for the gates' gradients, by one warp."""
-        turn, at = int32(CONSUMERS * j), (seq.batch, token, head)
-        of_q, of_k = dots.wait(turn), dots.wait(turn + 1)
-        store(truncate(gQueryDots, 1, seq.end), load_row(of_q, 0), at, cols=1)
-        store(truncate(gKeyDots, 1, seq.end), load_row(of_k, 0), at, cols=1)
-        gCarriedDots[chunk, head, 0] = tile_sum(load_row(of_q, 1) + load_row(of_k, 1))
-        dots.release(turn)
-        dots.release(turn + 1)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
@@ -217,7 +129,7 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
-            segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            segment, head, sequence, seq, n, first_chunk = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             key_head, _ = divmod(head, group)
             warp = warpgroup.rank()
             if warp == LOAD_WARP:
@@ -230,44 +142,29 @@ def make(config: Config):
                     s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
             elif warp == SUM_WARP:
                 for j in range(n + SUMS_LATE):
-                    if gate.per_token and j < n:
+                    if j < n:
                         gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
-                    if WITH_GATES and j >= SUMS_LATE:
+                    if j >= SUMS_LATE:
                         late = int32(j - SUMS_LATE)
                         chunk = int32(first_chunk + seq.chunk_number(late))
-                        token = seq.chunk_start(late)
-                        store_sums(dots, late, gQueryDots, gKeyDots, gCarriedDots, seq, token, chunk, head)
-            elif SENT > 0:
+                        gate_dots.send(gQueryDots, gKeyDots, gCarriedDots, dots, late, seq, head, chunk)
+            else:
                 consumer = int32(warp - STORE_WARP)
                 for j in range(n):
-                    if SENDS_V:
-                        turn = turn_of(consumer, j, 0)
-                        tile = subtile(out.wait(turn), CHUNK, 0, COLUMNS, 0)
-                        send_rows(gDV, tile, seq, seq.chunk_start(j), head, consumer)
-                        out.release(turn)
-                    if SENDS_X:
-                        turn = turn_of(consumer, j, 1)
-                        tile = out.wait(turn)
-                        if consumer == DQ_CONSUMER:
-                            send_rows(gDQ, tile, seq, seq.chunk_start(j), head, int32(0))
-                        else:
-                            send_rows(gDK, tile, seq, seq.chunk_start(j), head, int32(0))
-                        out.release(turn)
+                    outputs.send(gDQ, gDK, gDV, out, consumer, j, seq, head)
         else:
             warpgroup.claim_registers(consumer_registers)
-            segment, head, sequence, seq, n, first_chunk = find_place(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            segment, head, sequence, seq, n, first_chunk = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             ds_columns, is_dk_consumer, sign = subtile(ds, COLUMNS, wg), float32(wg), float32(1 - 2 * wg)
             state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
             ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
             g = gate.load_head_gate(gGates, head)
-            ended_sequence = int32(
-                sequence if segment == segments - 1 else -1
-            )  # -1: the walk's last segment is another block's
+            ended_sequence = int32(sequence if segment == segments - 1 else -1)  # -1: it ends in another block's segment
             for j in range(n):
                 remaining = seq.remaining(j)
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
-                clear_tails((q_tile, k_tile), remaining)
-                clear_tails((v_tile, do_tile), remaining)
+                seq_layout.clear_tails((q_tile, k_tile), remaining, CONSUMERS)
+                seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
                 warpgroup.sync_several(CONSUMERS)  # both have read dS of the previous chunk
                 warpgroup.store(ds_columns, ds_t)
                 b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, remaining)
@@ -286,15 +183,8 @@ def make(config: Config):
                 dv = warpgroup.mma_AB(dv, p_t, do_columns)
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
-                if WITH_GATES:
-                    later_dots = gate.decay(row_sum(multiply(ds_t, subtile(s_tile, COLUMNS, wg))), b_last)
-                dv = warpgroup.wait(dv)
-                if SENDS_V:
-                    turn = turn_of(wg, j, 0)
-                    warpgroup.store(subtile(out.claim(turn), CHUNK, 0, COLUMNS, 0), dv)
-                    out.publish(turn)  # its fence is that of loads, too
-                else:
-                    store_rows(gDV, dv, seq, seq.chunk_start(j), head, wg)
+                later_dots = gate.decay(gate_dots.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
+                outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), seq, head)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=FENCED)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
@@ -302,33 +192,24 @@ def make(config: Config):
                 s.release(j)
                 if wg == DQ_CONSUMER:
                     dx = dx * scale
-                elif WITH_GATES:
-                    later_dots = later_dots + row_sum(multiply(dx, operand))
+                else:
+                    later_dots = later_dots + gate_dots.dot(dx, operand)
                 dx = warpgroup.mma_AB(dx, dp, partner)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
-                if WITH_GATES:
-                    sums = dots.claim(int32(CONSUMERS * j + wg))
-                    warpgroup.store(subtile(sums, CHUNK, 0), row_sum(multiply(dx, operand)))
-                    warpgroup.store(subtile(sums, CHUNK, 1), later_dots)
-                    dots.publish(int32(CONSUMERS * j + wg))
-                if SENDS_X:
-                    turn = turn_of(wg, j, 1)
-                    warpgroup.store(out.claim(turn), dx)
-                    out.publish(turn)
-                else:
-                    store_inputs(wg, gDQ, gDK, dx, seq, seq.chunk_start(j), head)
+                gate_dots.put(dots, wg, j, dx, operand, later_dots)
+                outputs.put_inputs(gDQ, gDK, out, wg, j, dx, seq, head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
                 k.release(j)
                 v.release(j)
                 do.release(j)
-            if VARLEN and ended_sequence >= 0:
+            if seq_layout.varlen and ended_sequence >= 0:
                 padding = seq_layout.padding_tokens(gCuSeqlens, ended_sequence, length)
                 for j in range(padding.num_chunks()):
                     token = padding.chunk_start(j)
-                    store_inputs(wg, gDQ, gDK, zeros(STATE), padding, token, head)
-                    store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
+                    outputs.store_inputs(gDQ, gDK, wg, zeros(STATE), padding, token, head)
+                    seq_layout.store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
             if ended_sequence >= 0:
                 warpgroup.store(gFirstState, ds_t, (ended_sequence, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
 

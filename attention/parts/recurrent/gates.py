@@ -25,6 +25,7 @@ from ops import (
     sigmoid,
     softplus,
     store,
+    subtile,
     tile_max,
     transpose,
     truncate,
@@ -48,6 +49,12 @@ FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer d
 def clamp_gates(g):
     """max(g, FLOOR), where NaN stays NaN."""
     return where(less(g, FLOOR), FLOOR, g)
+
+
+@inlined
+def load_tokens(vector, part):
+    """A chunk's numbers, the part-th 64 of a shared vector, as a ROW_VEC."""
+    return load(subtile(vector, CHUNK, part), ROW_VEC)
 
 
 @static

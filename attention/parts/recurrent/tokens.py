@@ -2,9 +2,10 @@
 
 from typing import Any, NamedTuple
 
+from numba import cuda
 from numpy import int32
 
-from ops import divmod, right_fill, store_wait, tma_store, truncate, warpgroup, zeros
+from ops import divmod, load, right_fill, store, store_wait, subtile, tma_store, truncate, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.launching.arguments import array, tiled
 
@@ -220,9 +221,24 @@ class SequenceLayout:
 
     @inlined
     def store_rows(self, gO, o, seq, token, head, block):
-        """Store o, 64 columns of the outputs of the chunk that starts at `token`: only the rows that belong to the sequence."""
-        at = seq.batch, token, head, COLUMNS * block
+        """Store o, the block-th columns of the outputs of the chunk that starts at `token`: only the rows that belong to the
+        sequence."""
+        at = seq.batch, token, head, int32(o.cols * block)
         warpgroup.store(truncate(gO, 1, seq.end), o, at, rows=1, cols=3, aligned=True)
+
+    @inlined
+    def send_rows(self, gO, tile, seq, token, head, block):
+        """store_rows by one warp, from a shared tile, by TMA if sequences are not packed. The tile is read when it returns."""
+        if self.varlen:
+            for row in range(CHUNK // 16):
+                for panel in range(tile.cols // COLUMNS):
+                    at = seq.batch, int32(token + 16 * row), head, int32(tile.cols * block + COLUMNS * panel)
+                    rows = load(subtile(tile, 16, row, COLUMNS, panel), rt(16, COLUMNS, tile.dtype), fenced=False)
+                    store(truncate(gO, 1, seq.end), rows, at, 1, 3, aligned=True)
+            cuda.syncwarp()  # all lanes have read the tile
+        else:
+            tma_store(gO, (seq.batch, token, head, block), tile)
+            store_wait()
 
     @inlined
     def zero_padding(self, gO, gCuSeqlens, sequence, length, head, block):
