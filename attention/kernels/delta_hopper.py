@@ -23,20 +23,20 @@ O as well: the product of one step, rounded, is the left operand of the next one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, load, store, subtile, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
+from ..parts.recurrent.delta_tiles import ScanTiles
+from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -47,56 +47,17 @@ STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 AHEAD = 2  # chunks by which the solver and the scorer may be ahead of consumers
 VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that computes b
+K_NORMS, Q_NORMS = range(2)  # rings of inverse norms
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. consumers: warpgroups that have 64 value columns each.
-    gated: are there decays? varlen: are sequences packed (cu_seqlens)? formula, beta: compute gates and beta from the
-    numbers in memory; None: these are the gates and beta. l2norm: are queries and keys divided by their L2 norms?"""
-
-    key_dim: int
-    consumers: int
-    dtype: dtype
-    gated: bool
-    varlen: bool = False
-    formula: GateFormula | None = field(default=None, kw_only=True)
-    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
-    l2norm: bool = field(default=False, kw_only=True)
+class Config(ScanTiles):
+    """A kernel's configuration."""
 
     @property
-    def decay(self) -> UngatedDelta:
-        """The decays of a chunk."""
-        return delta_decay(self.dtype, self.gated, self.formula)
-
-    @property
-    def stages(self):
-        """The number of chunks of q, k and v in flight."""
-        return STAGES[self.key_dim]
-
-    @property
-    def threads(self):
-        """The threads of a block, those of the consumers, the solver and the scorer."""
-        return warpgroup.THREADS * (self.consumers + 2)
-
-    @property
-    def key(self):
-        """The tile of Q or K for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def values(self):
-        """The tile of V for a chunk, of all consumers."""
-        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
-
-    @property
-    def value(self):
+    def output(self):
         """A consumer's tile of the output for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
-
-    def __str__(self):
-        flags = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns", *flags)))
 
 
 SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
@@ -105,12 +66,12 @@ SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consum
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if target.has_wgmma:
-        for input_dtype, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or size == (128, 2) or (everything and input_dtype is bf16):
-                yield from (Config(*size, input_dtype, gated, varlen) for gated in (False, True))
+        for dtype, (key_dim, n), varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or (key_dim, n) == (128, 2) or (everything and dtype is bf16):
+                yield from (Config(key_dim, dtype, gated, varlen, consumers=n) for gated in (False, True))
         for formula in FORMULAS:
-            yield Config(*SIZES[-2], bf16, True, formula=formula, beta=BetaFormula(1.0))
-        yield from (Config(*size, bf16, True, l2norm=True) for size in SIZES)
+            yield Config(128, bf16, True, formula=formula, beta=BetaFormula(1.0), consumers=2)
+        yield from (Config(key_dim, bf16, True, l2norm=True, consumers=n) for key_dim, n in SIZES)
 
 
 @functools.cache
@@ -122,13 +83,13 @@ def make(config: Config):
     solver = UTTransform(seq_layout, decay, config.consumers + 2, norm)
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, WARPGROUPS, BETA = warpgroup.WARPGROUP, CONSUMERS + 2, config.beta
-    readers = CONSUMERS * WARPS
+    readers, stages = CONSUMERS * WARPS, STAGES[config.key_dim]
     smem = shared(
-        q=ring(config.key, config.stages, readers + WARPS),
-        k=ring(config.key, config.stages, readers + 2 * WARPS),
-        v=ring(config.values, config.stages, readers),
-        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
-        p=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        q=ring(config.key, stages, readers + WARPS),
+        k=ring(config.key, stages, readers + 2 * WARPS),
+        v=ring(config.values, stages, readers),
+        t=ring(config.square, AHEAD, readers, writers=WARPS),
+        p=ring(config.square, AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, 2 * WARPS, writers=1),
         exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + 2 * WARPS, writers=1),
@@ -136,13 +97,13 @@ def make(config: Config):
         high=TRIANGLE,
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        **norm.rings(config.stages, k_norms=readers + WARPS, q_norms=readers),
+        **norm.rings(stages, k_norms=readers + WARPS, q_norms=readers),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gBeta: array(3),
-        gGates: array(3), gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4),
+        gGates: array(3), gO: seq_layout.output_argument(config.output), gInitialState: array(4), gFinalState: array(4),
         gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         params: PARAMS,
     ):  # fmt: skip
@@ -150,7 +111,7 @@ def make(config: Config):
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
         tiles = smem.open()
-        q, k, v, t, p, beta, b, exp_b, v_factor, high, low, out = tiles[:12]
+        q, k, v, t, p, beta, b, exp_b, v_factor, _, _, out = tiles[:12]
         norm_rings = tiles[12:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
@@ -174,7 +135,7 @@ def make(config: Config):
                     keys = k.wait(chunk)
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     queries = q.wait(chunk)
-                    norm.publish(norm_rings, 1, chunk, queries)
+                    norm.publish(norm_rings, Q_NORMS, chunk, queries)
                     scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                     k.release(chunk)
                     q.release(chunk)
@@ -189,15 +150,13 @@ def make(config: Config):
                         store(beta.claim(later_chunk), BETA.compute(beta_chunk))
                         beta.publish(later_chunk)
                         sums = decay.cumsum(gates, rate_and_bias, seq.remaining(later_chunk))
-                        decay.store_sums(b, later_chunk, sums)
-                        decay.store_decays(exp_b, later_chunk, sums)
-                        decay.store_factors(v_factor, later_chunk, sums)
+                        decay.publish_sums(tiles, later_chunk, sums)
                     at = seq.batch, seq.chunk_start(later_chunk + WARPS), value_head
                     beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), norm_rings)
+                t_transposed = solver.solve(tiles, norm_rings, j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:
@@ -213,8 +172,8 @@ def make(config: Config):
                 v.release(j)
                 exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
                 strong = decay.is_strong(exp_b_chunk)
-                u = norm.scale_columns(u, norm_rings, 0, j)
-                norm.release(norm_rings, 0, j)
+                u = norm.scale_columns(u, norm_rings, K_NORMS, j)
+                norm.release(norm_rings, K_NORMS, j)
                 u, o = decay.decay_inputs(
                     seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
                 )
@@ -227,8 +186,10 @@ def make(config: Config):
                 decay.release(v_factor, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)
                 k.release(j)
-                o = norm.scale_columns(decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale, norm_rings, 1, j)
-                norm.release(norm_rings, 1, j)
+                o = norm.scale_columns(
+                    decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale, norm_rings, Q_NORMS, j
+                )
+                norm.release(norm_rings, Q_NORMS, j)
                 decay.release(exp_b, j)
                 p.release(j)
                 state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), value_head, CONSUMERS * block + wg)

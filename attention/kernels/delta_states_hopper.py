@@ -15,22 +15,23 @@ TMA loads of keys and values, the others compute b.
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, ring, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
+from ..parts.recurrent.delta_tiles import ScanTiles
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
-from . import delta_hopper
 from .delta_hopper import VECTORS
 
 REGISTERS = {1: (56, 104, 240), 2: (48, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
@@ -39,11 +40,11 @@ AHEAD = 3  # chunks by which the solver may be ahead of consumers
 CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the loader that compute b, a chunk each in turn
 
 
-class Config(delta_hopper.Config):
-    """A kernel's configuration: that of delta_hopper.py. consumers: warpgroups that have 64 columns of a state each."""
+@dataclass(frozen=True)
+class Config(ScanTiles):
+    """A kernel's configuration. consumers: warpgroups that have 64 columns of a state each."""
 
-    def __str__(self):
-        return f"states, {super().__str__()}"
+    label = "states"
 
 
 KEY_DIMS = 64, 128  # as padded
@@ -53,9 +54,9 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     if target.has_wgmma:
-        for input_dtype, size, varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or size == (128, 2) or (everything and input_dtype is bf16):
-                yield from (Config(*size, input_dtype, gated, varlen) for gated in (False, True))
+        for dtype, (key_dim, n), varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
+            if not varlen or (key_dim, n) == (128, 2) or (everything and dtype is bf16):
+                yield from (Config(key_dim, dtype, gated, varlen, consumers=n) for gated in (False, True))
 
 
 @functools.cache
@@ -71,7 +72,7 @@ def make(config: Config):
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, STAGES, readers),
-        t=ring(st(CHUNK, CHUNK, INPUT), AHEAD, readers, writers=WARPS),
+        t=ring(config.square, AHEAD, readers, writers=WARPS),
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
@@ -87,7 +88,8 @@ def make(config: Config):
         heads: INT, group: INT,
     ):  # fmt: skip
         """The state after each sequence. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        k, v, t, beta, b, exp_b, v_factor, high, low = smem.open()
+        tiles = smem.open()
+        k, v, t, beta, _, exp_b, v_factor, _, _ = tiles
         wg = warpgroup.id()
         block, _, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -110,14 +112,11 @@ def make(config: Config):
                     beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
                     store(beta.claim(j), beta_chunk)
                     beta.publish(j)
-                    sums = decay.cumsum(gates, NO_FORMULA, seq.remaining(j))
-                    decay.store_sums(b, j, sums)
-                    decay.store_decays(exp_b, j, sums)
-                    decay.store_factors(v_factor, j, sums)
+                    decay.publish_sums(tiles, j, decay.cumsum(gates, NO_FORMULA, seq.remaining(j)))
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(j, seq.remaining(j), (k, beta, b, exp_b), (high, low), ())
+                t_transposed = solver.solve(tiles, (), j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:

@@ -10,22 +10,21 @@ A block is one warpgroup and has some chunks of a head, one after the other. Eac
 in four; all four warps invert, while TMA brings the keys of the next chunk."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
-from tiles import bf16, dtype, fp16, inlined, ring, shared, st
+from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM, ChunkVectors
-from ..parts.recurrent.delta_decay import UngatedDelta, delta_decay
-from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM
+from ..parts.recurrent.delta_tiles import RawTiles, delta_sizes
+from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
@@ -36,47 +35,18 @@ VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each w
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? formula, beta: compute gates and beta from the numbers in memory; None: these are the gates and beta.
-    l2norm: are keys divided by their L2 norms?"""
+class Config(RawTiles):
+    """A kernel's configuration."""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
-    varlen: bool = False
-    formula: GateFormula | None = field(default=None, kw_only=True)
-    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
-    l2norm: bool = field(default=False, kw_only=True)
-    threads = warpgroup.THREADS
-    ctas_per_sm = CTAS_PER_SM
-
-    @property
-    def decay(self) -> UngatedDelta:
-        """The gates of a chunk."""
-        return delta_decay(self.dtype, self.gated, self.formula)
-
-    @property
-    def key(self):
-        """The tile of K for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def square(self):
-        """The tile of T for a chunk."""
-        return st(CHUNK, CHUNK, self.dtype)
-
-    def __str__(self):
-        flags = "gated" * self.gated, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"UT transforms, Dk {self.key_dim} {self.dtype}", *flags)))
+    label, threads, ctas_per_sm = "UT transforms", warpgroup.THREADS, CTAS_PER_SM
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
-            if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield from (Config(key_dim, input_dtype, gated, varlen) for gated in (False, True))
+        for size in delta_sizes(everything):
+            for varlen in (False, True) if everything or size[0] == max(KEY_DIMS) else (False,):
+                yield from (Config(*size, gated, varlen) for gated in (False, True))
         yield from (Config(max(KEY_DIMS), bf16, True, formula=formula, beta=BetaFormula(1.0)) for formula in FORMULAS)
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
 
@@ -85,7 +55,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     GATED, SCALES_READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
-    chunk_vectors, decay, seq_layout = ChunkVectors(GATED), config.decay, SequenceLayout(config.varlen)
+    chunk_vectors, decay, seq_layout = config.vectors, config.decay, SequenceLayout(config.varlen)
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
     smem = shared(
         k=ring(config.key, 1, WARPS),
@@ -97,18 +67,22 @@ def make(config: Config):
     )
 
     @inlined
+    def store_vector(target, gVectors, at, index, vector):
+        """One warp stores one of a chunk's vectors, by its index, in shared memory and in memory. at: (chunk, head)."""
+        chunk, head = at
+        store(subtile(target, CHUNK, index), vector)
+        store(gVectors, vector, (chunk, head, CHUNK * index))
+
+    @inlined
     def publish_vectors(vectors, gVectors, j, at, beta, sums):
         """One warp stores the vectors of the j-th chunk in its ring and, but for beta, in memory. at: (chunk, head)."""
-        target, (chunk, head) = vectors.claim(j), at
+        target = vectors.claim(j)
         store(subtile(target, CHUNK, BETA), beta)
         if GATED:
             decay_to_start, decay_to_end = exp2(sums), exp2(tile_min(sums) - sums)
-            store(subtile(target, CHUNK, SUM), sums)
-            store(gVectors, sums, (chunk, head, CHUNK * SUM))
-            store(subtile(target, CHUNK, DECAY), decay_to_start)
-            store(gVectors, decay_to_start, (chunk, head, CHUNK * DECAY))
-            store(subtile(target, CHUNK, DECAY_TO_END), decay_to_end)
-            store(gVectors, decay_to_end, (chunk, head, CHUNK * DECAY_TO_END))
+            store_vector(target, gVectors, at, SUM, sums)
+            store_vector(target, gVectors, at, DECAY, decay_to_start)
+            store_vector(target, gVectors, at, DECAY_TO_END, decay_to_end)
         vectors.publish(j)
 
     @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)

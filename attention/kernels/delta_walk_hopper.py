@@ -17,19 +17,19 @@ The consumer holds the state transposed, 64 x Dk, and U and O as well: the produ
 the next one without leaving the registers. No exponent is positive, so nothing overflows and no chunk is strong."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, fp32, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, ChunkVectors
+from ..parts.recurrent.delta_chunks import DECAY, DECAY_TO_END, KEY_DIMS, TransformVectors
+from ..parts.recurrent.delta_tiles import NormedTiles, delta_sizes
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -39,86 +39,50 @@ REGISTERS = 24, 128, 240  # of a thread of loader, scorer and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
 WARPS = warpgroup.WARPGROUP
-READ = BETA  # the factor of k S, which is stored in place of beta
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? l2norm: are queries and keys divided by their L2 norms?"""
+class Config(NormedTiles):
+    """A kernel's configuration."""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
-    varlen: bool = False
-    l2norm: bool = field(default=False, kw_only=True)
-    threads = warpgroup.THREADS * (LOADER + 1)
-
-    @property
-    def key(self):
-        """The tile of Q or K for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def value(self):
-        """The tile of V or O for a chunk."""
-        return st(CHUNK, COLUMNS, self.dtype)
-
-    @property
-    def square(self):
-        """The tile of T or of scores for a chunk."""
-        return st(CHUNK, CHUNK, self.dtype)
-
-    def __str__(self):
-        flags = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
-        return ", ".join(filter(None, (f"walk, Dk {self.key_dim} {self.dtype}", *flags)))
+    label, threads = "walk", warpgroup.THREADS * (LOADER + 1)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
-            if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield from (Config(key_dim, input_dtype, gated, varlen) for gated in (False, True))
+        for size in delta_sizes(everything):
+            for varlen in (False, True) if everything or size[0] == max(KEY_DIMS) else (False,):
+                yield from (Config(*size, gated, varlen) for gated in (False, True))
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
-
-
-@inlined
-def scale_reads(chunk_vectors, x, vectors, scales):
-    """x = K S of a chunk, times the factors that delta_transform_hopper.py stored in place of beta: decays and inverse norms.
-    scales: are there any?"""
-    if scales:
-        return x * chunk_vectors.cols(vectors, READ)
-    else:
-        return x
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, STATE, SCALES_READS = config.dtype, rt(16, config.key_dim, fp32), config.gated or config.l2norm
-    seq_layout, chunk_vectors = SequenceLayout(config.varlen), ChunkVectors(config.gated)
+    INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
+    seq_layout = SequenceLayout(config.varlen)
+    chunk_vectors = TransformVectors(config.gated, config.gated or config.l2norm)
     state, stages = TransposedState(config.key_dim, INPUT, seq_layout), STAGES[config.key_dim]
     norm = L2Norm(config.l2norm, config.key_dim)
     LOADER_REGISTERS, SCORER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    OUTPUTS = rt(16, CHUNK, fp32)
     BOTH_WARPS = 2 * WARPS  # warps of consumer and scorer
     smem = shared(
         q=ring(config.key, stages, BOTH_WARPS),
         k=ring(config.key, stages, BOTH_WARPS),
-        v=ring(config.value, stages, WARPS),
+        v=ring(config.values, stages, WARPS),
         t=ring(config.square, stages, WARPS),
         vectors=ring(chunk_vectors.spec, stages, BOTH_WARPS),
         p=ring(config.square, AHEAD, WARPS, writers=WARPS),
-        out=ring(config.value, AHEAD, WARPS, writers=WARPS),
+        out=ring(config.values, AHEAD, WARPS, writers=WARPS),
         **norm.rings(stages, q_norms=WARPS),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
+        gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1),
         gTransforms: tiled(config.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2),
-        gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
+        gO: seq_layout.output_argument(config.values), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
@@ -159,8 +123,7 @@ def make(config: Config):
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
                     p.publish(j)
                 if j >= AHEAD:
-                    stored_chunk = int32(j - AHEAD)
-                    state.send_output(gO, out, stored_chunk, seq, head, block)
+                    state.send_output(gO, out, int32(j - AHEAD), seq, head, block)
             if segment == segments - 1:
                 seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
@@ -179,7 +142,7 @@ def make(config: Config):
                 values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
                 v.release(j)
                 values, vector_tile = seq_layout.zero_other_columns(values, seq.remaining(j)), vectors.wait(j)
-                u = INPUT(values - scale_reads(chunk_vectors, warpgroup.wait(u, newer=1), vector_tile, SCALES_READS))
+                u = INPUT(values - chunk_vectors.scale_reads(warpgroup.wait(u, newer=1), vector_tile))
                 u = warpgroup.mm_AB(u, t.wait(j))
                 o = warpgroup.wait(o, newer=1)
                 q.release(j)

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from numba import cuda
-from numpy import float32, int32
+from numpy import int32
 
-from ops import col_index, divmod, equal, subtile, warpgroup, where, zeros
-from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st
+from ops import divmod, subtile, warpgroup
+from tiles import bf16, fp32, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, ChunkVectors
-from ..parts.recurrent.gates import COL_VEC
+from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, TransformVectors
+from ..parts.recurrent.delta_tiles import NormedTiles, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from .delta_walk_hopper import scale_reads
+from ..parts.recurrent.transposed_state import TransposedState
 
 REGISTERS = {1: (40, 256), 2: (40, 216)}  # consumers -> registers of a thread of loader and consumer
 STAGES = 4  # chunks in flight
@@ -28,59 +28,39 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? varlen: are sequences packed
-    (cu_seqlens)? l2norm: are keys divided by their L2 norms? consumers: warpgroups that have 64 columns of [N | M] each."""
+class Config(NormedTiles):
+    """A kernel's configuration. consumers: warpgroups that have 64 columns of [N | M] each."""
 
-    key_dim: int
-    dtype: dtype
-    gated: bool
-    varlen: bool = False
-    l2norm: bool = field(default=False, kw_only=True)
     consumers: int = field(default=1, kw_only=True)
+    label = "walk of states"
+
+    @property
+    def columns(self):
+        """The columns of all consumers."""
+        return COLUMNS * self.consumers
 
     @property
     def threads(self):
         """The threads of a block, those of the consumers and the loader."""
         return warpgroup.THREADS * (self.consumers + 1)
 
-    @property
-    def key(self):
-        """The tile of K for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def values(self):
-        """The tile of V for a chunk, of all consumers."""
-        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
-
-    @property
-    def square(self):
-        """The tile of T for a chunk."""
-        return st(CHUNK, CHUNK, self.dtype)
-
-    def __str__(self):
-        flags = "gated" * self.gated, "l2norm" * self.l2norm, "varlen" * self.varlen
-        sizes = f"walk of states, Dk {self.key_dim} {self.dtype}, {COLUMNS * self.consumers} columns"
-        return ", ".join(filter(None, (sizes, *flags)))
-
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without; fp16 and all packed ones if `everything`."""
     if target.has_wgmma:
-        sizes, dtypes = tuple(itertools.product(KEY_DIMS, REGISTERS)), (bf16, fp16) if everything else (bf16,)
-        for (key_dim, n), input_dtype, varlen in itertools.product(sizes, dtypes, (False, True)):
-            if not varlen or (key_dim, n) == sizes[-1] or everything:
-                yield from (Config(key_dim, input_dtype, gated, varlen, consumers=n) for gated in (False, True))
+        for size, consumers in itertools.product(delta_sizes(everything), REGISTERS):
+            largest = size[0] == max(KEY_DIMS) and consumers == max(REGISTERS)
+            for varlen in (False, True) if everything or largest else (False,):
+                yield from (Config(*size, gated, varlen, consumers=consumers) for gated in (False, True))
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    CONSUMERS, INPUT, STATE = config.consumers, config.dtype, rt(16, config.key_dim, fp32)
-    LOADER, VALUES, SCALES_READS = CONSUMERS, rt(16, CHUNK, INPUT), config.gated or config.l2norm
-    seq_layout, chunk_vectors, readers = SequenceLayout(config.varlen), ChunkVectors(config.gated), CONSUMERS * WARPS
+    CONSUMERS, INPUT, seq_layout = config.consumers, config.dtype, SequenceLayout(config.varlen)
+    LOADER, readers, state = CONSUMERS, CONSUMERS * WARPS, TransposedState(config.key_dim, INPUT, seq_layout)
+    chunk_vectors = TransformVectors(config.gated, config.gated or config.l2norm)
     LOADER_REGISTERS, CONSUMER_REGISTERS = REGISTERS[CONSUMERS]
     smem = shared(
         k=ring(config.key, STAGES, readers),
@@ -117,16 +97,15 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             column = COLUMNS * (CONSUMERS * block + wg)
-            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
-            s_t = where(identity, 1.0, zeros(STATE))
+            s_t = state.start_transition(column, values)
             for j in range(n):
                 keys = k.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS)
                 u = warpgroup.mm_ABt(INPUT(s_t), keys)
-                y = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
+                y = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), state.values))
                 v.release(j)
                 y, vector_tile = seq_layout.zero_other_columns(y, seq.remaining(j)), vectors.wait(j)
-                y = y - scale_reads(chunk_vectors, warpgroup.wait(u), vector_tile, SCALES_READS)
+                y = y - chunk_vectors.scale_reads(warpgroup.wait(u), vector_tile)
                 u = warpgroup.wait(warpgroup.mm_AB(INPUT(y), t.wait(j)))
                 t.release(j)
                 s_t = chunk_vectors.decay_state(s_t, vector_tile)

@@ -295,19 +295,14 @@ def _scan_chunks(
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     fits_one_wave = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
-    sizes = (
-        pad_key_dim(key_dim, delta_hopper.STAGES),
-        1 if fits_one_wave or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2),
-    )
-    dtype = DTYPES[problem.dtype]
+    padded = pad_key_dim(key_dim, delta_hopper.STAGES)
+    consumers = 1 if fits_one_wave or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
+    dtype, varlen = DTYPES[problem.dtype], is_varlen(problem)
+    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     if module in (kda_hopper, kda_states_hopper):
-        config = module.Config(
-            *sizes, DTYPES[gates.form.dtype], dtype, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
-        )
+        config = module.Config(padded, consumers, DTYPES[gates.form.dtype], dtype, varlen, **options)
     else:
-        config = module.Config(
-            *sizes, dtype, gates is not None, is_varlen(problem), formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm
-        )
+        config = module.Config(padded, dtype, gates is not None, varlen, consumers=consumers, **options)
         if gates and len(gates.form.shape) == 1:  # one for each head
             arrays["gGates"] = gates.spread(0, length).spread(0, batch)
     blocks = -(-width // config.consumers)

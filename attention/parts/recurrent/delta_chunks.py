@@ -319,3 +319,18 @@ class ChunkVectors:
                 return s * (self.rows(tile, DECAY) / decay) * (self.cols(tile, DECAY_TO_END) * factors)
         else:
             return s * factors
+
+
+class TransformVectors(ChunkVectors):
+    """ChunkVectors as delta_transform_hopper.py stores them: in place of beta is the factor of k S, the decay exp(b) times the
+    key's inverse norm (l2norm.py). scales_reads: is there such a factor, or is it 1?"""
+
+    scales_reads: bool
+
+    @inlined
+    def scale_reads(self, x, tile):
+        """x = K S of a chunk, transposed, times these factors."""
+        if self.scales_reads:
+            return x * self.cols(tile, BETA)
+        else:
+            return x

@@ -46,21 +46,14 @@ class UngatedDelta:
 
     @inlined
     def cumsum(self, g, rate_and_bias, remaining):
-        """b, the cumulative sum of a chunk's gates g in powers of 2. One warp computes it and stores what is needed of it."""
+        """b, the cumulative sum of a chunk's gates g in powers of 2, by one warp."""
         return 0.0
 
     @inlined
-    def store_sums(self, b, j, sums):
-        """Write b to the j-th slot of its ring."""
-
-    @inlined
-    def store_decays(self, exp_b, j, sums):
-        """Write exp2(b) to the j-th slot of its ring."""
-
-    @inlined
-    def store_factors(self, v_factor, j, sums):
-        """Write to the j-th slot of its ring exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which
-        scales what the chunk adds to the state."""
+    def publish_sums(self, tiles, j, sums):
+        """One warp writes b to the j-th slot of the ring tiles.b, exp2(b) to that of tiles.exp_b, and to that of tiles.v_factor
+        exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales what the chunk adds to the
+        state."""
 
     @inlined
     def wait(self, vectors, j):
@@ -122,17 +115,12 @@ class GatedDelta(UngatedDelta):
         return cumsum(clamp_gates(self.compute_gates(transpose(g), rate, bias, remaining)) * LOG2_E)
 
     @inlined
-    def store_sums(self, b, j, sums):
+    def publish_sums(self, tiles, j, sums):
+        b, exp_b, v_factor = tiles.b, tiles.exp_b, tiles.v_factor
         store(b.claim(j), sums)
         b.publish(j)
-
-    @inlined
-    def store_decays(self, exp_b, j, sums):
         store(exp_b.claim(j), exp2(sums))
         exp_b.publish(j)
-
-    @inlined
-    def store_factors(self, v_factor, j, sums):
         b_last = tile_min(sums)
         store(v_factor.claim(j), exp2((b_last if exp2(b_last) < self.min_decay else 0.0) - sums))
         v_factor.publish(j)

@@ -21,12 +21,11 @@ class UTTransform:
     norm: L2Norm
 
     @inlined
-    def solve(self, j, remaining, rings, triangles, norm_rings):
+    def solve(self, tiles, norm_rings, j, remaining):
         """This warp's rows of T^T of chunk j. remaining: the number of tokens of the sequence from the chunk's first one on.
-        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. norm_rings: rings of inverse norms
-        (l2norm.py), the first of them that of keys."""
-        k, beta, b, exp_b = rings
-        high, low = triangles
+        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. tiles: the kernel's shared memory.
+        norm_rings: rings of inverse norms (l2norm.py), the first of them that of keys."""
+        k, beta, b, exp_b = tiles.k, tiles.beta, tiles.b, tiles.exp_b
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
         inverse_norms = self.norm.publish(norm_rings, 0, j, keys)
@@ -37,7 +36,7 @@ class UTTransform:
         self.decay.release(exp_b, j)
         self.decay.release(b, j)
         a = self.norm.scale_columns(self.norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
-        x = inverse_transposed(a, high, low)
+        x = inverse_transposed(a, tiles.high, tiles.low)
         x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), norm_rings, 0, j)
         self.norm.release(norm_rings, 0, j)
         beta.release(j)

@@ -3,20 +3,21 @@ none)."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from ops import warpgroup
 from tiles import bf16, dtype, fp16, st
 
 from .delta_chunks import KEY_DIMS, ChunkVectors
+from .delta_decay import UngatedDelta, delta_decay
+from .gate_formulas import PLAIN_BETA, BetaFormula, GateFormula
 from .tokens import CHUNK, COLUMNS
 
 
 @dataclass(frozen=True)
 class DeltaTiles:
-    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays? Kernels add further fields:
-    varlen: are sequences packed (cu_seqlens)? formula, beta: compute gates and beta from the numbers in memory; None: these are
-    the gates and beta. l2norm: are keys (and queries) divided by their L2 norms?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays?"""
 
     key_dim: int
     dtype: dtype
@@ -54,15 +55,55 @@ class DeltaTiles:
         return ChunkVectors(self.gated)
 
     def __str__(self):
-        flags = [_describe(field.name, getattr(self, field.name)) for field in fields(self)[2:]]
-        return ", ".join(filter(None, (f"{self.label}, Dk {self.key_dim} {self.dtype}", *flags)))
+        flags = [_describe(x.name, getattr(self, x.name)) for x in fields(self)[2:]]
+        return ", ".join(filter(None, (self.label, f"Dk {self.key_dim} {self.dtype}", *flags)))
+
+
+@dataclass(frozen=True)
+class NormedTiles(DeltaTiles):
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)? l2norm: are queries and keys divided by their L2
+    norms?"""
+
+    varlen: bool = False
+    l2norm: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class RawTiles(NormedTiles):
+    """The configuration of a kernel that reads gates and beta. formula, beta: compute them from the numbers in memory; None:
+    these are the gates and beta."""
+
+    formula: GateFormula | None = field(default=None, kw_only=True)
+    beta: BetaFormula = field(default=PLAIN_BETA, kw_only=True)
+
+    @property
+    def decay(self) -> UngatedDelta:
+        """The decays of a chunk."""
+        return delta_decay(self.dtype, self.gated, self.formula)
+
+
+@dataclass(frozen=True)
+class ScanTiles(RawTiles):
+    """The configuration of a kernel that scans sequences. consumers: warpgroups that have 64 columns of values each."""
+
+    consumers: int = field(default=1, kw_only=True)
+
+    @property
+    def columns(self):
+        """The columns of values of all consumers."""
+        return COLUMNS * self.consumers
+
+    @property
+    def threads(self):
+        """The threads of a block, those of the consumers and of two warpgroups that work ahead of them."""
+        return warpgroup.THREADS * (self.consumers + 2)
 
 
 def _describe(name: str, value: Any) -> str:
     """What a field adds to the name of a configuration."""
     if value is True:
         return name.replace("_", " ")
-    return f"{value} {name}" if type(value) is int else str(value or "")
+    return f"{name} {value}" if type(value) is int else str(value or "")
 
 
 def delta_sizes(everything: bool) -> Iterator[tuple[int, dtype]]:

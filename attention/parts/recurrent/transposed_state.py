@@ -1,8 +1,10 @@
 """A chunk state that a consumer holds transposed, S^T: 64 value columns x Dk. U and O are then transposed as well, and the
 product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
-from ops import columns, store_wait, subtile, tma_store, warpgroup
-from tiles import dtype, inlined, rt, static
+from numpy import float32
+
+from ops import col_index, columns, equal, store_wait, subtile, tma_store, warpgroup, where, zeros
+from tiles import dtype, fp32, inlined, rt, static
 
 from .tokens import CHUNK, SequenceLayout
 
@@ -19,6 +21,12 @@ class TransposedState:
     def values(self):
         """The type of a warp's part of a chunk's values, transposed."""
         return rt(16, CHUNK, self.dtype)
+
+    @inlined
+    def start_transition(self, column, values):
+        """A consumer's columns of [0 | I], from `column` on. values: the number of columns of 0."""
+        tile = rt(16, self.key_dim, fp32)
+        return where(equal(warpgroup.row_index(tile.col_vec) + float32(column - values), col_index(tile)), 1.0, zeros(tile))
 
     @inlined
     def apply(self, s_t, keys, queries):

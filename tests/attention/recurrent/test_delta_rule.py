@@ -142,8 +142,8 @@ def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
 
 
 SHIPPED = [
-    (delta_hopper, delta_hopper.Config(128, 2, bf16, True, True)),
-    pytest.param(delta_hopper, delta_hopper.Config(256, 1, bf16, True), marks=pytest.mark.release),
+    (delta_hopper, delta_hopper.Config(128, bf16, True, True, consumers=2)),
+    pytest.param(delta_hopper, delta_hopper.Config(256, bf16, True), marks=pytest.mark.release),
     (delta_transform_hopper, delta_transform_hopper.Config(128, bf16, True, l2norm=True)),
     pytest.param(delta_walk_hopper, delta_walk_hopper.Config(128, bf16, True, True), marks=pytest.mark.release),
 ]
