@@ -8,6 +8,8 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from cuda.bindings import driver
+from host_driver import on_device
 from kernels import scale
 from numba import cuda
 
@@ -358,6 +360,25 @@ def test_ncu_that_fails(tmp_path):
     program.chmod(0o755)
     with pytest.raises(RuntimeError, match="counted nothing(?s:.*)NVGPUCTRPERM"):
         ncu.run("mine.py:run", str(program))
+
+
+def test_on_a_card_that_lies_in_host_memory(gpu, monkeypatch):
+    """All calls of the driver but the kernels' work: events are a millisecond apart, what was allocated is freed."""
+    ok, counter, live = driver.CUresult.CUDA_SUCCESS, itertools.count(), []
+    create = lambda *_: (ok, live.append(next(counter)) or live[-1])
+    destroy = lambda x: (ok, live.remove(x))[:1]
+    answers = {"cuMemAlloc": create, "cuMemFree": destroy, "cuEventCreate": create, "cuEventDestroy": destroy}
+    answers |= dict.fromkeys(("cuEventRecord", "cuMemsetD8Async", "cuCtxSynchronize"), lambda *_: (ok,))
+    answers |= {"cuEventElapsedTime": lambda before, after: (ok, after - before)}
+    answers |= dict.fromkeys(("cuFuncGetAttribute", "cuOccupancyMaxActiveBlocksPerMultiprocessor"), lambda *_: (ok, 7))
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, answer)
+    gpu.count, x = 19, on_device(64, 64)
+    actual = tiles.profile(tiles.launch(scale, (4, 4), 32), x, x, 1.0, repeat=3)
+    (launch,) = actual.launches
+    assert (launch.title, launch.grid, launch.threads, launch.seconds, launch.code) == ("scale", (4, 4, 1), 32, 1e-3, (7, 7, 7))
+    assert launch.counts.once == 2 * x.array.nbytes and launch.counts.clusters == 16
+    assert not live and len(gpu.launches) == 2 + 3 and "scale" in str(actual)
 
 
 @pytest.mark.gpu
