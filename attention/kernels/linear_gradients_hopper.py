@@ -209,7 +209,7 @@ def make(config: Config):
                 for j in range(padding.num_chunks()):
                     token = padding.chunk_start(j)
                     outputs.store_inputs(gDQ, gDK, wg, zeros(STATE), padding, token, head)
-                    seq_layout.store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
+                    outputs.store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
             if ended_sequence >= 0:
                 warpgroup.store(gFirstState, ds_t, (ended_sequence, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
 

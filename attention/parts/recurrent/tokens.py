@@ -221,9 +221,8 @@ class SequenceLayout:
 
     @inlined
     def store_rows(self, gO, o, seq, token, head, block):
-        """Store o, the block-th columns of the outputs of the chunk that starts at `token`: only the rows that belong to the
-        sequence."""
-        at = seq.batch, token, head, int32(o.cols * block)
+        """Store o, 64 columns of the outputs of the chunk that starts at `token`: only the rows that belong to the sequence."""
+        at = seq.batch, token, head, COLUMNS * block
         warpgroup.store(truncate(gO, 1, seq.end), o, at, rows=1, cols=3, aligned=True)
 
     @inlined

@@ -37,7 +37,7 @@ class WalkOutputs:
     def put_values(self, gDV, ring, consumer, j, dv, seq, head):
         """Consumer: its columns of the j-th chunk's dV."""
         if self.unrounded_values:
-            self.seq_layout.store_rows(gDV, dv, seq, seq.chunk_start(j), head, consumer)
+            self.store_rows(gDV, dv, seq, seq.chunk_start(j), head, consumer)
         else:
             turn = self.turn(consumer, j, 0)
             warpgroup.store(subtile(ring.claim(turn), CHUNK, 0, COLUMNS, 0), dv)
@@ -54,12 +54,18 @@ class WalkOutputs:
             ring.publish(turn)
 
     @inlined
+    def store_rows(self, gOut, x, seq, token, head, block):
+        """Store the block-th columns of a result from registers: only the rows that belong to the sequence."""
+        at = seq.batch, token, head, int32(x.cols * block)
+        warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
+
+    @inlined
     def store_inputs(self, gDQ, gDK, consumer, dx, seq, token, head):
         """Store dQ or dK from registers."""
         if consumer == DQ_CONSUMER:
-            self.seq_layout.store_rows(gDQ, dx, seq, token, head, 0)
+            self.store_rows(gDQ, dx, seq, token, head, 0)
         else:
-            self.seq_layout.store_rows(gDK, dx, seq, token, head, 0)
+            self.store_rows(gDK, dx, seq, token, head, 0)
 
     @inlined
     def send(self, gDQ, gDK, gDV, ring, consumer, j, seq, head):
