@@ -31,7 +31,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, GateDots, WalkOutputs
+from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, WalkOutputs
 
 PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
@@ -90,9 +90,7 @@ def make(config: Config):
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
     seq_layout, TRANSPOSED = SequenceLayout(config.varlen, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
-    outputs = WalkOutputs(seq_layout, config.unrounded, config.unrounded_values)
-    FENCED = outputs.tiles < 2  # must loads fence themselves? The fence before each result leaves would do it for them
-    gate_dots = GateDots(KEYS, INPUT, config.with_gates, FENCED)
+    outputs = WalkOutputs(seq_layout, KEYS, INPUT, config.unrounded, config.unrounded_values, config.with_gates)
     DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
     DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
     vectors = ring(sv(CHUNK, fp32), SUM_STAGES if gate.per_token else 1, WARPS, writers=1)
@@ -147,7 +145,7 @@ def make(config: Config):
                     if j >= SUMS_LATE:
                         late = int32(j - SUMS_LATE)
                         chunk = int32(first_chunk + seq.chunk_number(late))
-                        gate_dots.send(gQueryDots, gKeyDots, gCarriedDots, dots, late, seq, head, chunk)
+                        outputs.send_dots(gQueryDots, gKeyDots, gCarriedDots, dots, late, seq, head, chunk)
             else:
                 consumer = int32(warp - STORE_WARP)
                 for j in range(n):
@@ -183,21 +181,21 @@ def make(config: Config):
                 dv = warpgroup.mma_AB(dv, p_t, do_columns)
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
-                later_dots = gate.decay(gate_dots.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
+                later_dots = gate.decay(outputs.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
                 outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), seq, head)
                 dx = warpgroup.mm_AB(left, states)
-                do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=FENCED)) * scale
+                do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=outputs.fenced)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
                 dx = gate.decay(warpgroup.wait(dx), minimum(b_last * is_dk_consumer + b_rows * sign, 0.0))
                 s.release(j)
                 if wg == DQ_CONSUMER:
                     dx = dx * scale
                 else:
-                    later_dots = later_dots + gate_dots.dot(dx, operand)
+                    later_dots = later_dots + outputs.dot(dx, operand)
                 dx = warpgroup.mma_AB(dx, dp, partner)
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
-                gate_dots.put(dots, wg, j, dx, operand, later_dots)
+                outputs.put_dots(dots, wg, j, dx, operand, later_dots)
                 outputs.put_inputs(gDQ, gDK, out, wg, j, dx, seq, head)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)

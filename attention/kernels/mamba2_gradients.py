@@ -44,12 +44,12 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import Mamba2Gate
 from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
+from ..parts.recurrent.shared_heads import SKIPS
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
 TOKENS = WARPS * PART.rows  # of a block
 TOKEN_VEC = PART.col_vec
-SKIPS = "", "head", "column"  # what has a D of its own; "": dD is not computed
 
 
 @inlined

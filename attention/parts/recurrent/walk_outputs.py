@@ -16,17 +16,26 @@ PANEL = 64  # channels that are multiplied at once
 
 @static
 class WalkOutputs:
-    """dQ and dK, which are float32 if `unrounded`, and dV, which is if `unrounded_values`. Tiles of what is rounded go through
-    a ring that has a slot for each consumer, dV first."""
+    """dQ and dK, which are float32 if `unrounded`, dV, which is if `unrounded_values`, and with `with_gates` sums for the
+    gates' gradients (gradients.py). Tiles of what is rounded go through a ring that has a slot for each consumer, dV first.
+    key_dim, dtype: of keys."""
 
     seq_layout: SequenceLayout
+    key_dim: int
+    dtype: dtype
     unrounded: bool
     unrounded_values: bool
+    with_gates: bool
 
     @property
     def tiles(self):
         """How many tiles each consumer sends of a chunk."""
         return (not self.unrounded) + (not self.unrounded_values)
+
+    @property
+    def fenced(self):
+        """Must loads fence themselves? The fences before both results leave would do it for them."""
+        return self.tiles < 2
 
     @inlined
     def turn(self, consumer, j, number):
@@ -54,18 +63,18 @@ class WalkOutputs:
             ring.publish(turn)
 
     @inlined
-    def store_rows(self, gOut, x, seq, token, head, block):
-        """Store the block-th columns of a result from registers: only the rows that belong to the sequence."""
-        at = seq.batch, token, head, int32(x.cols * block)
-        warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
-
-    @inlined
     def store_inputs(self, gDQ, gDK, consumer, dx, seq, token, head):
         """Store dQ or dK from registers."""
         if consumer == DQ_CONSUMER:
             self.store_rows(gDQ, dx, seq, token, head, 0)
         else:
             self.store_rows(gDK, dx, seq, token, head, 0)
+
+    @inlined
+    def store_rows(self, gOut, x, seq, token, head, block):
+        """Store the block-th columns of a result from registers: only the rows that belong to the sequence."""
+        at = seq.batch, token, head, int32(x.cols * block)
+        warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
 
     @inlined
     def send(self, gDQ, gDK, gDV, ring, consumer, j, seq, head):
@@ -84,17 +93,6 @@ class WalkOutputs:
                 self.seq_layout.send_rows(gDK, tile, seq, seq.chunk_start(j), head, 0)
             ring.release(turn)
 
-
-@static
-class GateDots:
-    """The sums for the gates' gradients (gradients.py), if they are wanted. key_dim: the channels of keys, padded. fenced: must
-    loads fence themselves?"""
-
-    key_dim: int
-    dtype: dtype
-    wanted: bool
-    fenced: bool
-
     @inlined
     def multiply_panel(self, x, tile, n):
         """The products of 64 channels of x and of a shared tile."""
@@ -103,8 +101,8 @@ class GateDots:
 
     @inlined
     def dot(self, x, tile):
-        """rowsum(x * tile). Panels are added up first: with all columns registers would spill."""
-        if not self.wanted:
+        """rowsum(x * tile), if gates have gradients. Panels are added up first: with all columns registers would spill."""
+        if not self.with_gates:
             return 0.0
         elif self.key_dim > PANEL:
             return row_sum(self.multiply_panel(x, tile, 0) + self.multiply_panel(x, tile, 1))
@@ -112,18 +110,18 @@ class GateDots:
             return row_sum(self.multiply_panel(x, tile, 0))
 
     @inlined
-    def put(self, ring, consumer, j, dx, x, later_dots):
+    def put_dots(self, ring, consumer, j, dx, x, later_dots):
         """Consumer: x . dx of each token of the j-th chunk, and numbers whose sum is wanted."""
-        if self.wanted:
+        if self.with_gates:
             dots = ring.claim(int32(CONSUMERS * j + consumer))
             warpgroup.store(subtile(dots, CHUNK, 0), self.dot(dx, x))
             warpgroup.store(subtile(dots, CHUNK, 1), later_dots)
             ring.publish(int32(CONSUMERS * j + consumer))
 
     @inlined
-    def send(self, gQueryDots, gKeyDots, gCarriedDots, ring, j, seq, head, chunk):
+    def send_dots(self, gQueryDots, gKeyDots, gCarriedDots, ring, j, seq, head, chunk):
         """A warp of the producer: store what both consumers put into the ring. chunk: the index of the j-th one."""
-        if self.wanted:
+        if self.with_gates:
             at, turn = (seq.batch, seq.chunk_start(j), head), int32(CONSUMERS * j)
             of_q, of_k = ring.wait(turn), ring.wait(turn + 1)
             store(truncate(gQueryDots, 1, seq.end), load_tokens(of_q, 0), at, cols=1)

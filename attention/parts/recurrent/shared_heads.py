@@ -1,0 +1,236 @@
+"""What varies in the gradients of linear attention where value heads share queries and keys: how the decays of a head enter its
+products, D, and what is stored of a head's rows (kernels/shared_heads_gradients_hopper.py, whose symbols these are)."""
+
+from typing import Any, NamedTuple
+
+from numpy import float32, int32
+
+from ops import col_sum, columns, exp2, last_element, load, row_sum, store, subtile, tile_sum, truncate, warpgroup, zeros
+from tiles import dtype, fp16, fp32, inlined, rt, static
+
+from .gates import COL_VEC, ROW_VEC, TILE, load_tokens
+from .tokens import CHUNK, COLUMNS
+
+MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
+STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
+STATE_WARPS = warpgroup.WARPGROUP - 2  # of the producer, which compute <S, dS>
+SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
+GATE_KINDS = "", "token", "step"  # are there gates, and weights of keys?
+
+
+class ChunkGates(NamedTuple):
+    """The gates of a chunk and head: b and a of this warp's rows, b_last, and the slot of a ring that has b and a of all."""
+
+    sums: Any
+    slot: Any
+    b: Any
+    a: Any
+    b_last: Any
+
+
+@static
+class HeadDecay:
+    """How the decays of a head enter its products. gates: one of GATE_KINDS. dtype: of q, k, v. with_gates: are sums for the
+    gates' gradients wanted?"""
+
+    gates: str
+    dtype: dtype
+    with_gates: bool
+
+    @property
+    def weighted(self):
+        """Do keys have weights?"""
+        return self.gates == "step"
+
+    @property
+    def factored(self):
+        """Are decays factors, in dO' and V', unless a chunk is strong? Each consumer hands one of these to the other, and its
+        fence is that of loads, too. The range of fp16 is too small for factors: all of its chunks are strong."""
+        return bool(self.gates) and self.dtype is not fp16
+
+    @inlined
+    def split_scale(self, scale):
+        """(the factor of scores before they are rounded, that of what is made from scores); Mamba-2's scale is 1."""
+        score_scale = scale if self.dtype is fp16 else float32(1)
+        product_scale = float32(1) if self.dtype is fp16 or self.weighted else scale
+        return score_scale, product_scale
+
+    @inlined
+    def load(self, sums, slot):
+        """The ChunkGates of a slot."""
+        if not self.gates:
+            return ChunkGates(sums, slot, 0.0, 0.0, float32(0))
+        b = subtile(sums.wait(slot), CHUNK, 0)
+        b_rows, b_last = warpgroup.load(b, COL_VEC), last_element(b)
+        if self.weighted:
+            return ChunkGates(sums, slot, b_rows, warpgroup.load(subtile(sums.wait(slot), CHUNK, 1), COL_VEC), b_last)
+        else:
+            return ChunkGates(sums, slot, b_rows, b_rows, b_last)
+
+    @inlined
+    def load_cols(self, gates, part):
+        """b or a, by `part`, of all columns."""
+        return load_tokens(gates.sums.wait(gates.slot), part)
+
+    @inlined
+    def decay(self, x, b):
+        """x times exp2(b), if there are gates."""
+        if self.gates:
+            return x * exp2(b)
+        else:
+            return x
+
+    @inlined
+    def is_strong(self, b_last):
+        """1.0 if a chunk is strong, 0.0 if not."""
+        if self.factored:
+            return float32(1) if b_last < MIN_SUM else float32(0)
+        else:
+            return float32(1) if self.gates else float32(0)
+
+    @inlined
+    def dout_turn(self, i, block, n):
+        """Which tile of the first consumer is dO' of one of the n blocks of the i-th chunk; dP comes after those of all."""
+        return int32((n + 1) * i + block) if self.factored else int32(i)
+
+    @inlined
+    def hand_over(self, ring, turn, x):
+        """Hand x, rounded, to the other consumer, if it is a factor of scores."""
+        if self.factored:
+            warpgroup.store(ring.claim(turn), x)
+            ring.publish(turn)
+
+    @inlined
+    def wait(self, ring, turn, tile):
+        """What the other consumer has handed over; if nothing, the tile itself."""
+        if self.factored:
+            return ring.wait(turn)
+        else:
+            return tile
+
+    @inlined
+    def give_back(self, ring, turn):
+        """Release what the other consumer has handed over."""
+        if self.factored:
+            ring.release(turn)
+
+    @inlined
+    def add_scores(self, dp_sum, p, decayed_do, tiles, weighted_vs, slot, scale):
+        """(dp_sum + dO' V'^T of a head, the row sums of q * dq or None). tiles: its (Q, V, dO, S^T)."""
+        if self.with_gates:
+            o = warpgroup.mm_ABt(tiles[0], tiles[3])
+            weighted_v = self.wait(weighted_vs, slot, tiles[1])
+            dp_sum = warpgroup.mma_ABt(dp_sum, decayed_do, weighted_v)
+            o = warpgroup.wait(warpgroup.mma_AB(o, p, weighted_v))
+            dots = row_sum(o * fp32(decayed_do)) * scale
+        else:
+            dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, self.wait(weighted_vs, slot, tiles[1])), None
+        return warpgroup.wait(dp_sum), dots
+
+    @inlined
+    def add_strong_scores(self, dp_sum, p, decayed_do, tiles, gates, scales):
+        """add_scores of a strong chunk. scales: that of q, and the one of what is made from scores."""
+        (q_tile, v_tile, do_tile, s_tile), dots = tiles, None
+        if self.with_gates:
+            dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scales[0]
+        dp = warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile))
+        if self.weighted:
+            dp = dp * exp2(self.load_cols(gates, 0) - self.load_cols(gates, 1))
+        decays = warpgroup.causal(exp2(zeros(TILE) + gates.b - self.load_cols(gates, 0)), 0, 0.0)
+        if self.with_gates:
+            dots = dots + row_sum(fp32(self.dtype(fp32(p) * decays)) * dp) * scales[1]
+        return dp_sum + dp * decays, dots
+
+    @inlined
+    def multiply_strong_scores(self, p_t, do_tile, gates):
+        """(decays * P)^T dO"""
+        decays = warpgroup.triu(exp2(zeros(TILE) - gates.b + self.load_cols(gates, 0)), 0, 0.0)
+        return warpgroup.wait(warpgroup.mm_AB(self.dtype(fp32(p_t) * decays), do_tile))
+
+
+@static
+class HeadRows:
+    """D, and the sums of rows for the gradients of D and of gates. skip: one of SKIPS."""
+
+    decay: HeadDecay
+    skip: str
+
+    @inlined
+    def load_d(self, gD, head, column):
+        """D of a block of columns, or that of a head for each row."""
+        if self.skip:
+            return load(gD, ROW_VEC if self.skip == "column" else COL_VEC, (head, int32(COLUMNS * column)))
+
+    @inlined
+    def add_skip(self, dv, do_tile, d):
+        """dv + D dO"""
+        if self.skip:
+            dv = dv + fp32(warpgroup.load(do_tile, rt(16, COLUMNS, self.decay.dtype), fenced=False)) * d
+        return dv
+
+    @inlined
+    def dot_values(self, dout, v_tile, gColumnSums, head, chunk, column):
+        """rowsum(dO * V), or None. With a D of columns the sums of columns are stored, too."""
+        if self.skip:
+            values = warpgroup.load(v_tile, rt(16, COLUMNS, self.decay.dtype), fenced=not self.decay.factored)
+            products = dout * fp32(values)
+            dots = row_sum(products)
+            if self.skip == "column":
+                row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
+                store(gColumnSums, col_sum(products), (head, row, int32(COLUMNS * column)))
+            return dots
+
+    @inlined
+    def put_query_dots(self, ring, slot, dots, skip_dots):
+        """The first consumer: q . dq and dO . V of each row, if they are wanted."""
+        if self.decay.with_gates or self.skip:
+            rows = ring.claim(slot)
+            if self.decay.with_gates:
+                warpgroup.store(subtile(rows, CHUNK, 0), dots)
+            if self.skip:
+                warpgroup.store(subtile(rows, CHUNK, 1), skip_dots)
+            ring.publish(slot)
+
+    @inlined
+    def put_key_dots(self, ring, slot, dots, carried, gates, strong):
+        """The second consumer: v . dv / w of each row and what comes from dS of v . dv, if they are wanted. dots, carried:
+        those of w V, or of V if the chunk is strong."""
+        if self.decay.with_gates:
+            rows = ring.claim(slot)
+            if self.decay.weighted:
+                carried = self.decay.decay(carried, (gates.b - gates.a) * strong)
+                dots = self.decay.decay(dots, (gates.a - gates.b) * (1.0 - strong))
+            warpgroup.store(subtile(rows, CHUNK, 0), dots)
+            warpgroup.store(subtile(rows, CHUNK, 1), carried)
+            ring.publish(slot)
+
+    @inlined
+    def send(self, outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width):
+        """Store by one warp what consumers put of a block of a head's columns. at: the coordinates of its rows."""
+        gQueryDots, gKeyDots, gCarriedDots, gSkipSums = outputs
+        if self.decay.with_gates or self.skip:
+            rows = query_dots.wait(slot)
+            if self.decay.with_gates:
+                store(truncate(gQueryDots, 1, seq.end), load_tokens(rows, 0), at, cols=1)
+            if self.skip == "head":
+                gSkipSums[chunk * width + column, head] = tile_sum(load_tokens(rows, 1))
+            query_dots.release(slot)
+        if self.decay.with_gates:
+            rows = key_dots.wait(slot)
+            store(truncate(gKeyDots, 1, seq.end), load_tokens(rows, 0), at, cols=1)
+            gCarriedDots[chunk, head, column] = tile_sum(load_tokens(rows, 1))
+            key_dots.release(slot)
+
+    @inlined
+    def dot_states(self, s_tile, ds_tile, part):
+        """<S, dS>, by one of STATE_WARPS warps, which has as many parts of the rows: 16 rows of 64 channels at once."""
+        total, parts, ROWS = zeros(STATE_PART), COLUMNS // STATE_PART.rows // STATE_WARPS, rt(16, COLUMNS, self.decay.dtype)
+        for i in range(parts):
+            for panel in range(s_tile.cols // COLUMNS):
+                row = int32(parts * part + i)
+                states = load(subtile(s_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS, fenced=False)
+                gradients = load(subtile(ds_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS)
+                products = fp32(states) * fp32(gradients)
+                halves = columns(products, COLUMNS // 2, 0) + columns(products, COLUMNS // 2, 1)
+                total = total + columns(halves, STATE_PART.cols, 0) + columns(halves, STATE_PART.cols, 1)
+        return tile_sum(total)
