@@ -32,7 +32,8 @@ def tokens(text):
     function that binds it, or the module."""
     result = []
     table = symtable.symtable(text, "module", "exec")
-    locals_by_function = {one.get_name(): {*one.get_locals()} for one in table.get_children()}
+    functions = [one for one in table.get_children() if one.get_type() == "function"]  # since 3.14 annotations have scopes
+    locals_by_function = {one.get_name(): {*one.get_locals()} for one in functions}
     place = ""
     for line in re.sub(r'"""[\s\S]*?"""|  # .*|^# .*', "", text, flags=re.MULTILINE).splitlines():
         if line[:1] not in ("", " ", ")"):

@@ -8,6 +8,7 @@ stays as Numba says it.
 import contextlib
 import os
 import re
+import traceback
 from linecache import getline
 
 from numba.core.errors import NumbaError
@@ -133,7 +134,7 @@ def plainly(function):
     that nobody defined."""
     try:
         yield
-    except (NumbaError, UnsupportedBytecodeError) as error:
+    except (NumbaError, NotImplementedError, UnsupportedBytecodeError) as error:
         if (plain := in_plain_words(error, function)) is None:
             raise
         raise plain from None
@@ -141,7 +142,8 @@ def plainly(function):
 
 def in_plain_words(error, function):
     """The exception that says it so; None if no row knows it."""
-    text = re.sub(r"\x1b\[\d*m", "", str(error))  # Numba's colours
+    said = str(error) or f"Use of unsupported opcode {_opcode(error)} found"  # Numba's NotImplementedError says nothing
+    text = re.sub(r"\x1b\[\d*m", "", said)  # Numba's colours
     message = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)
     for pattern, words in ROWS:
         if match := re.match(pattern, message):
@@ -162,6 +164,12 @@ def _places(error, message, function):
     called = "".join(f"\n  called at {os.path.basename(file)}:{line} `{getline(file, line).strip()}`" for file, line in calls)
     place = Loc(quoted_line[1], int(quoted_line[2])) if quoted_line else _where(error, function)
     return f"\n\n{statement_at(place).strip()}{called}"
+
+
+def _opcode(error):
+    """The name of the instruction that Numba was reading."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return next((frame.f_locals["inst"].opname for frame, _ in frames if hasattr(frame.f_locals.get("inst"), "opname")), "")
 
 
 def _where(error, function):

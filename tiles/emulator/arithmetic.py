@@ -281,11 +281,12 @@ ROUND = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
 @pure(r"cvt\.(rzi|rni|rmi|rpi)(?:\.ftz)?\.([su](?:16|32|64))\.(f16|bf16|f32|f64)", "{2}", "{3}")
 def _(match, x):
     """Integers too large for the type saturate. NaN becomes 0, or 1 << 63 as an integer of 64 bits."""
-    ends, near = np.iinfo(TYPES[match[2]]), ROUND[match[1]](x.astype(np.float64))
+    integer, near = TYPES[match[2]], ROUND[match[1]](x.astype(np.float64))
+    ends = np.iinfo(integer)
     inside = (near >= ends.min) & (near < 2.0 * (ends.max // 2 + 1))
-    end = np.where(near < 0, ends.min, ends.max).astype(TYPES[match[2]])
-    of_nan = np.array(1 << 63, np.uint64).astype(TYPES[match[2]]) if ends.bits == 64 else 0
-    return np.where(inside, np.where(inside, near, 0).astype(TYPES[match[2]]), np.where(np.isnan(near), of_nan, end))
+    end = np.where(near < 0, integer(ends.min), integer(ends.max))
+    of_nan = np.array(1 << 63, np.uint64).astype(integer) if ends.bits == 64 else 0
+    return np.where(inside, np.where(inside, near, 0).astype(integer), np.where(np.isnan(near), of_nan, end))
 
 
 @pure(r"cvt\.(rni|rzi|rmi|rpi)(?:\.ftz)?\.(f32)\.f32", "f32", "f32")
