@@ -43,17 +43,15 @@ from ops import (
     store,
     subtile,
     tile_min,
-    truncate,
-    turned,
     viewed,
     warpgroup,
-    zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
+from ..parts.recurrent.channel_gradient_outputs import ChannelGradientOutputs
+from ..parts.recurrent.token_channels import BLOCK, TokenChannels
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .linear_gradients_hopper import RESULTS
 
@@ -107,18 +105,12 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VARLEN, (scorer_registers, consumer_registers) = config.dtype, config.varlen, REGISTERS
     seq_layout, token_channels = SequenceLayout(VARLEN, reversed=True), TokenChannels(INPUT, HALF)
+    outputs = ChannelGradientOutputs(seq_layout, token_channels, config.unrounded, config.unrounded_values)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
-    STATE, STATE_OPERAND = rt(16, VALUES, fp32), rt(16, CHUNK, INPUT)  # of a state, transposed
-    ROWS, ROW_OPERAND, OUT = rt(16, KEYS, fp32), rt(16, KEYS, INPUT), rt(16, HALF, fp32)
+    STATE, ALL_CHANNELS, HALF_CHANNELS = rt(16, VALUES, fp32), rt(16, KEYS, INPUT), rt(16, HALF, INPUT)
     CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # b of a consumer's channels, which overwrites S
-    HALF_OPERAND = rt(16, HALF, INPUT)
     DOTS = st(KEYS, HALF, fp32)  # q dq - k dk of both consumers, one below the other, which overwrites dS
-    GATE_OUTPUT = array(4) if VARLEN else tiled(st(CHUNK, HALF, fp32), unit=1)
-    OUT_TILE = st(CHUNK, HALF, INPUT)
-    UNROUNDED = config.unrounded  # dQ and dK are stored by st.global, so that no TMA store fences the last loads of q and k
-    KEY_OUTPUT = array(4) if UNROUNDED else seq_layout.output_argument(OUT_TILE)
-    VALUE_OUTPUT = array(4, fp32 if config.unrounded_values else INPUT)
     smem = shared(
         q=ring(KEY, 2, ALL_WARPS),
         k=ring(KEY, 2, ALL_WARPS),
@@ -133,21 +125,6 @@ def make(config: Config):
         ends=sv(KEYS, fp16),  # log2 of the references of keys in a strong chunk, 0 in others
         chunk_gate_gradients=sv(KEYS, fp32),  # in each channel, the part of the gradient that all gates of a chunk share
     )
-
-    @inlined
-    def locate_block(block, gCuSeqlens, length, segments, heads):
-        """(sequence, the segment's number among those of all sequences, head, tokens, number of chunks) of a thread block. Each
-        warpgroup computes them by itself, because registers are scarce before warpgroups branch."""
-        slot, head = divmod(block, heads)
-        sequence, segment = divmod(slot, segments)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        return sequence, slot, head, seq, seq.num_chunks()
-
-    @inlined
-    def clear_tails(tiles, remaining):
-        """Set to zero the rows of tiles that belong to another sequence."""
-        for tile in tiles:
-            seq_layout.zero_other_rows(tile, remaining, CONSUMERS)
 
     @inlined
     def fill(rings, arrays, j, n, seq, head, key_head):
@@ -173,88 +150,21 @@ def make(config: Config):
             s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
 
     @inlined
-    def dot_states(ds, states, half):
-        """<S, dS> of each channel, over half of the columns of values."""
-        state_operand = warpgroup.load_transposed(subtile(states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True)
-        return row_sum(columns(ds, CHUNK, half) * fp32(state_operand))
-
-    @inlined
-    def store_block(gOut, tile, x, block, at):
-        """Store a warp's channels of a block of dQ or dK, x transposed, for store_keys."""
-        if UNROUNDED:
-            (seq, token, head), channel = at, int32(HALF * warpgroup.id() + 16 * warpgroup.rank())
-            store(truncate(gOut, 1, seq.end), turned(x), (seq.batch, int32(token + BLOCK * block), head, channel), 1, 3)
-        else:
-            warpgroup.store_transposed(subtile(tile, BLOCK, block), INPUT(x), True)
-
-    @inlined
-    def store_gradients(arrays, gradients, tiles, vectors, block, at, scale):
-        """Store dQ and dK of a block, and write q dq - k dk over dS. gradients: dq and dk without the factors exp(c) and
-        exp(-c)."""
-        (gDQ, gDK), (dq, dk), (queries, keys, sums, dot_tile), (references, ends) = arrays, gradients, tiles, vectors
-        x = dq * fp32(token_channels.load_block(queries, block)) - dk * fp32(token_channels.load_block(keys, block))
-        warpgroup.store_transposed(subtile(dot_tile, BLOCK, block), x)
-        channel = int32(4 * warpgroup.id() + warpgroup.rank())
-        b = warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False)
-        r = load(subtile(references, 16, int32(KEYS // 16 * block + channel)), SUMS.col_vec)
-        store_block(gDQ, queries, dq * (exp2(b - r) * scale), block, at)
-        store_block(gDK, keys, dk * exp2(load(subtile(ends, 16, channel), SUMS.col_vec) + r - b), block, at)
-
-    @inlined
-    def load_decayed_keys(keys, first_keys, rank):
-        """A warp's tokens of k* decayed to the reference of the second block, without the factor F."""
-        if rank < 2:
-            return load(subtile(first_keys, 16, rank), ROW_OPERAND, fenced=False)
-        else:
-            return load(subtile(keys, 16, rank), ROW_OPERAND, fenced=False)
-
-    @inlined
-    def load_half(tiles, half, rank):
-        """`load_decayed_keys` for half of the channels: with all of them registers would spill."""
-        keys, first_keys = tiles
-        if rank < 2:
-            return load(subtile(first_keys, 16, rank, HALF, half), HALF_OPERAND, fenced=False)
-        else:
-            return load(subtile(keys, 16, rank, HALF, half), HALF_OPERAND, fenced=False)
-
-    @inlined
-    def sum_values(tiles, ds_tile, a, douts, half, rank):
+    def sum_values(key_tiles, ds_tile, a, douts, half, rank):
         """Half of the columns of dV."""
-        x = load_half(tiles, 0, rank)
+        x = token_channels.load_decayed_keys(key_tiles, HALF_CHANNELS, 0, rank)
         dv = warpgroup.wait(warpgroup.mm_AB(x, subtile(ds_tile, HALF, 0, HALF, half)))
-        x = load_half(tiles, 1, rank)
+        x = token_channels.load_decayed_keys(key_tiles, HALF_CHANNELS, 1, rank)
         dv = warpgroup.mma_AB(dv, x, subtile(ds_tile, HALF, 1, HALF, half))
         return warpgroup.wait(warpgroup.mma_AB(dv, a, subtile(douts, CHUNK, 0, HALF, half)))
-
-    @inlined
-    def store_keys(gOut, tile, seq, token, head, wg):
-        """Store a consumer's channels of dQ or dK."""
-        at = seq.batch, token, head, int32(HALF * wg)
-        if VARLEN and not UNROUNDED:
-            warpgroup.sync()
-            warpgroup.store(truncate(gOut, 1, seq.end), warpgroup.load(tile, rt(16, HALF, INPUT)), at, 1, 3, aligned=True)
-        elif UNROUNDED:
-            warpgroup.sync()
-        else:
-            warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)
-
-    @inlined
-    def store_gates(gDGates, gate_gradients, seq, token, head, rank):
-        """Store the gradients of a chunk's gates, half of the channels above the other."""
-        for half in range(2):
-            if VARLEN:
-                at = seq.batch, int32(token + 16 * rank), head, int32(HALF * half)
-                gradients = load(subtile(gate_gradients, 16, int32(4 * half + rank)), OUT, fenced=False)
-                store(truncate(gDGates, 1, seq.end), gradients, at, 1, 3, aligned=True)
-            else:
-                warpgroup.tma_store(gDGates, (seq.batch, token, head, half), subtile(gate_gradients, CHUNK, half))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDV: VALUE_OUTPUT,
-        gDGates: GATE_OUTPUT, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
-        gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: outputs.key_argument, gDK: outputs.key_argument,
+        gDV: outputs.value_argument, gDGates: outputs.gate_argument, gLastState: array(4), gFirstState: array(4),
+        gStrong: array(2), gStrongSegments: array(2), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT,
+        scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS after each segment; gFirstState: dS before each sequence. gStrong (chunk, head): 1
@@ -263,15 +173,16 @@ def make(config: Config):
         wg, rank = warpgroup.id(), warpgroup.rank()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            sequence, segment_slot, head, seq, n = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            n = seq.num_chunks()
             first_chunk, (key_head, _) = seq_layout.chunk_index(seq.start, sequence, length), divmod(head, group)
             rings, arrays = (q, k, do, g), (gQ, gK, gDOut, gGates)
-            gStrongSegments[segment_slot, head] = float32(0)
+            gStrongSegments[slot, head] = float32(0)
             fill(rings, arrays, int32(0), n, seq, head, key_head)
             fill_values(v, gV, int32(0), n, seq, head)
             fill_states(s, gStates, int32(0), n, seq, first_chunk, head)
             for j in range(n):
-                token = seq.chunk_start(j)
+                place = seq, seq.chunk_start(j), head
                 douts, values = do.wait(j), v.wait(j)
                 if VARLEN:  # consumers clear tails
                     FACTORS_READY.sync(0)
@@ -279,52 +190,49 @@ def make(config: Config):
                 v.release(j)
                 if not VARLEN:
                     FACTORS_READY.sync(0)
-                strong = tile_min(load(ends, ROWS.row_vec)) < float32(0)
+                strong = tile_min(load(ends, rt(16, KEYS, fp32).row_vec)) < float32(0)
                 warpgroup.store(p.claim(j), warpgroup.causal(scores, int32(-CHUNK if strong else 0), 0.0))
                 p.publish(j)
                 gStrong[int32(first_chunk + seq.chunk_number(j)), head] = float32(1.0 if strong else 0.0)
                 if strong:
-                    gStrongSegments[segment_slot, head] = float32(1)
+                    gStrongSegments[slot, head] = float32(1)
                 fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
                 queries, keys = q.wait(j), k.wait(j)
-                x = load_decayed_keys(keys, first_keys, rank)
+                x = token_channels.load_decayed_keys((keys, first_keys), ALL_CHANNELS, 0, rank)
                 a_0 = warpgroup.mm_ABt(keys, subtile(queries, BLOCK, 0))
                 a_1 = warpgroup.wait(warpgroup.mm_ABt(x, subtile(queries, BLOCK, 1)))
                 scores = hstack(warpgroup.wait(a_0), a_1)
                 a = INPUT(warpgroup.triu(scores, int32(CHUNK if strong else 0), 0.0))
-                gOut, at = truncate(gDV, 1, seq.end), (seq.batch, token, head, int32(0))
                 dv = sum_values((keys, first_keys), ds_tile, a, douts, 0, rank)
-                warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
+                seq_layout.store_rows(gDV, dv, *place, 0)
                 fill_values(v, gV, int32(j + 1), n, seq, head)
                 dv = sum_values((keys, first_keys), ds_tile, a, douts, 1, rank)
                 TILES_READ.arrive(0)
                 q.release(j)
                 k.release(j)
                 do.release(j)
-                at = seq.batch, token, head, int32(HALF)
-                warpgroup.store(gOut, dv, at, 1, 3, aligned=True)
+                seq_layout.store_rows(gDV, dv, *place, 1)
                 DOTS_READY.sync(0)
                 fill_states(s, gStates, int32(j + 1), n, seq, first_chunk, head)
                 gate_gradients = viewed(ds_tile, DOTS)
                 panel = subtile(gate_gradients, CHUNK, rank // 2, PANEL, rank % 2)
                 reverse_cumsum_columns(panel, subtile(chunk_gate_gradients, PANEL, rank))
                 warpgroup.sync()
-                store_gates(gDGates, gate_gradients, seq, token, head, rank)
-                if not VARLEN:
-                    warpgroup.store_wait()
+                outputs.store_gates(gDGates, gate_gradients, place, rank)
                 GATES_STORED.arrive(0)
         else:
             warpgroup.claim_registers(consumer_registers)
-            sequence, segment_slot, head, seq, n = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            n = seq.num_chunks()
             channel = int32(4 * wg + rank)  # a warp's first channel / 16
-            ds = warpgroup.load(gLastState, STATE, (segment_slot, head, int32(HALF * wg), 0))
+            ds = warpgroup.load(gLastState, STATE, (slot, head, int32(HALF * wg), 0))
             for j in range(n):
-                token, remaining = seq.chunk_start(j), seq.remaining(j)
+                place, remaining = (seq, seq.chunk_start(j), head), seq.remaining(j)
                 gates = g.wait(j)
                 if VARLEN:
-                    clear_tails((do.wait(j), v.wait(j)), remaining)
-                    clear_tails((q.wait(j), k.wait(j)), remaining)
-                    clear_tails((gates,), remaining)
+                    seq_layout.clear_tails((do.wait(j), v.wait(j)), remaining, CONSUMERS)
+                    seq_layout.clear_tails((q.wait(j), k.wait(j)), remaining, CONSUMERS)
+                    seq_layout.zero_other_rows(gates, remaining, CONSUMERS)
                     warpgroup.sync_several(CONSUMERS)
                 b_0, b_1 = token_channels.sum_gates(gates, wg, 0), token_channels.sum_gates(gates, wg, 1)
                 r_0, r_1, between, r_1_total, end, last = token_channels.choose_references(b_0, b_1)
@@ -350,7 +258,9 @@ def make(config: Config):
                 dk_0 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 0))
                 dk_1 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 1))
                 states = subtile(s.wait(j), VALUES, 0, HALF, wg)
-                carried = (dot_states(ds, states, 0) + dot_states(ds, states, 1)) * exp2(end + r_1_total)
+                state_dots = row_sum(columns(ds, CHUNK, 0) * token_channels.load_state(states, 0))
+                state_dots = state_dots + row_sum(columns(ds, CHUNK, 1) * token_channels.load_state(states, 1))
+                carried = state_dots * exp2(end + r_1_total)
                 dk_0, dk_1 = warpgroup.wait(dk_0, newer=1), warpgroup.wait(dk_1)
                 v.release(j)
                 carried_dots = row_sum(dk_0 * fp32(token_channels.load_block(keys, 0))) * root * root
@@ -384,30 +294,21 @@ def make(config: Config):
                 do.release(j)
                 TILES_READ.sync(0)  # the scorer has read dS, q' and k*
                 chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, DOTS), CHUNK, wg)
-                outputs, coord = (gDQ, gDK), (seq, token, head)
-                store_gradients(outputs, (dq_0, dk_0), chunk_tiles, (references, ends), 0, coord, scale)
-                store_gradients(outputs, (dq_1, dk_1), chunk_tiles, (references, ends), 1, coord, scale)
+                outputs.store_block((gDQ, gDK), (dq_0, dk_0), chunk_tiles, (references, ends), 0, place, scale)
+                outputs.store_block((gDQ, gDK), (dq_1, dk_1), chunk_tiles, (references, ends), 1, place, scale)
                 DOTS_READY.arrive(0)
-                store_keys(gDQ, queries, seq, token, head, wg)
+                outputs.store_keys(gDQ, queries, place, wg)
                 s.release(j)
-                store_keys(gDK, keys, seq, token, head, wg)
+                outputs.store_keys(gDK, keys, place, wg)
                 if j + 1 == n:
                     warpgroup.store_wait()
                     q.release(j)
                     k.release(j)
                     GATES_STORED.sync(0)
             # computed again, to save registers
-            sequence, segment_slot, head, seq, n = locate_block(persistent_tile(0), gCuSeqlens, length, segments, heads)
-            is_last = segment_slot + 1 == segments * (sequence + 1)
-            if VARLEN and is_last:
-                padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-                for j in range(padding.num_chunks()):
-                    at = padding.batch, padding.chunk_start(j), head, int32(HALF * wg)
-                    warpgroup.store(gDQ, zeros(OUT), at, 1, 3, aligned=True)
-                    warpgroup.store(gDK, zeros(OUT), at, 1, 3, aligned=True)
-                    warpgroup.store(gDGates, zeros(OUT), at, 1, 3, aligned=True)
-                    warpgroup.store(gDV, zeros(OUT), at, 1, 3, aligned=True)
-            if is_last:
+            sequence, slot, head, _ = seq_layout.locate_segment(persistent_tile(0), gCuSeqlens, length, segments, heads)
+            if slot + 1 == segments * (sequence + 1):
+                outputs.zero_padding((gDQ, gDK, gDGates, gDV), gCuSeqlens, sequence, length, head, wg)
                 at = sequence, head, int32(HALF * warpgroup.id()), 0
                 warpgroup.store(gFirstState, ds, at, aligned=False)
 

@@ -98,7 +98,7 @@ def make(config: Config):
     chunk_items, loads = ChunkItems(seq_layout), ChunkLoads(seq_layout, PANELS)
     KEY, VALUE, STATE_PANEL = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(PANEL, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, config.gates), st(2 * CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
-    STATE_OPERAND, VOTE = rt(16, CHUNK, INPUT), rt(16, VOTES, fp32).row_vec
+    VOTE = rt(16, VOTES, fp32).row_vec
     GATE_GRADIENTS = st(CHUNK, KEYS, fp32)  # of both consumers, which overwrite K^
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEY_INPUT, VALUE_INPUT = tiled(KEY, unit=1), tiled(VALUE, unit=1)
@@ -121,9 +121,7 @@ def make(config: Config):
     @inlined
     def dot_states(states, d_states, half):
         """<S, dS> of each channel, over half of the columns of values."""
-        x = fp32(warpgroup.load_transposed(subtile(states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True))
-        y = fp32(warpgroup.load_transposed(subtile(d_states, CHUNK, half), STATE_OPERAND, fenced=False, recompute=True))
-        return row_sum(x * y)
+        return row_sum(channels.load_state(states, half) * channels.load_state(d_states, half))
 
     @inlined
     def load_block(tile, block):

@@ -22,12 +22,13 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
-from ..parts.recurrent.channel_decay import TOKEN_GROUP
+from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.block_scores import KdaBlockScores
+from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
 from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
-from .kda_hopper import KdaBlockScores, KdaDecay, KdaScores
 
 
 @dataclass(frozen=True)

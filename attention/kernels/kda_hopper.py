@@ -19,17 +19,17 @@ from dataclasses import replace
 
 from numba import cuda
 
-from ops import divmod, load, rows, store, subtile, truncate, viewed, vstack, warpgroup, zeros
+from ops import divmod, rows, subtile, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent import channel_config, channel_decay
+from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.block_scores import BlockScores
+from ..parts.recurrent.block_scores import KdaBlockScores
 from ..parts.recurrent.channel_config import Config
-from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP
+from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -46,33 +46,6 @@ SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consume
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
     return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
-
-
-class KdaDecay(channel_decay.ChannelDecay):
-    """The decays of KDA's kernel, which also stores k'."""
-
-    @inlined
-    def store_extra(self, decayed_keys, query, key, decay, strong):
-        """Store k' = k exp(b - r)."""
-        store(decayed_keys, key * decay)
-
-
-class KdaBlockScores(BlockScores):
-    """The scores of a strong chunk of KDA: those of keys with keys stand below those of queries."""
-
-    scored = 2 * TOKEN_GROUP
-
-    @inlined
-    def load_rows(self, tile, warp, i):
-        queries, decayed_keys = tile
-        part = self.group_part(queries, warp, i), self.group_part(decayed_keys, warp, i)
-        return vstack(load(part[0], self.operand, fenced=False), load(part[1], self.operand, fenced=False))
-
-    @inlined
-    def store_rows(self, tile, inverse, warp, i):
-        queries, decayed_keys = tile
-        store(self.group_part(queries, warp, i), rows(inverse, TOKEN_GROUP, 0))
-        store(self.group_part(decayed_keys, warp, i), rows(inverse, TOKEN_GROUP, 1))
 
 
 @functools.cache

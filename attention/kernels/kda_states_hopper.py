@@ -21,11 +21,10 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.block_scores import BlockScores
-from ..parts.recurrent.channel_decay import FLAG
+from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from . import kda_hopper
 from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
 
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
@@ -53,7 +52,7 @@ class KeyScores(AnchoredScores):
         return self.dtype(scores)
 
 
-class KdaStatesDecay(kda_hopper.KdaDecay):
+class KdaStatesDecay(KdaDecay):
     """The decays of a chunk without queries: k* and k' only."""
 
     @inlined

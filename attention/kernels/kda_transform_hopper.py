@@ -22,11 +22,13 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
-from ..parts.recurrent.channel_decay import TOKEN_GROUP
+from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.block_scores import KdaBlockScores
+from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
-from .kda_hopper import KEY_DIMS, KdaBlockScores, KdaDecay, KdaScores
+from .kda_hopper import KEY_DIMS
 
 WARPS = warpgroup.WARPGROUP
 

@@ -9,7 +9,7 @@ has the queries of one block, which take one more factor from each block of keys
 more than 1, and a power of 2, so that no product is rounded. Behind the first block they are decayed from the start of the
 chunk: q', which goes back to their place."""
 
-from ops import hstack, load, mma_ABt, ones, store, warpgroup, zeros
+from ops import hstack, load, mma_ABt, ones, rows, store, vstack, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 
 from .channel_decay import TOKEN_GROUP, WarpChannels
@@ -64,3 +64,21 @@ class BlockScores(WarpChannels):
     def store_rows(self, tile, x, warp, i):
         """Write back what `load_rows` loaded, decayed from the start of the chunk."""
         store(self.group_part(tile, warp, i), x)
+
+
+class KdaBlockScores(BlockScores):
+    """The scores of a strong chunk of KDA: those of keys with keys stand below those of queries."""
+
+    scored = 2 * TOKEN_GROUP
+
+    @inlined
+    def load_rows(self, tile, warp, i):
+        queries, decayed_keys = tile
+        part = self.group_part(queries, warp, i), self.group_part(decayed_keys, warp, i)
+        return vstack(load(part[0], self.operand, fenced=False), load(part[1], self.operand, fenced=False))
+
+    @inlined
+    def store_rows(self, tile, inverse, warp, i):
+        queries, decayed_keys = tile
+        store(self.group_part(queries, warp, i), rows(inverse, TOKEN_GROUP, 0))
+        store(self.group_part(decayed_keys, warp, i), rows(inverse, TOKEN_GROUP, 1))

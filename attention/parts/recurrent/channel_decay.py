@@ -229,3 +229,12 @@ class ChannelDecay(WarpChannels):
             return s_t * load(state_decay, self.channel_vec)
         else:
             return s_t
+
+
+class KdaDecay(ChannelDecay):
+    """The decays of KDA's chunks, of which k' is stored, too."""
+
+    @inlined
+    def store_extra(self, decayed_keys, query, key, decay, strong):
+        """Store k' = k exp(b - r)."""
+        store(decayed_keys, key * decay)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from numpy import float32
 
-from ops import column, cumsum, exp2, less, minimum, ones, subtile, turned, warpgroup, where
+from ops import column, cumsum, exp2, less, load, minimum, ones, subtile, turned, warpgroup, where
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 
 from .gates import FLOOR, LOG2_E
@@ -110,3 +110,19 @@ class TokenChannels:
     def load_decayed(self, queries, block, decay):
         """A block of queries, times a power of 2 for each channel, exactly."""
         return self.load_block(queries, block) * self.dtype(ones(SUMS) * decay)
+
+    @inlined
+    def load_state(self, states, half):
+        """Half of the columns of a shared state's values, of a warp's channels, transposed."""
+        operand = rt(16, CHUNK, self.dtype)
+        return fp32(warpgroup.load_transposed(subtile(states, CHUNK, half), operand, fenced=False, recompute=True))
+
+    @inlined
+    def load_decayed_keys(self, tiles, operand, part, rank):
+        """A warp's tokens of k* decayed to the reference of the second block: all channels or, as registers would spill, one
+        part. tiles: k*; that of the first block, decayed so (`decay_twice`)."""
+        keys, first_keys = tiles
+        if rank < 2:
+            return load(subtile(first_keys, 16, rank, operand.cols, part), operand, fenced=False)
+        else:
+            return load(subtile(keys, 16, rank, operand.cols, part), operand, fenced=False)

@@ -1,0 +1,102 @@
+"""How channel_gradients_hopper.py stores what it computes. Gradients of queries and keys are rounded and leave by TMA, of
+packed sequences by rows, or they are float32 and leave registers at once. Each of two consumers has 64 channels."""
+
+from numpy import int32
+
+from ops import exp2, load, store, subtile, truncate, turned, warpgroup, zeros
+from tiles import fp32, inlined, rt, st, static
+from tiles.launching.arguments import array, tiled
+
+from .token_channels import BLOCK, SUMS, TokenChannels
+from .tokens import CHUNK, COLUMNS, SequenceLayout
+
+
+@static
+class ChannelGradientOutputs:
+    """The outputs of a kernel. unrounded: are dQ and dK float32? Then no TMA store fences the last
+    loads of queries and keys. unrounded_values: is dV float32?"""
+
+    seq_layout: SequenceLayout
+    token_channels: TokenChannels
+    unrounded: bool
+    unrounded_values: bool
+
+    @property
+    def key_argument(self):
+        """The type of a kernel's argument dQ or dK."""
+        return array(4) if self.unrounded else self.seq_layout.output_argument(st(CHUNK, COLUMNS, self.token_channels.dtype))
+
+    @property
+    def value_argument(self):
+        """The type of a kernel's argument dV."""
+        return array(4, fp32 if self.unrounded_values else self.token_channels.dtype)
+
+    @property
+    def gate_argument(self):
+        """The type of a kernel's argument of the gates' gradients."""
+        return array(4) if self.seq_layout.varlen else tiled(st(CHUNK, COLUMNS, fp32), unit=1)
+
+    @inlined
+    def store_block(self, arrays, gradients, tiles, vectors, block, place, scale):
+        """Write dQ and dK of a block over its queries and keys, for `store_keys`, or store them; write q dq - k dk. gradients:
+        dq and dk, transposed, without the factors exp(c) and exp(-c). place: (seq, token, head) of the chunk."""
+        (gDQ, gDK), (dq, dk), (queries, keys, sums, dot_tile), (references, ends) = arrays, gradients, tiles, vectors
+        query, key = self.token_channels.load_block(queries, block), self.token_channels.load_block(keys, block)
+        warpgroup.store_transposed(subtile(dot_tile, BLOCK, block), dq * fp32(query) - dk * fp32(key))
+        channel = int32(4 * warpgroup.id() + warpgroup.rank())  # a warp's first one / 16
+        b = warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False)
+        r = load(subtile(references, 16, int32(references.length // 32 * block + channel)), SUMS.col_vec)
+        self._store_gradient(gDQ, queries, dq * (exp2(b - r) * scale), block, place)
+        self._store_gradient(gDK, keys, dk * exp2(load(subtile(ends, 16, channel), SUMS.col_vec) + r - b), block, place)
+
+    @inlined
+    def _store_gradient(self, gOut, tile, x, block, place):
+        if self.unrounded:
+            (seq, token, head), channel = place, int32(COLUMNS * warpgroup.id() + 16 * warpgroup.rank())
+            store(truncate(gOut, 1, seq.end), turned(x), (seq.batch, int32(token + BLOCK * block), head, channel), 1, 3)
+        else:
+            warpgroup.store_transposed(subtile(tile, BLOCK, block), self.token_channels.dtype(x), True)
+
+    @inlined
+    def store_keys(self, gOut, tile, place, wg):
+        """Store a consumer's channels of dQ or dK."""
+        seq, token, head = place
+        if self.unrounded:
+            warpgroup.sync()
+        elif self.seq_layout.varlen:
+            warpgroup.sync()
+            x, at = (
+                warpgroup.load(tile, rt(16, COLUMNS, self.token_channels.dtype)),
+                (seq.batch, token, head, int32(COLUMNS * wg)),
+            )
+            warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
+        else:
+            warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)
+
+    @inlined
+    def store_gates(self, gDGates, gradients, place, rank):
+        """Store the gradients of a chunk's gates, half of the channels above the other. Returns when they have left shared
+        memory."""
+        seq, token, head = place
+        for half in range(2):
+            if self.seq_layout.varlen:
+                x = load(subtile(gradients, 16, int32(4 * half + rank)), rt(16, COLUMNS, fp32), fenced=False)
+                at = seq.batch, int32(token + 16 * rank), head, int32(COLUMNS * half)
+                store(truncate(gDGates, 1, seq.end), x, at, 1, 3, aligned=True)
+            else:
+                warpgroup.tma_store(gDGates, (seq.batch, token, head, half), subtile(gradients, CHUNK, half))
+        if not self.seq_layout.varlen:
+            warpgroup.store_wait()
+
+    @inlined
+    def zero_padding(self, arrays, gCuSeqlens, sequence, length, head, wg):
+        """Store 0 to a consumer's part of all gradients of the padding."""
+        gDQ, gDK, gDGates, gDV = arrays
+        if self.seq_layout.varlen:
+            padding, nothing = self.seq_layout.padding_tokens(gCuSeqlens, sequence, length), zeros(rt(16, COLUMNS, fp32))
+            for j in range(padding.num_chunks()):
+                at = padding.batch, padding.chunk_start(j), head, int32(COLUMNS * wg)
+                warpgroup.store(gDQ, nothing, at, 1, 3, aligned=True)
+                warpgroup.store(gDK, nothing, at, 1, 3, aligned=True)
+                warpgroup.store(gDGates, nothing, at, 1, 3, aligned=True)
+                warpgroup.store(gDV, nothing, at, 1, 3, aligned=True)
