@@ -1,6 +1,6 @@
 """Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
 any order, for Hopper, where numbers hold the decays of a chunk as two blocks of 32 tokens with a reference r each, the middle
-of its sums b, in powers of 2 an integer (parts/recurrent/delta_channels.py has the equations). With U = beta E and c = b - r
+of its sums b, in powers of 2 an integer (parts/recurrent/delta_pairs.py has the equations). With U = beta E and c = b - r
 
     Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k
 
@@ -29,8 +29,6 @@ from numba import cuda
 from numpy import float32, int32
 
 from ops import (
-    column,
-    cumsum,
     exp2,
     load,
     row_sum,
@@ -39,7 +37,6 @@ from ops import (
     subtile,
     tile_any,
     tile_max,
-    turned,
     viewed,
     warpgroup,
     zeros,
@@ -53,7 +50,8 @@ from ..parts.recurrent.delta_channel_chunks import ChunkArrays, ChunkLoads, Chun
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.delta_gradient_sums import diagonal, store_beta_gradients
 from ..parts.recurrent.gates import ROW_VEC
-from ..parts.recurrent.token_channels import BLOCK, SUMS, TokenChannels
+from ..parts.recurrent.token_channels import BLOCK, SUMS
+from ..parts.recurrent.token_pairs import TokenPairs
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 SIZES = KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
@@ -93,7 +91,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, WITH_GATES, channels = config.dtype, config.with_gates, TokenChannels(config.dtype, HALF, config.gates)
+    INPUT, WITH_GATES, pairs = config.dtype, config.with_gates, TokenPairs(config.dtype, HALF, config.gates)
     seq_layout = SequenceLayout(config.varlen)
     chunk_items, loads = ChunkItems(seq_layout), ChunkLoads(seq_layout, PANELS)
     KEY, VALUE, STATE_PANEL = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(PANEL, KEYS, INPUT)
@@ -121,26 +119,7 @@ def make(config: Config):
     @inlined
     def dot_states(states, d_states, half):
         """<S, dS> of each channel, over half of the columns of values."""
-        return row_sum(channels.load_state(states, half) * channels.load_state(d_states, half))
-
-    @inlined
-    def load_block(tile, block):
-        """A warp's channels of a block's tokens, transposed."""
-        return fp32(channels.load_block(tile, block))
-
-    @inlined
-    def store_block(tile, block, x):
-        """Write a warp's channels of a block's tokens, x transposed."""
-        warpgroup.store_transposed(subtile(tile, BLOCK, block), INPUT(x), True)
-
-    @inlined
-    def factor(queries, keys, read_keys, b, r, block):
-        """Write Q^ over q, K* over k, and K^, in a warp's channels of a block."""
-        decay = exp2(b - r)
-        store_block(queries, block, load_block(queries, block) * decay)
-        key = load_block(keys, block)
-        store_block(read_keys, block, key * decay)
-        store_block(keys, block, key * exp2(r - b))
+        return row_sum(pairs.load_state(states, half) * pairs.load_state(d_states, half))
 
     @inlined
     def finish_scores(scores, beta, products, scale):
@@ -152,21 +131,6 @@ def make(config: Config):
             warpgroup.store(products, diagonal(scores))
             scores = warpgroup.causal(scores * (0.0 - cols), -1, 0.0)
         return INPUT(scores)
-
-    @inlined
-    def finish_block(gradients, tiles, b, r, block):
-        """(dQ, dK, each token's part of the gates' gradients) of a block, from X, Y and W."""
-        (x, y, w), (queries, keys, read_keys) = gradients, tiles
-        dots = x * load_block(queries, block) + y * load_block(read_keys, block) - w * load_block(keys, block)
-        decay = exp2(b - r)
-        return INPUT(x * decay), INPUT(y * decay + w * exp2(r - b)), dots
-
-    @inlined
-    def sum_later(dots, carried):
-        """(the sums over each token and all later ones, the sum over all), `carried` included."""
-        sums = turned(cumsum(turned(dots)))
-        total = column(sums, BLOCK - 1) + carried
-        return total - sums + dots, total
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
@@ -246,24 +210,24 @@ def make(config: Config):
                 w_0 = warpgroup.mm_AtBt(d_states, subtile(errors, BLOCK, 0))
                 w_1 = warpgroup.mm_AtBt(d_states, subtile(errors, BLOCK, 1))
                 gates = g.wait(j)
-                b_0, b_1 = channels.sum_gates(gates, wg, 0), channels.sum_gates(gates, wg, 1)
-                r_0, total, last_0, last, strong = channels.find_middles(b_0, b_1)
+                b_0, b_1 = pairs.sum_gates(gates, wg, 0), pairs.sum_gates(gates, wg, 1)
+                r_0, total, last_0, last, strong = pairs.find_middles(b_0, b_1)
                 warp = int32(CHUNK // VOTES + warpgroup.WARPGROUP * wg + warpgroup.rank())
                 store(subtile(sums, VOTES, warp), zeros(VOTE) + (1.0 if tile_any(strong) else 0.0))
                 if WITH_GATES:
                     carried = dots * exp2(last)
                 r_1, between, to_end = total - last_0, total - r_0, last - total
                 queries, keys = subtile(q.wait(j), CHUNK, 0, HALF, wg), subtile(k.wait(j), CHUNK, 0, HALF, wg)
-                decayed_keys = subtile(read_keys, CHUNK, 0, HALF, int32(2 * wg))
-                factor(queries, keys, decayed_keys, b_0, r_0, 0)
-                factor(queries, keys, decayed_keys, b_1, r_1, 1)
+                tiles = queries, keys, subtile(read_keys, CHUNK, 0, HALF, int32(2 * wg))
+                pairs.factor(tiles, b_0, r_0, 0)
+                pairs.factor(tiles, b_1, r_1, 1)
                 beta_0, beta_1 = load(subtile(betas, BLOCK, 0), SUMS.row_vec), load(subtile(betas, BLOCK, 1), SUMS.row_vec)
                 beta.release(j)  # its fence is that of loads of gates and states, too
                 g.release(j)
-                root, first, end = exp2(between * 0.5), exp2(r_0), exp2(to_end)  # D = root^2 may be out of range
-                x_0, x_1 = warpgroup.wait(x_0, newer=5) * (first * scale), warpgroup.wait(x_1, newer=4) * (first * scale)
+                root, start, end = exp2(between * 0.5), exp2(r_0), exp2(to_end)  # D = root^2 may be out of range
+                x_0, x_1 = warpgroup.wait(x_0, newer=5) * (start * scale), warpgroup.wait(x_1, newer=4) * (start * scale)
                 do.release(j)
-                y_0, y_1 = warpgroup.wait(y_0, newer=3) * (0.0 - first), warpgroup.wait(y_1, newer=2) * (0.0 - first)
+                y_0, y_1 = warpgroup.wait(y_0, newer=3) * (0.0 - start), warpgroup.wait(y_1, newer=2) * (0.0 - start)
                 dv.release(j)
                 s.release(j)
                 w_0, w_1 = warpgroup.wait(w_0, newer=1) * beta_0 * end, warpgroup.wait(w_1) * beta_1 * end
@@ -273,33 +237,12 @@ def make(config: Config):
 
                 # pairs of tokens
                 if WITH_GATES:
-                    carried = carried + row_sum(w_0 * load_block(keys, 0)) * root * root
-                    carried = carried + row_sum(w_1 * load_block(keys, 1))
-                tile = w.wait(j)
-                dp, pairs = subtile(tile, CHUNK, 0), subtile(tile, CHUNK, 1)
-                queries_1, keys_0, read_1 = subtile(queries, BLOCK, 1), subtile(keys, BLOCK, 0), subtile(decayed_keys, BLOCK, 1)
-                x_1 = warpgroup.mma_AtBt(x_1, keys_0, subtile(dp, BLOCK, 1, BLOCK, 0))
-                y_1 = warpgroup.mma_AtBt(y_1, keys_0, subtile(pairs, BLOCK, 1, BLOCK, 0))
-                w_0 = warpgroup.mma_AtB(w_0, queries_1, subtile(dp, BLOCK, 1, BLOCK, 0))
-                w_0 = warpgroup.mma_AtB(w_0, read_1, subtile(pairs, BLOCK, 1, BLOCK, 0))
-                x_0 = warpgroup.mma_AtBt(x_0, keys_0, subtile(dp, BLOCK, 0, BLOCK, 0))
-                y_0 = warpgroup.mma_AtBt(y_0, keys_0, subtile(pairs, BLOCK, 0, BLOCK, 0))
-                w_1 = warpgroup.mma_AtB(w_1, queries_1, subtile(dp, BLOCK, 1, BLOCK, 1))
-                w_1 = warpgroup.mma_AtB(w_1, read_1, subtile(pairs, BLOCK, 1, BLOCK, 1))
-                x_1, y_1 = warpgroup.wait(x_1, newer=7), warpgroup.wait(y_1, newer=6)
-                keys_1, queries_0, read_0 = subtile(keys, BLOCK, 1), subtile(queries, BLOCK, 0), subtile(decayed_keys, BLOCK, 0)
-                x_1 = warpgroup.mma_AtBt(x_1 * root * root, keys_1, subtile(dp, BLOCK, 1, BLOCK, 1))
-                y_1 = warpgroup.mma_AtBt(y_1 * root * root, keys_1, subtile(pairs, BLOCK, 1, BLOCK, 1))
-                w_0 = warpgroup.wait(w_0, newer=6) * root * root
-                w_0 = warpgroup.mma_AtB(w_0, queries_0, subtile(dp, BLOCK, 0, BLOCK, 0))
-                w_0 = warpgroup.mma_AtB(w_0, read_0, subtile(pairs, BLOCK, 0, BLOCK, 0))
-                x_0, y_0 = warpgroup.wait(x_0, newer=7), warpgroup.wait(y_0, newer=6)
-                w_1 = warpgroup.wait(w_1, newer=4)
-                x_1, y_1, w_0 = warpgroup.wait(x_1, newer=3), warpgroup.wait(y_1, newer=2), warpgroup.wait(w_0)
+                    carried = carried + row_sum(w_0 * pairs.load(keys, 0)) * root * root
+                    carried = carried + row_sum(w_1 * pairs.load(keys, 1))
+                first, second = pairs.add_pairs((x_0, y_0, w_0), (x_1, y_1, w_1), tiles, w.wait(j), root)
                 w.release(j)
-                tiles = queries, keys, decayed_keys
-                dq_0, dk_0, dots_0 = finish_block((x_0, y_0, w_0), tiles, b_0, r_0, 0)
-                dq_1, dk_1, dots_1 = finish_block((x_1, y_1, w_1), tiles, b_1, r_1, 1)
+                dq_0, dk_0, dots_0 = pairs.finish_block(first, tiles, b_0, r_0, 0)
+                dq_1, dk_1, dots_1 = pairs.finish_block(second, tiles, b_1, r_1, 1)
                 warpgroup.sync(FENCED)  # all have read Q^, K* and K^
                 warpgroup.store_transposed(subtile(queries, BLOCK, 0), dq_0, True)
                 warpgroup.store_transposed(subtile(queries, BLOCK, 1), dq_1, True)
@@ -307,9 +250,9 @@ def make(config: Config):
                 warpgroup.store_transposed(subtile(keys, BLOCK, 1), dk_1, True)
                 if WITH_GATES:
                     gate_gradients = subtile(viewed(read_keys, GATE_GRADIENTS), CHUNK, 0, HALF, wg)
-                    dots_1, carried = sum_later(dots_1, carried)
+                    dots_1, carried = pairs.sum_later(dots_1, carried)
                     warpgroup.store_transposed(subtile(gate_gradients, BLOCK, 1), dots_1)
-                    dots_0, carried = sum_later(dots_0, carried)
+                    dots_0, carried = pairs.sum_later(dots_0, carried)
                     warpgroup.store_transposed(subtile(gate_gradients, BLOCK, 0), dots_0)
                 results.publish(j)
                 j = int32(j + 1)

@@ -22,17 +22,14 @@ from ops import (
     exp2,
     finish_sum,
     lane_col_sum,
-    less,
     load,
-    reverse_cumsum_columns,
     store,
     subtile,
     truncate,
     warpgroup,
-    where,
     zeros,
 )
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -135,7 +132,6 @@ def make(config: Config):
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(config.values, rows=2)
     DKEYS = tiled(config.key_gradients, unit=1)
-    LANE_VEC = rt(16, LANES, fp32).row_vec
     GATE_PART = st(CHUNK, PART, fp32, width=channels.sums.width)
     smem = shared(
         q=ring(KEY, 1, WARPS),
@@ -183,29 +179,6 @@ def make(config: Config):
         """Store a consumer's part of a shared tile."""
         array, batch, row = seq_layout.whole_tile(gX, gTails, place.seq, place.token, place.sequence)
         warpgroup.tma_store(array, (batch, row, place.head, wg), subtile(tile, CHUNK, 0, PART, wg))
-
-    @inlined
-    def store_gate_gradients(b, r, carried, has_floor_gates, gGates, at):
-        """Overwrite the consumer's part of b, which all its warps have read, by its gates' gradients. r: each token's gradient
-        of b, q dq + k dk_read - k dk_write. carried: each warp's part of the gradient that all gates of the chunk share. at:
-        the warp's first gate."""
-        b_part, rank = channels.part(b), warpgroup.rank()
-        store(b_part, r)
-        warpgroup.sync(FENCED)
-        if rank < PART // LANES:
-            first = int32(PART // LANES * warpgroup.WARPGROUP * warpgroup.id() + rank)
-            total = load(subtile(carried, LANES, first), LANE_VEC)
-            for i in range(1, warpgroup.WARPGROUP):
-                total = total + load(subtile(carried, LANES, int32(first + PART // LANES * i)), LANE_VEC)
-            cuda.syncwarp()  # other lanes read what this one overwrites
-            store(subtile(carried, LANES, first), total)
-            cuda.syncwarp()
-            index = int32(PART // LANES * warpgroup.id() + rank)
-            reverse_cumsum_columns(subtile(b, CHUNK, 0, LANES, index), subtile(carried, LANES, first))
-        warpgroup.sync(FENCED)
-        if has_floor_gates:
-            below_floor = less(load(gGates, OUT, at, 1, 3, True), FLOOR)
-            store(b_part, where(below_floor, 0.0, load(b_part, OUT, fenced=False)))
 
     @inlined
     def sum_gates(target, source):
@@ -317,7 +290,8 @@ def make(config: Config):
                 store_part(gDK, gTailDK, place, tiles.k, wg)
                 if WITH_GATES:
                     gates_at = place.seq.batch, int32(place.token + ROWS * warpgroup.rank()), place.head, int32(PART * wg)
-                    store_gate_gradients(b, r, carried, has_floor_gates, truncate(gGateRows, 1, place.seq.end), gates_at)
+                    gate_rows = truncate(gGateRows, 1, place.seq.end)
+                    pairs.write_gate_gradients(b, r, carried, has_floor_gates, gate_rows, gates_at)
                     store_part(gDGates, gTailDGates, place, b, wg)
                 warpgroup.store_wait()
                 q.release(j)

@@ -40,6 +40,7 @@ from ops import (
     mma_AB,
     mma_AtB,
     not_equal,
+    reverse_cumsum_columns,
     row_index,
     row_sum,
     store,
@@ -53,8 +54,9 @@ from ops import (
     zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
+from tiles.layout import LANES
 
-from .channel_chunks import ROWS, ChunkChannels
+from .channel_chunks import FENCED, ROWS, ChunkChannels
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
@@ -228,6 +230,30 @@ class BlockPairs:
         sums = load(self.channels.part(tiles.b), self.channels.rows, fenced=False) * LOG2_E
         decay = exp2(sums - r)
         return gradients.dq * decay, gradients.dk_read * decay + gradients.dk_write * exp2(s - sums)
+
+    @inlined
+    def write_gate_gradients(self, b, r, carried, has_floor_gates, gGates, at):
+        """Overwrite the warpgroup's part of b, which all its warps have read, by its gates' gradients. r: each token's gradient
+        of b, see `dot_tokens`. carried: each warp's part of the gradient that all gates of the chunk share. at: the warp's
+        first gate in their array."""
+        b_part, rank, panels = self.channels.part(b), warpgroup.rank(), self.channels.half // LANES
+        store(b_part, r)
+        warpgroup.sync(FENCED)
+        if rank < panels:
+            part = rt(ROWS, LANES, fp32).row_vec
+            first = int32(panels * warpgroup.WARPGROUP * warpgroup.id() + rank)
+            total = load(subtile(carried, LANES, first), part)
+            for i in range(1, warpgroup.WARPGROUP):
+                total = total + load(subtile(carried, LANES, int32(first + panels * i)), part)
+            cuda.syncwarp()  # other lanes read what this one overwrites
+            store(subtile(carried, LANES, first), total)
+            cuda.syncwarp()
+            index = int32(panels * warpgroup.id() + rank)
+            reverse_cumsum_columns(subtile(b, CHUNK, 0, LANES, index), subtile(carried, LANES, first))
+        warpgroup.sync(FENCED)
+        if has_floor_gates:
+            below_floor = less(load(gGates, self.channels.rows, at, 1, 3, True), FLOOR)
+            store(b_part, where(below_floor, 0.0, load(b_part, self.channels.rows, fenced=False)))
 
     @inlined
     def add_near_pairs(self, dq, dk, r, tiles, is_gentle, gRows, at):
