@@ -28,10 +28,11 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import KEY_DIMS, PANEL, TwoParts
 from ..parts.recurrent.gates import ROW_VEC
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
 CONSUMER, PRODUCER = 0, 1  # warpgroups
+LOADER, SENDER, STATE_SENDER = range(3)  # warps of the producer
 STAGES, VALUE_STAGES = 2, 3  # chunks in flight; of V, dO, P and L
 FENCED = True  # no fence at a synchronisation or a release, because another one is there already
 PANELS = COLUMNS // PANEL  # of a block's columns of values, as they lie in memory
@@ -83,15 +84,13 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, TRANSPOSED = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, config.dtype)
     KEYS, VALUES, STATES = tiled(config.key, rows=2), tiled(config.values, unit=1), tiled(config.state_panel, rows=2)
-    SCORES, SOLUTION = st(CHUNK, CHUNK, INPUT), st(2 * CHUNK, CHUNK, INPUT)
-    DECAY, BETA = sv(config.key_dim, fp32), sv(CHUNK, fp32)
-    two_parts, forward = TwoParts(INPUT), SequenceLayout(config.varlen)
-    backward = SequenceLayout(config.varlen, reversed=True)
+    SCORES, DECAY, BETA, two_parts = st(CHUNK, CHUNK, INPUT), sv(config.key_dim, fp32), sv(CHUNK, fp32), TwoParts(INPUT)
+    forward, backward = SequenceLayout(config.varlen), SequenceLayout(config.varlen, reversed=True)
     smem = shared(
         read_keys=ring(config.key, STAGES),
         write_keys=ring(config.key, STAGES),
-        v=ring(config.values, VALUE_STAGES),
-        x=ring(SOLUTION, VALUE_STAGES),
+        v=ring(config.values, VALUE_STAGES),  # dO in blocks of the reverse recurrence
+        x=ring(two_parts.square, VALUE_STAGES),
         decay=ring(DECAY, STAGES),
         beta=ring(BETA, STAGES),
         q=ring(config.key, STAGES),
@@ -110,10 +109,10 @@ def make(config: Config):
         states.release(j)
 
     @inlined
-    def advance_state(s_t, j, rings):
+    def advance_state(s_t, j, tiles):
         """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
         producer, which stores them."""
-        read_keys, write_keys, v, x, decay, beta, states, out = rings
+        read_keys, write_keys, v, x, decay, beta, _, _, states, out = tiles
         rounded = INPUT(s_t)
         u = warpgroup.mm_ABt(rounded, read_keys.wait(j))
         warpgroup.store(states.claim(j), rounded)
@@ -122,9 +121,7 @@ def make(config: Config):
         betas = load(beta.wait(j), ROW_VEC)
         y = values - warpgroup.wait(u)
         read_keys.release(j)
-        (high, low), solution = two_parts.split(y * betas), x.wait(j)
-        x_high, x_low = subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
-        e = warpgroup.mma_AB(warpgroup.mma_AB(warpgroup.mma_AB(y, high, x_high), high, x_low), low, x_high)
+        e = two_parts.mma_AB(y, two_parts.split(y * betas), two_parts.halves(x.wait(j)))
         s_t = s_t * load(decay.wait(j), STATE.row_vec)
         e = warpgroup.wait(e)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * betas), write_keys.wait(j))
@@ -139,10 +136,10 @@ def make(config: Config):
         return s_t
 
     @inlined
-    def advance_gradient(ds_t, from_outputs, j, last, rings, scale):
+    def advance_gradient(ds_t, from_outputs, j, last, tiles, scale):
         """(dS before the j-th chunk, counted from the end, P^T dO of the next one, or of this one if it is the `last`) from dS
         after the chunk and from its P^T dO. Passes dS after it, and the chunk's dV, to the producer, which stores them."""
-        read_keys, write_keys, do, x, decay, beta, q, p, states, out = rings
+        read_keys, write_keys, do, x, decay, beta, q, p, states, out = tiles
         rounded = INPUT(ds_t)
         du = warpgroup.mm_ABt(rounded, write_keys.wait(j))
         warpgroup.store(states.claim(j), rounded)
@@ -152,9 +149,7 @@ def make(config: Config):
         betas = load(beta.wait(j), ROW_VEC)
         du = warpgroup.wait(du, newer=1) + from_outputs * scale
         write_keys.release(j)
-        (high, low), solution = two_parts.split(du * betas), x.wait(j)
-        x_high, x_low = subtile(solution, CHUNK, 0), subtile(solution, CHUNK, 1)
-        z = warpgroup.mma_ABt(warpgroup.mma_ABt(warpgroup.mma_ABt(du, high, x_high), high, x_low), low, x_high)
+        z = two_parts.mma_ABt(du, two_parts.split(du * betas), two_parts.halves(x.wait(j)))
         next_chunk = int32(min(j + 1, last))
         from_outputs = warpgroup.mm_AtB(do.wait(next_chunk), p.wait(next_chunk))
         z, ds_t = warpgroup.wait(z, newer=1), warpgroup.wait(ds_t, newer=1)
@@ -176,7 +171,7 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gDecayedQ: KEYS, gReadKeys: KEYS, gWriteKeys: KEYS, gB: tiled(DECAY, 3, None, 2), gChunkBeta: tiled(BETA, 3, None, 2),
-        gV: VALUES, gDOut: VALUES, gScores: tiled(SCORES, rows=2), gSolutions: tiled(SOLUTION, rows=2),
+        gV: VALUES, gDOut: VALUES, gScores: tiled(SCORES, rows=2), gSolutions: tiled(two_parts.square, rows=2),
         gInitialState: array(4), gErrors: tiled(config.values, rows=2), gStates: STATES, gDV: VALUES, gLastState: array(4),
         gFirstState: array(4), gTailV: VALUES, gTailDOut: VALUES, gTailDV: VALUES, gCuSeqlens: ENDS, length: INT,
         blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
@@ -185,53 +180,48 @@ def make(config: Config):
         gChunkBeta, gScores, gSolutions: of each chunk and head, as delta_channel_inverse_hopper.py stores them. gErrors: E.
         gStates: S and dS transposed, by panels. gLastState, gFirstState: the gradients of the states after and before the
         sequence, transposed. gTailV .. gTailDV: see packed_tails.py."""
-        read_keys, write_keys, v, x, decay, beta, q, p, states, out = smem.open()
-        do = v  # blocks of the reverse recurrence have dO in the ring of V
+        tiles = smem.open()
         index, block = divmod(cuda.blockIdx.x, blocks)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)
         first_token = forward.sequence_tokens(gCuSeqlens, sequence, length).start
         first_chunk = forward.chunk_index(first_token, sequence, length)
         if warpgroup.id() == PRODUCER:
+            read_keys, write_keys, v, x, decay, beta, q, p, states, out = tiles
             rank = warpgroup.rank()
             if direction == REVERSE:
                 seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
                 for j in range(seq.num_chunks()):
-                    token, chunk = seq.chunk_start(j), int32(first_chunk + seq.chunk_number(j))
-                    if rank == 0:
+                    chunk = int32(first_chunk + seq.chunk_number(j))
+                    place = ChunkPlace(chunk, head, sequence, seq.chunk_start(j), seq)
+                    if rank == LOADER:
                         write_keys.fill(j, gWriteKeys, (chunk, head))
-                        douts, batch, row = backward.whole_tile(gDOut, gTailDOut, seq, token, sequence)
-                        do.fill(j, douts, (batch, row, head, block))
+                        backward.fill_chunk(v, j, gDOut, gTailDOut, place, head, block)
                         p.fill(j, gScores, (chunk, head))
                         decay.fill(j, gB, (chunk, head))
                         q.fill(j, gDecayedQ, (chunk, head))
                         beta.fill(j, gChunkBeta, (chunk, head))
                         x.fill(j, gSolutions, (chunk, head))
                         read_keys.fill(j, gReadKeys, (chunk, head))
-                    elif rank == 1:
-                        dvs, batch, row = backward.whole_tile(gDV, gTailDV, seq, token, sequence)
-                        tma_store(dvs, (batch, row, head, block), out.wait(j))
-                        store_wait()
-                        out.release(j)
-                    elif rank == 2:
+                    elif rank == SENDER:
+                        backward.send_chunk(out, j, gDV, gTailDV, place, block)
+                    elif rank == STATE_SENDER:
                         store_state(gStates, states, j, chunk, head, block, 1)
             else:
                 seq = forward.sequence_tokens(gCuSeqlens, sequence, length)
                 for j in range(seq.num_chunks()):
                     chunk = int32(first_chunk + j)
-                    if rank == 0:
+                    if rank == LOADER:
                         read_keys.fill(j, gReadKeys, (chunk, head))
-                        values, batch, row = forward.whole_tile(gV, gTailV, seq, seq.chunk_start(j), sequence)
-                        v.fill(j, values, (batch, row, head, block))
+                        place = ChunkPlace(chunk, head, sequence, seq.chunk_start(j), seq)
+                        forward.fill_chunk(v, j, gV, gTailV, place, head, block)
                         beta.fill(j, gChunkBeta, (chunk, head))
                         x.fill(j, gSolutions, (chunk, head))
                         decay.fill(j, gB, (chunk, head))
                         write_keys.fill(j, gWriteKeys, (chunk, head))
-                    elif rank == 1:
-                        tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
-                        store_wait()
-                        out.release(j)
-                    elif rank == 2:
+                    elif rank == SENDER:
+                        send_tile(out, j, gErrors, (chunk, head, 0, block))
+                    elif rank == STATE_SENDER:
                         store_state(gStates, states, j, chunk, head, block, 0)
         else:
             state_coord = sequence, head, int32(COLUMNS * block), 0
@@ -239,20 +229,13 @@ def make(config: Config):
                 ds_t = warpgroup.load(gLastState, STATE, state_coord, aligned=False)
                 n = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1).num_chunks()
                 if n > 0:
-                    from_outputs = warpgroup.wait(warpgroup.mm_AtB(do.wait(0), p.wait(0)))
+                    from_outputs = warpgroup.wait(warpgroup.mm_AtB(tiles.v.wait(0), tiles.p.wait(0)))
                     for j in range(n):
-                        ds_t, from_outputs = advance_gradient(
-                            ds_t,
-                            from_outputs,
-                            j,
-                            int32(n - 1),
-                            (read_keys, write_keys, do, x, decay, beta, q, p, states, out),
-                            scale,
-                        )
+                        ds_t, from_outputs = advance_gradient(ds_t, from_outputs, j, int32(n - 1), tiles, scale)
                 warpgroup.store(gFirstState, ds_t, state_coord, aligned=False)
             else:
                 s_t = warpgroup.load(gInitialState, STATE, state_coord, aligned=False)
                 for j in range(forward.sequence_tokens(gCuSeqlens, sequence, length).num_chunks()):
-                    s_t = advance_state(s_t, j, (read_keys, write_keys, v, x, decay, beta, states, out))
+                    s_t = advance_state(s_t, j, tiles)
 
     return walk, smem
