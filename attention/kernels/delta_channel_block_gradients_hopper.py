@@ -28,19 +28,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import (
-    exp2,
-    load,
-    row_sum,
-    store,
-    store_wait,
-    subtile,
-    tile_any,
-    tile_max,
-    viewed,
-    warpgroup,
-    zeros,
-)
+from ops import exp2, load, row_sum, store, store_wait, subtile, tile_any, tile_max, viewed, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target

@@ -5,8 +5,7 @@ the equations).
 A block has some chunks of a head. Its sixteen warps are four warpgroups of 16 tokens a warp, each with a quarter of the
 channels of the keys; besides, two of them compute dP, half of the columns each, and two G. First they go over the columns of
 values in panels of 32, whose tiles cp.async loads while the previous panel is multiplied. Then come the pairs of tokens, level
-by level, as in
-channel_gradients_ampere.py."""
+by level (channel_pairs.py)."""
 
 import functools
 from collections.abc import Iterator
@@ -15,34 +14,27 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import float32, int32
 
+from ops import block as thread_block
 from ops import (
-    abs,
     col_index,
     col_sum,
     columns,
     divmod,
-    equal,
     exp2,
     finish_sum,
     lane_col_sum,
     less,
     load,
-    load_row,
-    load_row_of_group,
     mma_AB,
     mma_ABt,
-    not_equal,
-    row_index,
     row_sum,
     store,
     subtile,
-    transpose,
     truncate,
     warpgroup,
     where,
     zeros,
 )
-from ops import block as thread_block
 from tiles import bf16, fp32, inlined, pipeline, rt, shared, st, sv
 from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
@@ -50,15 +42,13 @@ from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
 
 from ..parts.recurrent.channel_chunks import FENCED, ROWS, ChunkChannels
+from ..parts.recurrent.channel_pairs import FAR, PAIRS, DeltaPairs, DeltaPairTiles
 from ..parts.recurrent.delta_chunks import PANEL, DeltaChunkConfig, chunk_fields
 from ..parts.recurrent.gates import COL_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 GROUPS = 4  # warpgroups, each with a quarter of the channels
 WARPS = WARPGROUP * GROUPS  # of a block
-FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
-SQUARE, PAIRS = rt(ROWS, ROWS, fp32), rt(ROWS, FAR, fp32)  # scores of a warp's tokens with so many others
-ROW, COL = SQUARE.col_vec, SQUARE.row_vec
 NARROW = 32  # bytes of a row in a panel of tiles that are read 16 columns at a time
 
 
@@ -95,7 +85,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
     channels, seq_layout = ChunkChannels(config.key_dim, GROUPS), SequenceLayout(config.varlen)
     PART, OUT, VARLEN = channels.half, channels.rows, config.varlen
-    OPERAND, ERRORS, SCORES, NEAR = (rt(ROWS, cols, INPUT) for cols in (PART, PANEL, FAR, ROWS))
+    pairs, ERRORS = DeltaPairs(channels, INPUT, WITH_GATES), rt(ROWS, PANEL, INPUT)
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=PART * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
     smem = shared(
@@ -120,93 +110,23 @@ def make(config: Config):
         s.fill(panel, gStates, (chunk, head, int32(2 * col), 0), end=panels)
 
     @inlined
-    def store_pairs(w, scores, rank, other):
-        """Write the scores of a warp's tokens with those of an earlier warp, or with each other, to both triangles of W."""
-        transposed = transpose(scores)
-        if other < rank:
-            store(subtile(w, ROWS, rank, ROWS, other), scores)
-            store(subtile(w, ROWS, other, ROWS, rank), transposed)
-        elif other == rank:
-            symmetric = where(less(row_index(ROW), col_index(COL)), fp32(transposed), fp32(scores))
-            store(subtile(w, ROWS, rank, ROWS, rank), INPUT(symmetric))
-
-    @inlined
-    def load_rows(tile):
-        """A warp's tokens and channels, of the queries or keys."""
-        return fp32(load(channels.part(tile), OPERAND, fenced=False))
-
-    @inlined
-    def decay_products(dq, dk_read, dk_write, dots, tiles, beta, scale):
+    def decay_products(dq, dk_read, dk_write, dots, tiles, carried, beta, scale):
         """The parts of dq, dk and r that come from states, where dq, dk_read and dk_write are products with states. r: q dq +
         k dk_read - k dk_write. dots: the warp's part of <S, dS>."""
-        queries, keys, b, carried = tiles[0], tiles[1], tiles[2], tiles[6]
-        sums = load(channels.part(b), OUT, fenced=False)
+        sums = load(channels.part(tiles.b), OUT, fenced=False)
         decay = exp2(sums)
         dq = dq * (decay * scale)
         dk_read = dk_read * (decay * (0.0 - beta))
-        last = channels.load_last(b)
+        last = channels.load_last(tiles.b)
         dk_write = dk_write * (exp2(last - sums) * beta)
         r = zeros(OUT)
         if WITH_GATES:
-            key = load_rows(keys)
+            key = pairs.load_rows(tiles.k)
             r = key * dk_write
             warp = int32(WARPGROUP * warpgroup.id() + warpgroup.rank())
             store(subtile(carried, PART, warp), col_sum(r) + exp2(last) * dots)
-            r = load_rows(queries) * dq + key * dk_read - r
+            r = pairs.load_rows(tiles.q) * dq + key * dk_read - r
         return dq, dk_read + dk_write, r
-
-    @inlined
-    def add_products(sums, wx, e, x, is_later):
-        """dq, dk and r with a level's products of dP. is_later: 1 or 0."""
-        dq, dk, r = sums
-        if WITH_GATES:
-            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
-        later_factor = e * is_later
-        return dq + wx * later_factor, dk + wx * (e - later_factor), r
-
-    @inlined
-    def add_keys_products(sums, wx, e, x, is_later):
-        """dk and r with a level's products of G."""
-        dq, dk, r = sums
-        if WITH_GATES:
-            r = r + wx * load_rows(x) * (is_later * 2.0 - 1.0)
-        return dq, dk + wx * e, r
-
-    @inlined
-    def add_level_pairs(sums, tiles, size, inverse):
-        """dq, dk and r with the pairs of tokens that are in different halves of groups of `size`. inverse: 1 / size. All warps
-        of the block synchronise."""
-        queries, keys, b, x, keys_x, w, _ = tiles
-        quarter, rank, rank_half = warpgroup.id(), warpgroup.rank(), warpgroup.rank() // 2
-        first = int32(ROWS * rank)
-        pair_side = 1 - rank_half if size == CHUNK else rank_half  # the half of the chunk with which pairs are formed
-        row, col = row_index(ROW) + float32(first), col_index(PAIRS.row_vec) + float32(FAR * pair_side)
-        row_group, col_group = row * inverse // 1, col * inverse // 1
-        row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
-        is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
-        if size > ROWS:
-            at = (first & (0 - size)) + (size >> 1)  # the first token of the later half of the warp's group
-            anchor = load_row(subtile(b, CHUNK, 0, PART, quarter), OUT.row_vec, int32(at), fenced=False)
-            anchors = zeros(OUT) + anchor
-        else:
-            anchors = load_row_of_group(channels.part(b), OUT, size, size >> 1, fenced=False)
-        e = exp2(0.0 - abs(load(channels.part(b), OUT, fenced=False) - anchors))
-        key = load_rows(keys) * e
-        x_rows = INPUT(where(is_later, load_rows(queries) * e, key))
-        thread_block.sync(FENCED)  # all have read x
-        store(channels.part(x), x_rows)
-        store(channels.part(keys_x), INPUT(key))
-        thread_block.sync(FENCED)
-        wx = mma_AB(zeros(OUT), load_level_scores(w, 0, pair_side, is_pair), subtile(x, FAR, pair_side, PART, quarter))
-        sums = add_products(sums, wx, e, x, is_later)
-        wx = mma_AB(zeros(OUT), load_level_scores(w, 1, pair_side, is_pair), subtile(keys_x, FAR, pair_side, PART, quarter))
-        return add_keys_products(sums, wx, e, keys_x, is_later)
-
-    @inlined
-    def load_level_scores(w, index, pair_side, is_pair):
-        """A warp's rows of W, of dP or of G, with half of the chunk's tokens; 0 where is_pair is False."""
-        rows = subtile(subtile(w, CHUNK, index), ROWS, warpgroup.rank(), FAR, pair_side)
-        return INPUT(where(is_pair, fp32(load(rows, SCORES, fenced=False)), 0.0))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
@@ -262,8 +182,8 @@ def make(config: Config):
                 dk_read = mma_AB(dk_read, z_rows, state)
                 dk_write = mma_AB(dk_write, e_rows, d_state)
                 if WITH_GATES and rank_half == panel % 2:
-                    products = fp32(load(subtile(state, ROWS, rank_parity), OPERAND, fenced=False))
-                    products = products * fp32(load(subtile(d_state, ROWS, rank_parity), OPERAND, fenced=False))
+                    products = fp32(load(subtile(state, ROWS, rank_parity), pairs.operand, fenced=False))
+                    products = products * fp32(load(subtile(d_state, ROWS, rank_parity), pairs.operand, fenced=False))
                     state_dots = state_dots + lane_col_sum(products)
             beta_rows = load(gChunkBeta, COL_VEC, (chunk, head, row))
             beta = load(gChunkBeta, PAIRS.row_vec, (chunk, head, int32(FAR * pair_half)))
@@ -276,21 +196,16 @@ def make(config: Config):
                 if pair_half == 0:
                     store(truncate(gDBeta, 1, seq.end), dbeta, (seq.batch, int32(token + row), head), cols=1)
             w_tile, rounded = subtile(w, CHUNK, computes_g), INPUT(where(less(rows, cols), 0.0, scores))
-            store_pairs(w_tile, columns(rounded, ROWS, 0), rank, 2 * pair_half)
-            store_pairs(w_tile, columns(rounded, ROWS, 1), rank, 2 * pair_half + 1)
-            query_tile, key_tile = q.wait(j), k.wait(j)
-            tiles, dots = (query_tile, key_tile, b, x, keys_x, w, carried), finish_sum(state_dots)
-            sums = decay_products(dq, dk_read, dk_write, dots, tiles, beta_rows, scale)
+            pairs.store_scores(w_tile, columns(rounded, ROWS, 0), rank, 2 * pair_half)
+            pairs.store_scores(w_tile, columns(rounded, ROWS, 1), rank, 2 * pair_half + 1)
+            tiles, dots = DeltaPairTiles(q.wait(j), k.wait(j), b, x, keys_x, w), finish_sum(state_dots)
+            sums = decay_products(dq, dk_read, dk_write, dots, tiles, carried, beta_rows, scale)
             size, inverse = int32(CHUNK), float32(1 / CHUNK)
             while size > 1:
-                sums = add_level_pairs(sums, tiles, size, inverse)
+                sums = pairs.add_level(sums, tiles, size, inverse)
                 size, inverse = size >> 1, inverse * 2.0
-            dq, dk, r = sums
-
-            # pairs of a token with itself
-            p = load(subtile(subtile(w, CHUNK, 0), ROWS, rank, ROWS, rank), NEAR, fenced=False)
-            diagonal = row_sum(where(equal(row_index(ROW), col_index(COL)), fp32(p), 0.0))
-            dq, dk = dq + load_rows(key_tile) * diagonal, dk + load_rows(query_tile) * diagonal
+            (dq, dk, r), diagonal = sums, pairs.load_diagonal(w, rank)
+            dq, dk = dq + pairs.load_rows(tiles.k) * diagonal, dk + pairs.load_rows(tiles.q) * diagonal
             at = seq.batch, int32(token + row), head, int32(PART * quarter)
             store(truncate(gDQ, 1, seq.end), OUTPUT(dq), at, 1, 3, OUTPUT_BYTES)
             store(truncate(gDK, 1, seq.end), OUTPUT(dk), at, 1, 3, OUTPUT_BYTES)

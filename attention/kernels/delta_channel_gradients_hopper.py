@@ -16,19 +16,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    cumsum_columns,
-    divmod,
-    exp2,
-    finish_sum,
-    lane_col_sum,
-    load,
-    store,
-    subtile,
-    truncate,
-    warpgroup,
-    zeros,
-)
+from ops import cumsum_columns, divmod, exp2, finish_sum, lane_col_sum, load, store, subtile, truncate, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.layout import LANES

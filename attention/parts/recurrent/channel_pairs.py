@@ -27,6 +27,7 @@ from ops import (
     subtile,
     swap_layout,
     tile_min,
+    transpose,
     warpgroup,
     where,
     zeros,
@@ -223,3 +224,94 @@ class ChannelPairs:
         anchor = load_row(sums, out.row_vec, int32(FAR * half_number + ROWS), fenced=False)
         gradients = self.add_pairs_across_warps(SQUARE, gradients, tiles, anchor, parity, int32(rank + 1 - 2 * parity), scale)
         return self.add_pairs_within_warp(gradients, tiles, is_gentle, scale)
+
+
+class DeltaPairTiles(NamedTuple):
+    """Shared tiles of a chunk: queries, keys, the sums of gates, X for dP and for G, and dP above G, as symmetric matrices."""
+
+    q: Any
+    k: Any
+    b: Any
+    x: Any
+    keys_x: Any
+    w: Any
+
+
+class DeltaPairs(ChannelPairs):
+    """The pairs of a chunk's tokens under the delta rule (delta_channels.py has the equations). A block's sixteen warps are
+    four warpgroups, each with a quarter of the channels of the keys. At each level a warp reads X of half of the chunk's tokens
+    from shared memory. r: each token's gradient of b."""
+
+    @inlined
+    def store_scores(self, w, scores, rank, other):
+        """Write the scores of a warp's tokens with those of an earlier warp, or with each other, to both triangles of W."""
+        transposed = transpose(scores)
+        if other < rank:
+            store(subtile(w, ROWS, rank, ROWS, other), scores)
+            store(subtile(w, ROWS, other, ROWS, rank), transposed)
+        elif other == rank:
+            symmetric = where(less(row_index(ROW), col_index(COL)), fp32(transposed), fp32(scores))
+            store(subtile(w, ROWS, rank, ROWS, rank), self.dtype(symmetric))
+
+    @inlined
+    def add_level(self, sums, tiles, size, inverse):
+        """(dq, dk, r) with the pairs of tokens that are in different halves of groups of `size`. inverse: 1 / size. All warps
+        of the block synchronise."""
+        quarter, rank, rank_half = warpgroup.id(), warpgroup.rank(), warpgroup.rank() // 2
+        first = int32(ROWS * rank)
+        pair_side = 1 - rank_half if size == CHUNK else rank_half  # the half of the chunk with which pairs are formed
+        row, col = row_index(ROW) + float32(first), col_index(PAIRS.row_vec) + float32(FAR * pair_side)
+        row_group, col_group = row * inverse // 1, col * inverse // 1
+        row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
+        is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+        if size > ROWS:
+            at = (first & (0 - size)) + (size >> 1)  # the first token of the later half of the warp's group
+            anchor = load_row(
+                subtile(tiles.b, CHUNK, 0, self.channels.half, quarter), self.channels.rows.row_vec, int32(at), fenced=False
+            )
+            anchors = zeros(self.channels.rows) + anchor
+        else:
+            part = self.channels.part(tiles.b)
+            anchors = load_row_of_group(part, self.channels.rows, size, size >> 1, fenced=False)
+        e = exp2(0.0 - abs(load(self.channels.part(tiles.b), self.channels.rows, fenced=False) - anchors))
+        key = self.load_rows(tiles.k) * e
+        x_rows = self.dtype(where(is_later, self.load_rows(tiles.q) * e, key))
+        thread_block.sync(FENCED)  # all have read x
+        store(self.channels.part(tiles.x), x_rows)
+        store(self.channels.part(tiles.keys_x), self.dtype(key))
+        thread_block.sync(FENCED)
+        scores = self._load_scores(tiles.w, 0, pair_side, is_pair)
+        others = subtile(tiles.x, FAR, pair_side, self.channels.half, quarter)
+        sums = self._add_products(sums, mma_AB(zeros(self.channels.rows), scores, others), e, tiles.x, is_later)
+        scores = self._load_scores(tiles.w, 1, pair_side, is_pair)
+        others = subtile(tiles.keys_x, FAR, pair_side, self.channels.half, quarter)
+        return self._add_keys_products(sums, mma_AB(zeros(self.channels.rows), scores, others), e, tiles.keys_x, is_later)
+
+    @inlined
+    def _load_scores(self, w, index, pair_side, is_pair):
+        """A warp's rows of W, of dP or of G, with half of the chunk's tokens; 0 where is_pair is False."""
+        rows = subtile(subtile(w, CHUNK, index), ROWS, warpgroup.rank(), FAR, pair_side)
+        return self.dtype(where(is_pair, fp32(load(rows, rt(ROWS, FAR, self.dtype), fenced=False)), 0.0))
+
+    @inlined
+    def _add_products(self, sums, wx, e, x, is_later):
+        """dq, dk and r with a level's products of dP. is_later: 1 or 0."""
+        dq, dk, r = sums
+        if self.with_gates:
+            r = r + wx * self.load_rows(x) * (is_later * 2.0 - 1.0)
+        later_factor = e * is_later
+        return dq + wx * later_factor, dk + wx * (e - later_factor), r
+
+    @inlined
+    def _add_keys_products(self, sums, wx, e, x, is_later):
+        """dk and r with a level's products of G."""
+        dq, dk, r = sums
+        if self.with_gates:
+            r = r + wx * self.load_rows(x) * (is_later * 2.0 - 1.0)
+        return dq, dk + wx * e, r
+
+    @inlined
+    def load_diagonal(self, w, rank):
+        """dP of each of a warp's tokens with itself."""
+        p = load(subtile(subtile(w, CHUNK, 0), ROWS, rank, ROWS, rank), rt(ROWS, ROWS, self.dtype), fenced=False)
+        return row_sum(where(equal(row_index(ROW), col_index(COL)), fp32(p), 0.0))
