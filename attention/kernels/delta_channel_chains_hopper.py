@@ -47,26 +47,6 @@ class Config:
     varlen: bool = False
     threads = warpgroup.THREADS * 2
 
-    @property
-    def key(self):
-        """The tile of decayed queries or keys for a chunk."""
-        return st(CHUNK, self.key_dim, self.dtype)
-
-    @property
-    def values(self):
-        """The tile of V, dO, E or dV for a chunk."""
-        return st(CHUNK, COLUMNS, self.dtype)
-
-    @property
-    def state(self):
-        """A chunk's S or dS in shared memory, transposed: 64 columns of values by Dk."""
-        return st(COLUMNS, self.key_dim, self.dtype)
-
-    @property
-    def state_panel(self):
-        """PANEL columns of values of S or dS, transposed, as they lie in memory."""
-        return st(PANEL, self.key_dim, self.dtype)
-
     def __str__(self):
         return f"recurrences, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
 
@@ -83,20 +63,22 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, TRANSPOSED = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, config.dtype)
-    KEYS, VALUES, STATES = tiled(config.key, rows=2), tiled(config.values, unit=1), tiled(config.state_panel, rows=2)
-    SCORES, DECAY, BETA, two_parts = st(CHUNK, CHUNK, INPUT), sv(config.key_dim, fp32), sv(CHUNK, fp32), TwoParts(INPUT)
+    KEY, VALUE, SCORES = (st(CHUNK, cols, INPUT) for cols in (config.key_dim, COLUMNS, CHUNK))
+    STATE_TILE, STATE_PANEL = (st(rows, config.key_dim, INPUT) for rows in (COLUMNS, PANEL))  # transposed; in memory
+    KEYS, VALUES, STATES = tiled(KEY, rows=2), tiled(VALUE, unit=1), tiled(STATE_PANEL, rows=2)
+    DECAY, BETA, two_parts = sv(config.key_dim, fp32), sv(CHUNK, fp32), TwoParts(INPUT)
     forward, backward = SequenceLayout(config.varlen), SequenceLayout(config.varlen, reversed=True)
     smem = shared(
-        read_keys=ring(config.key, STAGES),
-        write_keys=ring(config.key, STAGES),
-        v=ring(config.values, VALUE_STAGES),  # dO in blocks of the reverse recurrence
+        read_keys=ring(KEY, STAGES),
+        write_keys=ring(KEY, STAGES),
+        v=ring(VALUE, VALUE_STAGES),  # dO in blocks of the reverse recurrence
         x=ring(two_parts.square, VALUE_STAGES),
         decay=ring(DECAY, STAGES),
         beta=ring(BETA, STAGES),
-        q=ring(config.key, STAGES),
+        q=ring(KEY, STAGES),
         p=ring(SCORES, VALUE_STAGES),
-        states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
-        out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
+        states=ring(STATE_TILE, 1, 1, writers=warpgroup.WARPGROUP),
+        out=ring(VALUE, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
     @inlined
@@ -172,7 +154,7 @@ def make(config: Config):
     def walk(
         gDecayedQ: KEYS, gReadKeys: KEYS, gWriteKeys: KEYS, gB: tiled(DECAY, 3, None, 2), gChunkBeta: tiled(BETA, 3, None, 2),
         gV: VALUES, gDOut: VALUES, gScores: tiled(SCORES, rows=2), gSolutions: tiled(two_parts.square, rows=2),
-        gInitialState: array(4), gErrors: tiled(config.values, rows=2), gStates: STATES, gDV: VALUES, gLastState: array(4),
+        gInitialState: array(4), gErrors: tiled(VALUE, rows=2), gStates: STATES, gDV: VALUES, gLastState: array(4),
         gFirstState: array(4), gTailV: VALUES, gTailDOut: VALUES, gTailDV: VALUES, gCuSeqlens: ENDS, length: INT,
         blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
     ):  # fmt: skip

@@ -57,36 +57,6 @@ class Config:
         """Does delta_channel_block_gradients_hopper.py serve these sizes, so that only its strong chunks are computed here?"""
         return (self.key_dim, self.value_dim) == SIZES
 
-    @property
-    def key(self):
-        """The tile of Q or K for a chunk, in panels of which each belongs to one consumer."""
-        return st(CHUNK, self.key_dim, self.dtype, width=min(128, self.key_dim // HALVES * self.dtype.itemsize))
-
-    @property
-    def gate(self):
-        """The tile of gates for a chunk, in panels of which each belongs to one warp that sums them up."""
-        return st(CHUNK, self.key_dim, self.gates, width=LANES * self.gates.itemsize)
-
-    @property
-    def key_gradients(self):
-        """A consumer's part of dQ or dK for a chunk."""
-        return st(CHUNK, self.key_dim // HALVES, self.dtype)
-
-    @property
-    def values(self):
-        """The tile of dO, E or dV for a chunk."""
-        return st(CHUNK, self.value_dim, self.dtype)
-
-    @property
-    def state_panel(self):
-        """PANEL columns of values of S or dS, transposed, as they lie in memory."""
-        return st(PANEL, self.key_dim, self.dtype, width=self.key.width)
-
-    @property
-    def state(self):
-        """The tile of S or dS, transposed."""
-        return st(self.value_dim, self.key_dim, self.dtype, width=self.key.width)
-
     def __str__(self):
         flags = ", without gates" * (not self.with_gates) + ", varlen" * self.varlen
         flags += ", strong chunks" * self.only_strong
@@ -110,26 +80,28 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, VALUES, WITH_GATES, KEY = config.dtype, config.value_dim, config.with_gates, config.key
-    IN_PLACE, UNUSED = config.gates is fp32, st(16, 16, INPUT)  # b takes the place of fp32 gates, K^ later that of others
+    INPUT, VALUES, WITH_GATES, GATES = config.dtype, config.value_dim, config.with_gates, config.gates
+    IN_PLACE, UNUSED = GATES is fp32, st(16, 16, INPUT)  # b takes the place of fp32 gates, K^ later that of others
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
-    ONLY_STRONG, chunk_items = config.only_strong, ChunkItems(seq_layout, config.only_strong)
     pairs, PART, OUT, PANELS = BlockPairs(channels, INPUT), channels.half, channels.rows, VALUES // PANEL
-    loads = ChunkLoads(seq_layout, PANELS)
-    SCORES, STATE_ROWS = st(2 * CHUNK, CHUNK, INPUT, width=32), VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
-    PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    KEYS, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(config.values, rows=2)
-    DKEYS = tiled(config.key_gradients, unit=1)
-    GATE_PART = st(CHUNK, PART, fp32, width=channels.sums.width)
+    ONLY_STRONG, STATE_ROWS = config.only_strong, VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
+    chunk_items, loads = ChunkItems(seq_layout, ONLY_STRONG), ChunkLoads(seq_layout, PANELS)
+    KEY = st(CHUNK, config.key_dim, INPUT, width=min(128, PART * INPUT.itemsize))  # a panel belongs to one consumer
+    GATE = st(CHUNK, config.key_dim, GATES, width=LANES * GATES.itemsize)  # a panel belongs to one warp that sums gates up
+    VALUE, SCORES = st(CHUNK, VALUES, INPUT), st(2 * CHUNK, CHUNK, INPUT, width=32)
+    STATE, STATE_PANEL = (st(rows, config.key_dim, INPUT, width=KEY.width) for rows in (VALUES, PANEL))
+    KEYS, VALUE_INPUT, CHUNK_ARRAY = tiled(KEY, unit=1), tiled(VALUE, unit=1), tiled(VALUE, rows=2)
+    GATE_INPUT, GATE_OUTPUT = tiled(GATE, unit=1), tiled(st(CHUNK, PART, fp32, width=channels.sums.width), unit=1)
+    DKEYS, (PRODUCER_REGISTERS, CONSUMER_REGISTERS) = tiled(st(CHUNK, PART, INPUT), unit=1), REGISTERS
     smem = shared(
         q=ring(KEY, 1, WARPS),
         k=ring(KEY, 1, WARPS),
-        do=ring(config.values, 1, WARPS),
-        e=ring(config.values, 1, WARPS),
-        dv=ring(config.values, 1, WARPS),
-        s=ring(config.state, 1, WARPS),
-        ds=ring(config.state, 1, WARPS),
-        g=ring(config.gate, 1, WARPS),
+        do=ring(VALUE, 1, WARPS),
+        e=ring(VALUE, 1, WARPS),
+        dv=ring(VALUE, 1, WARPS),
+        s=ring(STATE, 1, WARPS),
+        ds=ring(STATE, 1, WARPS),
+        g=ring(GATE, 1, WARPS),
         beta=ring(sv(CHUNK, fp32), 1, WARPS + 1),
         w=ring(SCORES, 1, WARPS, writers=WARPS),
         dbeta=ring(sv(CHUNK, fp32), 1, 1, writers=warpgroup.WARPGROUP),
@@ -178,14 +150,12 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
-        gQ: KEYS, gK: KEYS, gDOut: tiled(config.values, unit=1), gGates: tiled(config.gate, unit=1),
-        gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2), gErrors: CHUNK_ARRAY, gDV: tiled(config.values, unit=1),
-        gStates: tiled(config.state_panel, rows=2), gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: tiled(GATE_PART, unit=1),
-        gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT), gGateRows: array(4, config.gates), gStrong: array(2),
-        gStrongBlocks: array(1), gTailQ: KEYS, gTailK: KEYS, gTailDOut: tiled(config.values, unit=1),
-        gTailDV: tiled(config.values, unit=1), gTailGates: tiled(config.gate, unit=1), gTailDQ: DKEYS, gTailDK: DKEYS,
-        gTailDGates: tiled(GATE_PART, unit=1), gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        gQ: KEYS, gK: KEYS, gDOut: VALUE_INPUT, gGates: GATE_INPUT, gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2),
+        gErrors: CHUNK_ARRAY, gDV: VALUE_INPUT, gStates: tiled(STATE_PANEL, rows=2), gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3),
+        gDGates: GATE_OUTPUT, gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT), gGateRows: array(4, GATES),
+        gStrong: array(2), gStrongBlocks: array(1), gTailQ: KEYS, gTailK: KEYS, gTailDOut: VALUE_INPUT, gTailDV: VALUE_INPUT,
+        gTailGates: GATE_INPUT, gTailDQ: DKEYS, gTailDK: DKEYS, gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS, length: INT,
+        chunks: INT, items: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """chunks, items: see ChunkGrid. gErrors: E. gStates: S^T and dS^T by panels. gQueryRows, gKeyRows, gGateRows:
         gQ, gK and gGates, for rows of blocks that are not gentle. gStrong, gStrongBlocks: see

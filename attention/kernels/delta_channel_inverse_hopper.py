@@ -17,7 +17,7 @@ from numpy import int32
 
 from ops import divmod, exp2, load, rows, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
-from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles import bf16, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
@@ -27,8 +27,8 @@ from ..parts.recurrent.block_scores import KdaBlockScores
 from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
 from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
-from ..parts.recurrent.gates import CHUNK_COL_VEC
-from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE
+from ..parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout, block_coord
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
-    LEAST = LEAST_BETA[INPUT]
-    COL_VEC, ROW_VEC, KEY, seq_layout = SCORES.col_vec, SCORES.row_vec, config.key, SequenceLayout(config.varlen)
-    SQUARE, decay, channel_gates, two_parts = (
-        st(CHUNK, CHUNK, INPUT, width=KEY.width),  # as wide as KEY, which gives it room
-        KdaDecay(config.key_dim, INPUT, 1),
-        config.channel_gates,
-        TwoParts(INPUT),
-    )
+    INPUT, IN_PLACE, LEAST, KEY = config.dtype, config.gates is fp32, LEAST_BETA[config.dtype], config.key
+    SQUARE = st(CHUNK, CHUNK, INPUT, width=KEY.width)  # as wide as KEY, which gives it room
+    seq_layout, two_parts = SequenceLayout(config.varlen), TwoParts(INPUT)
+    decay, channel_gates = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -86,13 +81,10 @@ def make(config: Config):
         """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
         (q, k, g), (gQ, gK, gGates), (gTailQ, gTailK, gTailGates) = rings, arrays, tails
         if j < n:
-            token = seq.chunk_start(j)
-            gates, batch, row = seq_layout.whole_tile(gGates, gTailGates, seq, token, sequence)
-            g.fill(j, gates, (batch, row, head))
-            keys, batch, row = seq_layout.whole_tile(gK, gTailK, seq, token, sequence)
-            k.fill(j, keys, (batch, row, key_head))
-            queries, batch, row = seq_layout.whole_tile(gQ, gTailQ, seq, token, sequence)
-            q.fill(j, queries, (batch, row, key_head))
+            place = ChunkPlace(j, head, sequence, seq.chunk_start(j), seq)
+            seq_layout.fill_chunk(g, j, gGates, gTailGates, place, head)
+            seq_layout.fill_chunk(k, j, gK, gTailK, place, key_head)
+            seq_layout.fill_chunk(q, j, gQ, gTailQ, place, key_head)
 
     @inlined
     def send_chunk(tiles, arrays, at):
@@ -149,7 +141,7 @@ def make(config: Config):
         fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
         high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
         blocks, betas = (viewed(triangles, BLOCK_KEYS), block_decays), truncate(gBeta, 1, seq.end)
-        store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+        store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
         for j in range(n):
             chunk, token = int32(first + j), seq.chunk_start(j)
             if warp == 0:
@@ -171,7 +163,7 @@ def make(config: Config):
             decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, True, halved)
             store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(b_last))
             if halved:
-                a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
+                a = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
             else:
                 warpgroup.sync()
                 scores = block_scores.compute((queries, decayed_keys), blocks, warp)

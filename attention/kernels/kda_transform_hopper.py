@@ -167,10 +167,8 @@ def make(config: Config):
             if IN_PLACE:
                 decayed_keys, solved_keys = k_decayed, k_decayed
             else:
-                decayed_keys, solved_keys = (
-                    viewed(gates, KEY),
-                    viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS),
-                )
+                decayed_keys = viewed(gates, KEY)
+                solved_keys = viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS)
             decayed = queries, decayed_keys, state_decays
             b_last = decay.load_last_sums(sums, warp)
             strong, halved = decay.vote(sums, b_last, warp)
