@@ -44,7 +44,8 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 SIZES = KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
 HALF = KEYS // 2  # channels of a consumer
-CONSUMERS, PRODUCER = 2, 2
+CONSUMERS, PRODUCER, DP_CONSUMER = 2, 2, 0  # DP_CONSUMER computes dP, the other one G
+LOADER, BETA_SENDER, SENDER = range(3)  # warps of the producer
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 REGISTERS = 24, 240  # of a thread of producer and consumers
 VOTES = 16  # numbers by which a warp says whether the chunk is strong
@@ -113,7 +114,7 @@ def make(config: Config):
     def finish_scores(scores, beta, products, scale):
         """dP from dO E^T, or G from dV E^T, whose diagonal is beta dbeta, which `products` takes."""
         cols = load(beta, ROW_VEC)
-        if warpgroup.id() == 0:
+        if warpgroup.id() == DP_CONSUMER:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
         else:
             warpgroup.store(products, diagonal(scores))
@@ -136,7 +137,7 @@ def make(config: Config):
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             j = int32(0)
-            if warpgroup.rank() == 0:
+            if warpgroup.rank() == LOADER:
                 rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
                 arrays = ChunkArrays(
                     gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta
@@ -144,7 +145,7 @@ def make(config: Config):
                 while chunk_items.has(grid, j):
                     loads.fill(rings, arrays, j, chunk_items.locate(grid, j), group)
                     j = int32(j + 1)
-            elif warpgroup.rank() == 1:
+            elif warpgroup.rank() == BETA_SENDER:
                 while chunk_items.has(grid, j):
                     _, head, _, token, seq = chunk_items.locate(grid, j)
                     betas, sums = beta.wait(j), results.wait(j)
@@ -152,7 +153,7 @@ def make(config: Config):
                     beta.release(j)
                     results.release(j)
                     j = int32(j + 1)
-            elif warpgroup.rank() == 2:
+            elif warpgroup.rank() == SENDER:
                 gradients, is_any_strong = viewed(read_keys, GATE_GRADIENTS), float32(0)
                 while chunk_items.has(grid, j):
                     place, flags, queries, keys = chunk_items.locate(grid, j), results.wait(j), q.wait(j), k.wait(j)
@@ -181,7 +182,7 @@ def make(config: Config):
                 # products with states, dP and G, while gates are summed up and tokens decayed
                 errors, douts, dvs = e.wait(j), do.wait(j), dv.wait(j)
                 left = douts
-                if wg:
+                if wg != DP_CONSUMER:
                     left = dvs
                 states, d_states = subtile(s.wait(j), VALUES, 0, HALF, wg), subtile(ds.wait(j), VALUES, 0, HALF, wg)
                 scores = warpgroup.mm_ABt(left, errors)

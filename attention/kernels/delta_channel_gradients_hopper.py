@@ -32,7 +32,8 @@ from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .delta_channel_block_gradients_hopper import SIZES
 
-PRODUCER = HALVES  # the warpgroup that loads and stores
+PRODUCER, DP_CONSUMER = HALVES, 0  # the warpgroup that loads and stores; the consumer that computes dP, the other one G
+LOADER, BETA_SENDER = range(2)  # warps of the producer
 GATE_WARPS = 2  # warps of a consumer that sum up over tokens
 REGISTERS = 24, 240  # of a thread of producer and consumers
 VALUE_DIMS = 64, 128  # as padded
@@ -126,7 +127,7 @@ def make(config: Config):
     def finish_scores(scores, beta, dbeta, j, scale):
         """dP from dO E^T, or G from dV E^T, whose diagonal is beta dbeta."""
         cols = load(beta, ROW_VEC)
-        if warpgroup.id() == 0:
+        if warpgroup.id() == DP_CONSUMER:
             scores = warpgroup.causal(scores * (cols * scale), 0, 0.0)
         else:
             warpgroup.store(dbeta.claim(j), diagonal(scores))
@@ -167,7 +168,7 @@ def make(config: Config):
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             item, j = chunk_items.next_item(grid, int32(0), gStrong), int32(0)
-            if warpgroup.rank() == 0:
+            if warpgroup.rank() == LOADER:
                 rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
                 arrays = ChunkArrays(
                     gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates, gChunkBeta
@@ -175,7 +176,7 @@ def make(config: Config):
                 while chunk_items.has(grid, item):
                     loads.fill(rings, arrays, j, chunk_items.locate(grid, item), group)
                     item, j = chunk_items.next_item(grid, int32(item + 1), gStrong), int32(j + 1)
-            elif warpgroup.rank() == 1:
+            elif warpgroup.rank() == BETA_SENDER:
                 while chunk_items.has(grid, item):
                     _, head, _, token, seq = chunk_items.locate(grid, item)
                     betas, sums = beta.wait(j), dbeta.wait(j)
@@ -191,7 +192,7 @@ def make(config: Config):
                 # products with states, dP and G, while gates are summed up
                 errors, left = e.wait(j), do.wait(j)
                 douts, dvs = left, dv.wait(j)
-                if wg:
+                if wg != DP_CONSUMER:
                     left = dvs
                 states, d_states = subtile(s.wait(j), VALUES, 0, PART, wg), subtile(ds.wait(j), VALUES, 0, PART, wg)
                 scores = warpgroup.mm_ABt(left, errors)
