@@ -10,11 +10,12 @@ that one does not write, such as weights.
 
 Whoever launches so promises that what is read before `wait` was not written by the grid just before, and that nothing is
 written before it. A block that releases only after it has waited keeps that promise short: of what ran two grids before, all is
-done. In a launch without overlap `wait` is over at once. The interpreter runs grids one after the other, and cannot check
-this."""
+done. In a launch without overlap `wait` is over at once. The interpreter runs grids one after the other. It checks that
+nothing is written before one of the block's warps has waited, and cannot check what is read."""
 
 from tiles.compiling import ptx
 from tiles.compiling.numba_types import void
+from tiles.interpreter import current_warp
 from tiles.op import inlined, integer, lowers, op
 
 
@@ -23,6 +24,7 @@ def wait(after=None):
     """Wait until the grid before this one is done. Its writes are then visible to this thread, and to others that synchronise
     with it. after: an integer that is computed before. The compiler begins with a wait as soon as it can, and leaves behind it
     what a block might compute meanwhile, such as where its tiles lie."""
+    current_warp().block.cluster.must_wait = False
 
 
 @op

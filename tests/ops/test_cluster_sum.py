@@ -1,12 +1,14 @@
 """ops/cluster_sum.py: sums of tiles over the blocks of a cluster, sums along rows for all blocks; ops/grid.py."""
 
+import contextlib
+
 import numpy as np
 import pytest
 from numba import cuda
 
 from ops import cluster, grid, load, store, warpgroup
 from ops.cluster_sum import ClusterSum, RowSums
-from tiles import barrier, bf16, fp32, rt, shared
+from tiles import Hazard, barrier, bf16, fp32, launch, rt, shared, st, tensor
 from tiles.testing import blank
 
 
@@ -83,6 +85,35 @@ def test_what_they_take():
         ClusterSum(3, 4, rt(16, 16, fp32))
     with pytest.raises(ValueError, match="16 rows of fp32"):
         ClusterSum(2, 4, rt(16, 16, bf16))
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("by_tma", [True, False])
+def test_a_grid_that_overlaps_the_one_before_waits_before_it_stores(sample, waits, by_tma):
+    """One warp of the block is enough, as others synchronise with it."""
+    T, Y = rt(16, 16, fp32), st(64, 16, fp32)
+    smem = shared(y=Y)
+
+    @cuda.jit
+    def body(x, y, gY):
+        (tile,) = smem.open()
+        if waits and cuda.threadIdx.x // 32 == 0:
+            grid.wait()
+        part = load(x, T, (0, 0))
+        if by_tma:
+            warpgroup.store(tile, part)
+            warpgroup.tma_store(gY, (0, 0), tile)
+            warpgroup.store_wait()
+        else:
+            warpgroup.sync()
+            store(y, part, (0, 0))
+
+    x, y = sample((16, 16)), blank((64, 16))
+    arguments = x, y, tensor(y, Y)
+    launch(body, 1, 128, shared=smem)(*arguments)
+    expected = contextlib.nullcontext() if waits else pytest.raises(Hazard, match="grid.wait.. comes first")
+    with expected:
+        launch(body, 1, 128, shared=smem, overlaps_previous=True)(*arguments)
 
 
 def test_a_grid_waits_and_releases(run, sample):

@@ -84,13 +84,16 @@ def hazard_line():
     return f"\n  at {warp}" if isinstance(warp, InterpretedWarp) else ""
 
 
-def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1)):
+def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), overlaps_previous=False):
     """Run kernel[grid, threads](*args) here, cluster by cluster: NumPy arrays, tensors and numbers in, arrays written in place.
 
     grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
     strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
-    together; others one after the other, or as if they did (processes.py). Hazard: what went wrong, where."""
-    indices_of_clusters, run = list(clusters(grid, cluster)), _runs(Cluster, kernel, grid, threads, shared, seed)
+    together; others one after the other, or as if they did (processes.py). overlaps_previous: may the grid begin while the one
+    before it runs? Then nobody stores to an array before a warp of the cluster has called grid.wait. Hazard: what went wrong,
+    where."""
+    run = _runs(Cluster, kernel, grid, threads, shared, seed, overlaps_previous)
+    indices_of_clusters = list(clusters(grid, cluster))
     progress = Progress(getattr(kernel, "py_func", kernel).__name__, len(indices_of_clusters), math.prod(cluster))
     with contextlib.closing(progress):
         run_all(
@@ -110,7 +113,7 @@ def recorded(kernel, grid, threads, args, shared, selection):
         yield {(block.index, warp.index): warp.steps for block in cluster.blocks for warp in block.warp_list}
 
 
-def _runs(kind, kernel, grid, threads, shared, seed):
+def _runs(kind, kernel, grid, threads, shared, seed, overlaps_previous=False):
     """run(indices, n, args) runs the n-th cluster, that of the blocks with these indices, and gives it back."""
     if threads % LANES or not 0 < threads <= 1024:
         raise ValueError(f"launch: block must be a multiple of {LANES} up to 1024, got {threads}")
@@ -121,7 +124,7 @@ def _runs(kind, kernel, grid, threads, shared, seed):
 
     def run(indices, n, args, accesses=None, tick=Cluster.tick):
         one = kind(indices, grid, threads // LANES, shared, random_order(seed, n), rebound, ctas_per_sm)
-        one.accesses, one.tick = accesses, tick
+        one.accesses, one.tick, one.must_wait = accesses, tick, overlaps_previous
         with np.errstate(all="ignore"):
             one.run(function, args)
         return one

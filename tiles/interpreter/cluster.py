@@ -35,9 +35,10 @@ class Cluster:
     registers.
 
     accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress.
-    waits_for_count: has it waited for a count, and so for other clusters' stores?"""
+    waits_for_count: has it waited for a count, and so for other clusters' stores? must_wait: may the grid before still run, for
+    which no warp has waited yet?"""
 
-    accesses, tick, waits_for_count = None, staticmethod(lambda: None), False
+    accesses, tick, waits_for_count, must_wait = None, staticmethod(lambda: None), False, False
 
     def __init__(self, indices, grid, warps, smem, rng, source, ctas_per_sm=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source

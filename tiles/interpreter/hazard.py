@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 KINDS = {
     "deadlock": "nobody can go on",
-    "race": "two accesses to shared memory, or two stores of other values to an element of global memory, that nothing orders",
+    "race": "two accesses to shared memory, or two stores of other values to an element of global memory, that nothing orders; "
+    "a store while the grid before may still run",
     "in flight": "a tile is touched while a copy into it, or a register while an mma that reads it, may still be under way",
     "released": "a ring's tile is used after, or given back before, its readers are done with it",
     "fence": "ordinary accesses and asynchronous ones (wgmma, TMA) with no fence.proxy.async between",

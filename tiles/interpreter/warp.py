@@ -120,10 +120,16 @@ class InterpretedWarp(greenlet):
         the two."""
         if not view.flags.writeable:
             raise ValueError(f"an array that is read-only is stored to: launch with x.copy()\n  at {self}")
+        self._check_waited()
         accesses = self.block.cluster.accesses
         if accesses and (region := accesses.region(view)):
             accesses.stores.note(self, self.clock, self.tick(), self.place(), view, values, region)
         view[...] = values
+
+    def _check_waited(self):
+        """A Hazard if the grid before may still read what this warp stores, or store there."""
+        if self.block.cluster.must_wait:
+            raise self.hazard("stores to an array while the grid before it may still run: grid.wait() comes first", "race")
 
     # -- ordinary accesses to shared memory
     def read(self, tile, rows=None, fence=True, owner=None, cols=None):
@@ -202,6 +208,7 @@ class InterpretedWarp(greenlet):
     def store_async(self, target, at, tile, fold=None):
         """Start a copy of a shared tile to target[at]; `fold`, a function of two, says what becomes of what is there."""
         self.inside(target, at)
+        self._check_waited()
         self.note_access(target, WRITE)
         if fold:
             self.note_access(target, READ)

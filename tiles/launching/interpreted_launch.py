@@ -93,6 +93,8 @@ class InterpretedLaunch:
             self._check(args, compiled=execute is None and run is not interpret)
             seed = os.environ.get("TILES_SEED")
             launch, cluster = self.launch, self.launch.cluster or (1, 1, 1)
+            if run is interpret and launch.overlaps_previous:
+                run = functools.partial(interpret, overlaps_previous=True)
             run(launch.kernel, launch.grid, launch.block[0], args, launch.shared, int(seed) if seed else None, cluster)
 
     def _check_memory(self, places):

@@ -222,7 +222,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 encode_map(name, declared_type, value.form)
             bound.append((value, declared_type.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None, self.overlaps_previous)
         return InterpretedLaunch(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 
