@@ -106,6 +106,7 @@ def make(config: Config):
     INPUT, VARLEN, (scorer_registers, consumer_registers) = config.dtype, config.varlen, REGISTERS
     seq_layout, token_channels = SequenceLayout(VARLEN, reversed=True), TokenChannels(INPUT, HALF)
     outputs = ChannelGradientOutputs(seq_layout, token_channels, config.unrounded, config.unrounded_values)
+    KEY_OUTPUT, VALUE_OUTPUT, GATE_OUTPUT = outputs.arguments
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
     STATE, ALL_CHANNELS, HALF_CHANNELS = rt(16, VALUES, fp32), rt(16, KEYS, INPUT), rt(16, HALF, INPUT)
@@ -161,10 +162,9 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: outputs.key_argument, gDK: outputs.key_argument,
-        gDV: outputs.value_argument, gDGates: outputs.gate_argument, gLastState: array(4), gFirstState: array(4),
-        gStrong: array(2), gStrongSegments: array(2), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDV: VALUE_OUTPUT,
+        gDGates: GATE_OUTPUT, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
+        gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS after each segment; gFirstState: dS before each sequence. gStrong (chunk, head): 1

@@ -22,19 +22,12 @@ class ChannelGradientOutputs:
     unrounded_values: bool
 
     @property
-    def key_argument(self):
-        """The type of a kernel's argument dQ or dK."""
-        return array(4) if self.unrounded else self.seq_layout.output_argument(st(CHUNK, COLUMNS, self.token_channels.dtype))
-
-    @property
-    def value_argument(self):
-        """The type of a kernel's argument dV."""
-        return array(4, fp32 if self.unrounded_values else self.token_channels.dtype)
-
-    @property
-    def gate_argument(self):
-        """The type of a kernel's argument of the gates' gradients."""
-        return array(4) if self.seq_layout.varlen else tiled(st(CHUNK, COLUMNS, fp32), unit=1)
+    def arguments(self):
+        """The types of a kernel's arguments dQ or dK, dV, and the gates' gradients."""
+        keys, gates = st(CHUNK, COLUMNS, self.token_channels.dtype), st(CHUNK, COLUMNS, fp32)
+        key_argument = array(4) if self.unrounded else self.seq_layout.output_argument(keys)
+        value_argument = array(4, fp32 if self.unrounded_values else self.token_channels.dtype)
+        return key_argument, value_argument, array(4) if self.seq_layout.varlen else tiled(gates, unit=1)
 
     @inlined
     def store_block(self, arrays, gradients, tiles, vectors, block, place, scale):
