@@ -22,7 +22,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.taylor_sums import SQUARE, make_differentiate_products
+from ..parts.recurrent.taylor_sums import SQUARE, TaylorGradients
 
 WARPS = 4  # of a block
 TOKENS = WARPS * BASE  # of a block
@@ -74,7 +74,7 @@ class BasedFeatureGradients:
     def make(config: "BasedFeatureGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, VARLEN, X = config.dtype, config.varlen, rt(BASE, BASE, config.dtype)
-        differentiate_products = make_differentiate_products(INPUT)
+        products = TaylorGradients(INPUT)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def differentiate(
@@ -91,7 +91,7 @@ class BasedFeatureGradients:
             total = load(gDFeatures, SQUARE, (batch, token, head, BASE * (HALF + 1)), 1, 3, True)
             for d in range(HALF + 1):
                 df = load(gDFeatures, X, (batch, token, head, int32(BASE * d)), 1, 3, True)
-                total = total + differentiate_products(df, x, d) * (squares if d == 0 else 1.0)
+                total = total + products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
             store(gDX, INPUT(total * scale), (batch, token, head, 0), 1, 3)
 
         return differentiate, None

@@ -40,16 +40,17 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.taylor_sums import (
     SQUARE,
+    TaylorGradients,
     load_key_sums,
     load_query_sums,
-    make_differentiate_products,
     store_sums,
+    taylor_weights,
 )
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
@@ -59,6 +60,62 @@ LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
 PANEL = 32  # features whose gradients are computed at a time
 STATE = rt(16, FEATURES, fp32)
 SCORES = rt(16, CHUNK, fp32)
+
+
+@static
+class BasedWalk:
+    """What both walks do alike, with q, k, v and dO of this dtype."""
+
+    dtype: dtype
+    seq_layout: SequenceLayout
+
+    @property
+    def rows(self):
+        """A warp's 16 rows of Q or K."""
+        return rt(16, BASE, self.dtype)
+
+    @property
+    def products(self):
+        """The way back from features to rows."""
+        return TaylorGradients(self.dtype)
+
+    @inlined
+    def load_chunks(self, tiles, arrays, seq, n, head, group):
+        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO."""
+        warpgroup.release_registers(LOADER_REGISTERS)
+        (gQ, gK, gV, gDOut), (key_head, _) = arrays, divmod(head, group)
+        for j in range(n):
+            token = seq.chunk_start(j)
+            tiles.q.fill(j, gQ, (seq.batch, token, key_head))
+            tiles.k.fill(j, gK, (seq.batch, token, key_head))
+            tiles.v.fill(j, gV, (seq.batch, token, head, 0))
+            tiles.do.fill(j, gDOut, (seq.batch, token, head, 0))
+
+    @inlined
+    def differentiate_features(self, rows, state, tile, x, squares):
+        """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
+        squares: the factor of squares in features. tile: shared memory for the gradients of features."""
+        for n in range(FEATURES // PANEL):
+            df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
+            warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), self.dtype(df))
+        cuda.syncwarp()  # lanes read what others wrote
+        dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), self.rows))
+        for d in range(HALF + 1):
+            df = warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), self.rows)
+            dx = dx + self.products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
+        return dx
+
+    @inlined
+    def store_rows(self, gX, x, seq, token, head):
+        """Store the rows of a chunk that belong to the sequence."""
+        warpgroup.store(truncate(gX, 1, seq.end), x, (seq.batch, token, head, 0), rows=1, cols=3)
+
+    @inlined
+    def zero_padding(self, gDX, gCuSeqlens, sequence, length, head):
+        """Store 0 to dq or dk of the padding, the tokens after the last sequence."""
+        padding = self.seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+        for j in range(padding.num_chunks()):
+            self.store_rows(gDX, zeros(SQUARE), padding, padding.chunk_start(j), head)
 
 
 @dataclass(frozen=True)
@@ -104,43 +161,10 @@ class Config:
         gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
         return shared(**rings, state=self.features, features=self.features, df=gradients, **extra_tiles)
 
-    def make_parts(self):
-        """(fill, differentiate_features, zero_padding), functions of both walks."""
-        INPUT, X, seq_layout = self.dtype, rt(16, BASE, self.dtype), SequenceLayout(self.varlen)
-        differentiate_products = make_differentiate_products(INPUT)
-
-        @inlined
-        def fill(rings, arrays, j, seq, head, key_head):
-            """Have TMA load the j-th chunk."""
-            (q, k, v, do), (gQ, gK, gV, gDOut), token = rings, arrays, seq.chunk_start(j)
-            q.fill(j, gQ, (seq.batch, token, key_head))
-            k.fill(j, gK, (seq.batch, token, key_head))
-            v.fill(j, gV, (seq.batch, token, head, 0))
-            do.fill(j, gDOut, (seq.batch, token, head, 0))
-
-        @inlined
-        def differentiate_features(rows, state, tile, x, squares):
-            """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
-            squares: the factor of squares in features. tile: shared memory for the gradients of features."""
-            for n in range(FEATURES // PANEL):
-                df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
-                warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), INPUT(df))
-            cuda.syncwarp()  # lanes read what others wrote
-            dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), X))
-            for d in range(HALF + 1):
-                products = differentiate_products(warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), X), x, d)
-                dx = dx + products * (squares if d == 0 else 1.0)
-            return dx
-
-        @inlined
-        def zero_padding(gDX, gCuSeqlens, sequence, length, head):
-            """Store 0 to dq or dk of the padding, the tokens after the last sequence."""
-            padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-            for j in range(padding.num_chunks()):
-                at = padding.batch, padding.chunk_start(j), head, 0
-                warpgroup.store(truncate(gDX, 1, padding.end), zeros(SQUARE), at, rows=1, cols=3)
-
-        return fill, differentiate_features, zero_padding
+    @property
+    def walk(self):
+        """What both walks do alike."""
+        return BasedWalk(self.dtype, SequenceLayout(self.varlen))
 
 
 @dataclass(frozen=True)
@@ -153,12 +177,11 @@ class BasedQueryGradients(Config):
     @functools.cache
     def make(config: "BasedQueryGradients"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
+        INPUT, NORMALIZE, walk, seq_layout = config.dtype, config.normalize, config.walk, SequenceLayout(config.varlen)
         X, ONES, DOUT = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, COLUMNS, INPUT)
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
         smem = config.shared_memory()
-        fill, differentiate_features, zero_padding = config.make_parts()
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_queries(
@@ -166,15 +189,13 @@ class BasedQueryGradients(Config):
             gInitialState: array(4), gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """dq of a sequence and one of the `heads`, of which `group` share a key head. Writes w and -w dO . O."""
-            q, k, v, do, state, features, gradients = smem.open()
+            tiles = smem.open()
+            q, k, v, do, state, features, gradients = tiles
             sequence, head = divmod(cuda.blockIdx.x, heads)
             seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
-                warpgroup.release_registers(LOADER_REGISTERS)
-                key_head, _ = divmod(head, group)
-                for j in range(n):
-                    fill((q, k, v, do), (gQ, gK, gV, gDOut), j, seq, head, key_head)
+                walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group)
             else:
                 warpgroup.claim_registers(CONSUMER_REGISTERS)
                 s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
@@ -190,7 +211,7 @@ class BasedQueryGradients(Config):
                     q.release(j)
                     if NORMALIZE:
                         s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                        p = warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
+                        p = warpgroup.tril(taylor_weights(s), 0, 0.0)
                         sums = finish_sum(lane_sum(p))
                         o = warpgroup.mma_ABt(warpgroup.mm_AB(INPUT(p), values), taylor(queries, 1.0), state)
                         earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
@@ -205,11 +226,11 @@ class BasedQueryGradients(Config):
                     if NORMALIZE:
                         dp = dp - dots
                     ds = INPUT(warpgroup.tril(fma(dp, s, dp), 0, 0.0))
-                    dq = mma_AB(zeros(SQUARE), ds, keys) + differentiate_features(douts, state, gradients, queries, 1.0)
+                    dq = mma_AB(zeros(SQUARE), ds, keys) + walk.differentiate_features(douts, state, gradients, queries, 1.0)
                     if NORMALIZE:
                         dq = (dq - mma_ABt(z, queries, INPUT(zz)) * dots) * w
                     dq = dq * scale
-                    warpgroup.store(truncate(gDQ, 1, seq.end), dq, (seq.batch, token, head, 0), rows=1, cols=3)
+                    walk.store_rows(gDQ, dq, seq, token, head)
                     warpgroup.store(features, taylor(warpgroup.load(keys, X), 0.5))
                     warpgroup.sync()
                     s_t = warpgroup.mma_AtB(s_t, values, features)
@@ -221,7 +242,7 @@ class BasedQueryGradients(Config):
                     k.release(j)
                     v.release(j)
                     do.release(j)
-                zero_padding(gDQ, gCuSeqlens, sequence, length, head)
+                walk.zero_padding(gDQ, gCuSeqlens, sequence, length, head)
 
         return differentiate_queries, smem
 
@@ -236,12 +257,12 @@ class BasedKeyGradients(Config):
     @functools.cache
     def make(config: "BasedKeyGradients"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen, reversed=True)
+        INPUT, NORMALIZE, walk = config.dtype, config.normalize, config.walk
+        seq_layout = SequenceLayout(config.varlen, reversed=True)
         X, ONES, DOUT = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, COLUMNS, INPUT)
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
         smem = config.shared_memory(weighted=config.key)
-        fill, differentiate_features, zero_padding = config.make_parts()
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_keys(
@@ -251,15 +272,13 @@ class BasedKeyGradients(Config):
         ):  # fmt: skip
             """dk and dv of a sequence and one of the `heads`, of which `group` share a key head, and the gradients of the
             state before it, from those of the state after it."""
-            q, k, v, do, state, features, gradients, weighted = smem.open()
+            tiles = smem.open()
+            q, k, v, do, state, features, gradients, weighted = tiles
             sequence, head = divmod(cuda.blockIdx.x, heads)
             seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
-                warpgroup.release_registers(LOADER_REGISTERS)
-                key_head, _ = divmod(head, group)
-                for j in range(n):
-                    fill((q, k, v, do), (gQ, gK, gV, gDOut), j, seq, head, key_head)
+                walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group)
             else:
                 warpgroup.claim_registers(CONSUMER_REGISTERS)
                 ds_t = warpgroup.load(gDState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
@@ -288,14 +307,13 @@ class BasedKeyGradients(Config):
                         dp, n_later = dp + dnormalizers, n_later + tile_sum(dnormalizers)
                     ds = INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
                     dk = mma_AB(zeros(SQUARE), ds, queries)
-                    p, row = INPUT(warpgroup.triu(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)), warpgroup.load(keys, X)
+                    p, row = INPUT(warpgroup.triu(taylor_weights(s), 0, 0.0)), warpgroup.load(keys, X)
                     dv = warpgroup.mma_ABt(warpgroup.mm_AB(p, douts), taylor(row, 0.5), state)
-                    at = seq.batch, token, head, 0
-                    warpgroup.store(truncate(gDV, 1, seq.end), warpgroup.wait(dv), at, rows=1, cols=3)
-                    dk = dk + differentiate_features(values, state, gradients, row, 0.5)
+                    walk.store_rows(gDV, warpgroup.wait(dv), seq, token, head)
+                    dk = dk + walk.differentiate_features(values, state, gradients, row, 0.5)
                     if NORMALIZE:
                         dk = dk + mma_ABt(z, row, INPUT(zz))
-                    warpgroup.store(truncate(gDK, 1, seq.end), dk, at, rows=1, cols=3)
+                    walk.store_rows(gDK, dk, seq, token, head)
                     ds_t = warpgroup.mma_AtB(ds_t, douts, features)
                     if NORMALIZE:
                         z, zz = mma_AB(z, ones(ONES), weighted), mma_AtB(zz, weighted, queries)
@@ -309,7 +327,7 @@ class BasedKeyGradients(Config):
                 if NORMALIZE:
                     unused = load(gDZ, SQUARE.col_vec, (sequence, head, BASE * HALF), cols=2)
                     store_sums(gDInitialZ, sequence, head, n_later, z, zz, 1.0, unused)
-                zero_padding(gDK, gCuSeqlens, sequence, length, head)
+                walk.zero_padding(gDK, gCuSeqlens, sequence, length, head)
                 seq_layout.zero_padding(gDV, gCuSeqlens, sequence, length, head, 0)
 
         return differentiate_keys, smem

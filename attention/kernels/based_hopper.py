@@ -25,7 +25,6 @@ from numpy import float32
 from ops import (
     divmod,
     finish_sum,
-    fma,
     lane_sum,
     mma_AB,
     mma_ABt,
@@ -37,11 +36,11 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.taylor_sums import COL_VEC, load_key_sums, store_sums
+from ..parts.recurrent.taylor_sums import COL_VEC, load_key_sums, store_sums, taylor_weights
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 4  # chunks in flight
@@ -95,11 +94,6 @@ def make(config: Config):
         out=config.value,
     )
 
-    @inlined
-    def taylor_weights(s):
-        """tril(1 + s + s ** 2 / 2)"""
-        return warpgroup.tril(fma(s, fma(s, 0.5, 1.0), 1.0), 0, 0.0)
-
     @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
     def scan(
         gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value),
@@ -136,7 +130,7 @@ def make(config: Config):
                 q.release(j)
                 s = warpgroup.mm_ABt(queries, keys)
                 o = warpgroup.mm_ABt(taylor(queries, 1.0), state)
-                p = taylor_weights(warpgroup.wait(s, newer=1))
+                p = warpgroup.tril(taylor_weights(warpgroup.wait(s, newer=1)), 0, 0.0)
                 if NORMALIZE:
                     sums = finish_sum(lane_sum(p))
                 o = warpgroup.mma_AB(o, INPUT(p), values)

@@ -9,6 +9,7 @@ from ops import (
     col_index,
     col_max,
     equal,
+    fma,
     less,
     load,
     mma_ABt,
@@ -21,7 +22,7 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, HALF
-from tiles import dtype, fp32, inlined, rt
+from tiles import dtype, fp32, inlined, rt, static
 
 SQUARE = rt(BASE, BASE, fp32)
 COL_VEC, ROW_VEC = SQUARE.col_vec, SQUARE.row_vec
@@ -80,23 +81,30 @@ def store_sums(gZ, sequence, head, n, z, zz, squares, unused):
     store(gZ, col_max(z), (sequence, head, BASE * (HALF + 1)), cols=2, aligned=False)
 
 
-def make_differentiate_products(INPUT: dtype):
-    """The function that goes back from features of this dtype to rows."""
+@inlined
+def taylor_weights(s):
+    """1 + s + s^2 / 2"""
+    return fma(s, fma(s, 0.5, 1.0), 1.0)
+
+
+@static
+class TaylorGradients:
+    """The way back from features of this dtype to rows."""
+
+    dtype: dtype
 
     @inlined
-    def rotate(x, d):
+    def _rotate(self, x, d):
         """A tile whose column i is x's column i + d, modulo 16: the product with a permutation, which is exact. d: from 0 to
         16."""
         offset = col_index(SQUARE) - row_index(SQUARE) - d
-        return mma_ABt(zeros(SQUARE), x, INPUT(equal(offset, 0.0) + equal(offset, -float(BASE))))
+        return mma_ABt(zeros(SQUARE), x, self.dtype(equal(offset, 0.0) + equal(offset, -float(BASE))))
 
     @inlined
-    def differentiate_products(df, x, d):
+    def differentiate(self, df, x, d):
         """What rows x have from the gradients df of the d-th 16 of their features:
 
         dx_i = df_i x_(i + d) + df_(i - d) x_(i - d), with indices modulo 16."""
         if d == HALF:  # the rest of these columns has the 1 and nothing
             df = where(less(col_index(SQUARE), HALF), df, 0.0)
-        return fp32(df) * rotate(x, d) + rotate(df, BASE - d) * rotate(x, BASE - d)
-
-    return differentiate_products
+        return fp32(df) * self._rotate(x, d) + self._rotate(df, BASE - d) * self._rotate(x, BASE - d)
