@@ -4,7 +4,8 @@ A row is {kernel, config, lines} and the fields of tiles.inspect.Figures. `lines
 blanks, comments and docstrings; `instructions` counts SASS mnemonics; `digest` is a digest of the SASS: no two rows have the
 same. A row whose source has not changed since it was last compiled is read from disk (tiles.inspect.figures).
 
-The configurations are listed by each kernel's module, `space(target, everything)`, which decides whether they are legal."""
+The configurations are listed by each kernel's module, `space(target, everything)`, which decides whether they are legal; by
+those that run before or after the main kernels of backward for these kernels' configurations, `space_around`."""
 
 import ast
 import functools
@@ -22,6 +23,8 @@ from types import CodeType, ModuleType
 from tiles.inspect import figures
 from tiles.launching.arguments import signature
 from tiles.targets import parse_target
+
+from .parts.backward.config import BackwardConfig
 
 KERNELS = {  # modules of kernels/, and of parts/
     "forward": "forward_ampere forward_hopper forward_fp8_hopper transpose_values key_norms parts.block_masks",
@@ -63,9 +66,12 @@ KERNEL_DECORATORS = "inlined", "cuda.jit"  # decorators of device functions and 
 def configurations(everything=False, arch="sm_90a", only=()):
     """(kernel name, module, config) of each configuration that is shipped for an architecture, from the modules' `space`. only:
     texts that must all occur in the kernel's, its module's or the configuration's name."""
+    target = parse_target(arch)
     for family, modules in MODULES.items():
+        shipped = {module: list(module.space(target, everything)) for module in modules if hasattr(module, "space")}
+        mains = [config for configs in shipped.values() for config in configs if isinstance(config, BackwardConfig)]
         for module in modules:
-            for config in module.space(parse_target(arch), everything):
+            for config in shipped[module] if module in shipped else module.space_around(mains, everything):
                 if all(text in f"{family} {module.__name__} {config}" for text in only):
                     yield family, module, config
 

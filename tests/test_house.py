@@ -178,6 +178,17 @@ def test_kernels_import_no_planners():
             assert not {o for o in others if o.startswith(("attention.plans", "attention.public"))}, module
 
 
+MOST_FILES = 16  # of attention/, of which a kernel is made
+
+
+def test_a_kernel_is_made_of_few_files():
+    """Whoever reads a kernel opens no more files of this package than that."""
+    reached, files = reach(house()[0]), modules(ROOT)
+    for kernel in (module for module in reached if module.startswith("attention.kernels.")):
+        ours = {kernel} | {o for o in reached[kernel] if o.startswith("attention.") and files[o].stem != "__init__"}
+        assert len(ours) <= MOST_FILES, (kernel, sorted(ours))
+
+
 def test_no_public_module_has_the_name_of_a_public_function():
     """`from attention import forward` must be the function, whatever was imported before."""
     names = {"attention.public": attention.__all__} | {

@@ -55,6 +55,11 @@ class Config(BackwardConfig):
             raise ValueError(f"warps: must divide the {self.parts.count} parts of dQ: {self.warps=}, {self}")
 
     @property
+    def adds_dq(self) -> bool:  # type: ignore[override]
+        """Does it add parts of dQ to sums? With a single block it stores dQ."""
+        return not self.single_block
+
+    @property
     def ordered_adds(self) -> AscendingAdds:
         return AscendingAdds(self.warps, False)
 

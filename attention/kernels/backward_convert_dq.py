@@ -2,8 +2,7 @@
 order in which the tensor cores leave them, to the array dQ."""
 
 import functools
-import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from numba import cuda
@@ -12,12 +11,11 @@ from numpy import int32
 from ops import divmod, grid, truncate, zeros
 from tiles.launching.arguments import FLOAT, INT, Record, array, record
 from tiles.layout import LANES
-from tiles.targets import Target
 
+from ..parts.backward.config import BackwardConfig
 from ..parts.backward.dq_parts import RowParts
 from ..parts.backward.gradient_outputs import StoreGradient
 from ..parts.sequences import BatchedLayout
-from . import backward_ampere, backward_hopper
 
 WARPS = 4  # warps of a thread block
 
@@ -49,15 +47,14 @@ class Config:
         )
 
 
-def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config:
+def config_of(main: BackwardConfig) -> Config:
     """The configuration that converts the sums of dQ of this main kernel."""
-    return Config(config.parts, config.result, seq_layout=config.seq_layout, overlaps_previous=config.overlaps_previous)
+    return Config(main.parts, main.result, seq_layout=main.seq_layout, overlaps_previous=main.overlaps_previous)
 
 
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
-    configs = itertools.chain.from_iterable(module.space(target, everything) for module in (backward_hopper, backward_ampere))
-    yield from dict.fromkeys(config_of(config) for config in configs if not config.single_block)
+def space_around(mains: Iterable[BackwardConfig], everything: bool) -> Iterator[Config]:
+    """Configurations to compile and inspect: one for each of these of main kernels, if it adds to dQ."""
+    yield from dict.fromkeys(config_of(main) for main in mains if main.adds_dq)
 
 
 @functools.cache

@@ -24,13 +24,12 @@ from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP, REGISTERS
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
-from . import backward_hopper
 
 HEAD_DIM = 128  # padded
 
 
 @dataclass(frozen=True)
-class Config(backward_hopper.Config):
+class Config(pipeline_hopper.Config):
     """The kernel's configuration. Each consumer has 64 keys, and one part of dQ."""
 
     def __str__(self):

@@ -38,11 +38,6 @@ class Config(pipeline_hopper.Config):
     float32_grad: bool = False
 
     @property
-    def threads(self) -> int:
-        """The number of threads of a thread block: the consumers and one producer warpgroup."""
-        return warpgroup.THREADS * (CONSUMERS + 1)
-
-    @property
     def recomputes_warpgroup_id(self) -> bool:
         """Does a consumer compute its warpgroup's number again for each product with its rows of V? The descriptors of these
         rows, held over the loop, made registers spill under ALiBi and lists. Other variants would pay some instructions."""

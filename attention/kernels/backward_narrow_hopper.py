@@ -27,7 +27,6 @@ from ..parts.backward import pipeline_hopper
 from ..parts.backward.pipeline_hopper import CONSUMER_WARPS, CONSUMERS, DQ_WARPS, FIRST_DQ_WARP, LOAD_WARP
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
-from . import backward_hopper
 
 DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
 REGISTERS = (24, 136, 176)  # of each thread of the producer, of the warpgroup for dK and dQ, of a consumer
@@ -35,7 +34,7 @@ HEAD_DIM, QUERIES = 64, 128  # columns of a head, padded; queries of a tile
 
 
 @dataclass(frozen=True)
-class Config(backward_hopper.Config):
+class Config(pipeline_hopper.Config):
     """The kernel's configuration. Each consumer has 64 keys."""
 
     @property

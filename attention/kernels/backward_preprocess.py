@@ -6,7 +6,7 @@ A score's gradient is dS = P (dP - delta), delta = sum(dO O) - dlse, because P i
 sink, a score without a value, it is P (0 - delta). So all that reads delta takes the gradient of lse into account."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -18,12 +18,11 @@ from tiles import dtype, fp32, inlined, rt
 from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import INT, Record, array, record
 from tiles.layout import LANES
-from tiles.targets import Target
 
+from ..parts.backward.config import BackwardConfig
 from ..parts.backward.dq_order import UNORDERED, UnorderedAdds
-from ..parts.backward.dq_parts import WARP_ROWS, RowParts
+from ..parts.backward.dq_parts import WARP_ROWS
 from ..parts.sequences import BatchedLayout
-from . import backward_ampere, backward_hopper, backward_wide_hopper
 
 LOG2_E = np.float32(np.log2(np.e))
 MASKED_LSE = 1e30  # the log-sum-exp of a row that sees no key, or does not exist: its weights exp2(s - lse) are exact zeros
@@ -31,15 +30,16 @@ MASKED_LSE = 1e30  # the log-sum-exp of a row that sees no key, or does not exis
 
 @dataclass(frozen=True)
 class Config:
-    """The kernel's configuration: the padded columns of O, queries of a tile, how dQ is cut (if it is summed), whether rows of
-    O and dO begin at multiples of 16 bytes, how sequences seq_layout, in which order dQ is summed, whether the kernel begins
-    while the grid before it ends, and whether the log-sum-exp has a gradient."""
+    """The kernel's configuration. value_dim: padded. rows: queries of a tile. sums: rows and columns of a query tile in the
+    array of sums of dQ, if that must be set to 0. aligned: do rows of O and dO begin at multiples of 16 bytes? seq_layout: how
+    sequences lie in memory. order: in which order dQ is summed. overlaps_previous: does the kernel begin while the grid before
+    it ends (PDL)? has_dlse: has the log-sum-exp a gradient?"""
 
     value_dim: int
     rows: int
     dtype: dtype
-    parts: RowParts | None
-    aligned: bool = True
+    sums: tuple[int, int] | None
+    aligned: bool
     seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     order: UnorderedAdds = field(default=UNORDERED, kw_only=True)
     overlaps_previous: bool = field(default=False, kw_only=True)
@@ -61,39 +61,21 @@ class Config:
         return record(**self.sequences.params, **self.order.params, **has_dlse)
 
     def __str__(self):
-        parts = type(self.parts).__name__.lower() if self.parts else "no sums"
-        suffix = (
-            ", by elements" * (not self.aligned) + str(self.order) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
-        )
-        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {parts}{suffix}"
+        sums = "{} x {} sums".format(*self.sums) if self.sums else "no sums"
+        flags = ", by elements" * (not self.aligned) + " PDL" * self.overlaps_previous + ", dlse" * self.has_dlse
+        return f"D {self.value_dim} {self.dtype}, {self.rows} queries, {sums}{self.order}{flags}"
 
 
-def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config:
+def config_of(main: BackwardConfig) -> Config:
     """The configuration that runs before this main kernel."""
-    aligned, parts = True, config.parts
-    if isinstance(config, backward_ampere.Config):
-        aligned, parts = config.vector_bytes == VECTOR_SIZES[0], replace(config.parts, vector_bytes=VECTOR_SIZES[0])
-    shape = config.value_dim, config.rows, config.dtype
-    return Config(
-        *shape,
-        None if config.single_block else parts,
-        aligned,
-        seq_layout=config.seq_layout,
-        order=config.order,
-        overlaps_previous=config.overlaps_previous,
-    )
+    sums = (main.parts.sum_rows, main.parts.sum_columns) if main.adds_dq and main.order.needs_zeros else None
+    shape = main.value_dim, main.rows, main.dtype, sums, main.vector_bytes == VECTOR_SIZES[0]
+    return Config(*shape, seq_layout=main.seq_layout, order=main.order, overlaps_previous=main.overlaps_previous)
 
 
-def without_sums(config: backward_wide_hopper.Config) -> Config:
-    """The configuration that runs before a main kernel that sums no dQ in global memory."""
-    return Config(config.value_dim, config.rows, config.dtype, None, overlaps_previous=config.overlaps_previous)
-
-
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """Configurations to compile and inspect for an architecture: one for each of the main kernel's, also with dlse."""
-    kernels = backward_hopper, backward_ampere
-    configs = [config_of(config) for kernel in kernels for config in kernel.space(target, everything)]
-    configs += [without_sums(config) for config in backward_wide_hopper.space(target, everything)]
+def space_around(mains: Iterable[BackwardConfig], everything: bool) -> Iterator[Config]:
+    """Configurations to compile and inspect: one for each of these of main kernels, also with dlse."""
+    configs = [config_of(main) for main in mains]
     with_dlse = [replace(config, has_dlse=True) for config in (configs if everything else configs[:1])]
     yield from dict.fromkeys(configs + with_dlse)
 
@@ -110,9 +92,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     ALIGNED, PDL, HAS_DLSE = True if config.aligned else None, config.overlaps_previous, config.has_dlse
     ROWS, INPUT, PART, PARAMS = config.rows, config.dtype, rt(WARP_ROWS, 64, fp32), config.params
-    parts, sequences, order = config.parts, config.sequences, config.order
-    COLUMNS, WARPS = config.value_dim, config.rows // WARP_ROWS
-    X, SUM_ROWS = (rt(WARP_ROWS, parts.sum_columns, fp32), parts.sum_rows) if parts and order.needs_zeros else (PART, 0)
+    sequences, order, (SUM_ROWS, SUM_COLUMNS) = config.sequences, config.order, config.sums or (0, PART.cols)
+    COLUMNS, WARPS, SUMS = config.value_dim, config.rows // WARP_ROWS, rt(WARP_ROWS, SUM_COLUMNS, fp32)
     ZERO_TILES = SUM_ROWS // WARP_ROWS
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -145,6 +126,6 @@ def make(config: Config):
         if warp == 0:
             order.init_semaphores(params, batch_head, tile)
         for n in range(warp, ZERO_TILES, WARPS):  # 0 if nothing needs to be cleared
-            store(gDQAccum, zeros(X), (batch_head, int32(SUM_ROWS * tile + WARP_ROWS * n), 0), 1, 2, True)
+            store(gDQAccum, zeros(SUMS), (batch_head, int32(SUM_ROWS * tile + WARP_ROWS * n), 0), 1, 2, True)
 
     return prepare, None

@@ -35,6 +35,7 @@ class Config(BackwardConfig):
     do_stages: int = 2
     p_stages: int = 2
     overlaps_previous = True
+    adds_dq = False
 
     @property
     def threads(self) -> int:

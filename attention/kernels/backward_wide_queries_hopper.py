@@ -15,7 +15,7 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.forward_config import BaseConfig
+from ..parts.base_config import BaseConfig
 from ..parts.tiling import zero_first_keys, zero_last_keys
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL

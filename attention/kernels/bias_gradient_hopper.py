@@ -16,10 +16,8 @@ from tiles import bf16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.backward.config import BackwardConfig
 from ..parts.backward.gradient_outputs import float32_output
-from ..parts.backward.recomputed_scores import BiasRead
-from ..parts.forward_config import BaseConfig
+from ..parts.base_config import BaseConfig
 from ..parts.scores import TmaBias
 from ..parts.sequences import BatchedLayout
 from ..parts.tiling import zero_first_keys, zero_last_keys
@@ -49,17 +47,18 @@ class Config(BaseConfig):
         return super().__str__() + f", {self.main_rows} main rows" + ", accumulates" * self.accumulate
 
 
-def serves(main: BackwardConfig, read: BiasRead) -> bool:
-    """Does this kernel serve the gradient of the bias that `read` reads, if this is the main kernel's configuration?"""
+def serves(main: BaseConfig) -> bool:
+    """Does this kernel serve the gradient of a bias, to which no score function is applied, if this is the main kernel's
+    configuration?"""
     variant = main.variant
     plain = main.seq_layout is BatchedLayout and not (main.by_list or main.axes or variant.uses_random)
-    return variant.tma_bias is not None and main.head_dim in KV and plain and read.score_and_grad is None
+    return variant.tma_bias is not None and main.head_dim in KV and plain
 
 
-def config_for(main: BackwardConfig) -> Config:
+def config_for(main: BaseConfig, accumulate: bool) -> Config:
     """The configuration that goes with this main kernel."""
     shape = main.head_dim, main.value_dim, main.dtype, main.variant, KV[main.head_dim]
-    return Config(*shape, axes=main.axes, main_rows=main.rows, accumulate=main.accumulate)
+    return Config(*shape, axes=main.axes, main_rows=main.rows, accumulate=accumulate)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -47,7 +47,7 @@ from ..parts.decode.products import KeyScaledProducts, QuantizedProducts, SameDt
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.decode.token_rows import PackedRows, UniformRows
 from ..parts.norms import QueryNorm
-from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
+from ..parts.online_softmax import LOWEST_FLOAT, Softmax, lowest_max, over_sum
 from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float32
@@ -243,7 +243,7 @@ def make(config: Config):
         scratch=sv(WARPS * ROWS, fp32),
         **DESCALES,
     )
-    softmax = Softmax(O)
+    softmax = Softmax(O, lowest_max(variant))
 
     @inlined
     def look_up_next(lookup, k, gK, sequence, key, end, params):
@@ -377,7 +377,7 @@ def make(config: Config):
             ctx = ctx._replace(precomputed=variant.precompute(ctx))
             k_descale, v_descale = product.head_descales(sequence, head, params)
             queries, q_sums = prepare_queries(q, ctx, head, prefetched, scratch)
-            state, o_unit = softmax.init(variant.max_floor), product.initial_unit()
+            state, o_unit = softmax.init(softmax.lowest), product.initial_unit()
             for i in range(n):
                 key, prefetched_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
                 prefetched_scores = variant.prefetch(S, ctx, key)

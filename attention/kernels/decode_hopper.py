@@ -27,7 +27,7 @@ from ..parts.decode.key_window import KeyWindow
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile, PartialOutput
 from ..parts.decode.splits import FixedSplits, StreamKSplits
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
-from ..parts.online_softmax import LOWEST_FLOAT, Softmax, over_sum
+from ..parts.online_softmax import LOWEST_FLOAT, Softmax, lowest_max, over_sum
 from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 KV, CONSUMERS = 64, 2  # keys of a tile; warpgroups that share out the tiles of keys
@@ -128,7 +128,7 @@ def make(config: Config):
     S, O, HALF = rt(16, KV, fp32), rt(16, config.value_dim, fp32), config.value_dim // 2
     O_HALF, STAGED = rt(16, HALF, fp32), config.stages
     PANELS, LEFT, ALLOWS_LOW_SCORES = QUERIES.panels, window.left, variant.allows_low_scores
-    softmax = Softmax(O)
+    softmax = Softmax(O, lowest_max(variant))
     smem = shared(
         q=QUERIES,
         k=ring(K, STAGED, WARPGROUP, writers=feed.writers),
@@ -257,7 +257,7 @@ def make(config: Config):
                 )
                 ctx = ctx._replace(precomputed=variant.precompute(ctx))
                 load_queries(tiles, gQ, out_tile, wg)
-                state = softmax.init(variant.max_floor)
+                state = softmax.init(softmax.lowest)
                 for i in range(int32((wg + j) % CONSUMERS), n, CONSUMERS):
                     state = attend_tile(state, int32(j + i), int32(first + KV * i), unmasked_end, tiles, ctx, scale, slack)
                 merge_consumers(state, tiles, wg, ctx, scale, out_tile, params)

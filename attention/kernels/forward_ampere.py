@@ -23,14 +23,14 @@ from tiles.launching.arguments import FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
 
-from ..parts.forward_config import BaseConfig, in_pages
-from ..parts.online_softmax import Softmax
+from ..parts.forward_config import ForwardConfig, in_pages
+from ..parts.online_softmax import Softmax, lowest_max
 from ..parts.variant import ScoreContext, Variant
 from ..parts.visibility import CAUSAL, FULL
 
 
 @dataclass(frozen=True)
-class Config(BaseConfig):
+class Config(ForwardConfig):
     """A kernel's configuration. warps: of a CTA, each with rows_per_warp query rows. stages: of the pipelines. ctas_per_sm: how
     many CTAs should share an SM. vector_bytes: the number of bytes of which addresses and strides are multiples."""
 
@@ -157,7 +157,7 @@ def make(config: Config):
         k=pipeline(config.key, STAGES, config.warps),
         v=pipeline(config.value, STAGES, config.warps),
     )
-    softmax = Softmax(O)
+    softmax = Softmax(O, lowest_max(variant))
 
     @inlined
     def prepare_queries(queries, ctx):
@@ -204,9 +204,9 @@ def make(config: Config):
             queries = prepare_queries(subtile(q.wait(0, PENDING_AFTER_Q), WARP_ROWS, warp), ctx)
             if ACCUMULATES:
                 o, lse = load(gO, O, (seq.batch, row, head, 0), 1, 3, False), load(gLse, O.col_vec, (seq.batch, head, row))
-                state = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
+                state = softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, softmax.lowest), scale)
             else:
-                state = softmax.init(variant.initial_max(ctx, variant.max_floor))
+                state = softmax.init(variant.initial_max(ctx, softmax.lowest))
             for i in range(n):
                 key, at_v, at_k = tiling.key(kv_blocks, i, ctx), i + STAGES - 1, i + STAGES
                 keys = k.wait(i, PENDING)

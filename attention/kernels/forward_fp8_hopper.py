@@ -22,16 +22,16 @@ from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.base_config import BaseConfig
 from ..parts.descales import BlockDescales, HeadDescales
-from ..parts.forward_config import BaseConfig
 from ..parts.fp8_values import TransposedBefore, TransposeInProducer
-from ..parts.online_softmax import Softmax
+from ..parts.online_softmax import Softmax, lowest_max
 from ..parts.outputs import StoreOutput
 from ..parts.sequences import BatchedLayout
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
-from .forward_hopper import REGISTERS
 
+REGISTERS = {2: (40, 232), 3: (32, 160)}  # {consumers: registers a thread of (producer, consumer)}
 LIFT, SLACK = 8.0, 0.75  # powers of 2: the weight of the row maximum, and how far it may still grow; e4m3 ends at 2^8.8
 HEAD_DESCALES, IN_PRODUCER = HeadDescales(), TransposeInProducer()
 
@@ -219,7 +219,7 @@ def make(config: Config):
         k=ring(config.key, config.stages, readers),
         **v_transpose.rings(config.kv, config.value_dim, config.stages, readers),
     )
-    softmax, OUTPUT = Softmax(O), output.declare(config.value_dim, bf16)
+    softmax, OUTPUT = Softmax(O, lowest_max(variant)), output.declare(config.value_dim, bf16)
     VALUES, LAG = v_transpose.source(config.kv, config.value_dim), v_transpose.lag
 
     @inlined
@@ -345,7 +345,7 @@ def make(config: Config):
                 next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
                 s = warpgroup.wait(warpgroup.mm_ABt(consumer.queries, k.wait(0)))
                 k.release(0)
-                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, variant.max_floor)), tile, consumer)
+                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, softmax.lowest)), tile, consumer)
                 p, state = zipped(p), descales.add(state, p, tile)
                 if MASKS_SECOND:
                     masked = int32(min(2, kv_blocks.n))

@@ -21,9 +21,9 @@ from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.forward_config import BaseConfig, in_pages
+from ..parts.forward_config import ForwardConfig, in_pages
 from ..parts.key_sources import BLOCK, OneBuffer, StreamingBuffers, TwoBuffers
-from ..parts.online_softmax import Softmax
+from ..parts.online_softmax import Softmax, lowest_max
 from ..parts.outputs import AccumulateOutput, StoreFloat32, StoreOutput, TmaStoreOutput
 from ..parts.sequences import BatchedLayout, PackedLayout, QueryPartsLayout
 from ..parts.tiling import zero_first_keys, zero_last_keys
@@ -36,7 +36,7 @@ REGISTERS = {1: (24, 232), 2: (40, 232), 3: (32, 160), 4: (32, 112)}  # {consume
 
 
 @dataclass(frozen=True)
-class Config(BaseConfig):
+class Config(ForwardConfig):
     """A kernel's configuration. consumers: warpgroups with 64 query rows each. stages, q_stages: of the rings of keys and
     values, and of queries. persistent: each SM has one CTA, which computes many query tiles and loads the next one while it
     finishes one; otherwise each query tile has a CTA, and the hardware balances the load. tma_store: TMA stores the output,
@@ -259,7 +259,7 @@ def make(config: Config):
         **weights.memory(ROWS, KV),
         **bias_tiles.rings(config.stages, readers),
     )
-    softmax, OUTPUT = Softmax(O), output.declare(config.value_dim, config.dtype)
+    softmax, OUTPUT = Softmax(O, lowest_max(variant)), output.declare(config.value_dim, config.dtype)
 
     @inlined
     def find_tile(r, blocks, heads, batch_heads, raster_group, params):

@@ -18,8 +18,7 @@ from tiles import fp32, rt
 from tiles.launching.arguments import INT, Record, record
 from tiles.layout import LANES
 
-from ..parts.listed_keys import AT_END, AT_START, CLASSES, COUNTS, HEAD, LISTS, MAX_COUNT
-from ..parts.tiling import Tiling
+from ..parts.tiling import AT_END, AT_START, CLASSES, COUNTS, LIST_HEADER, LISTS, MAX_COUNT, Tiling
 from ..parts.variant import ScoreContext, Variant, arrays_of
 
 WARPS, ROWS = 4, 16  # warps of a CTA, each with a key block; query tiles have a multiple of so many rows
@@ -128,11 +127,11 @@ class BuildKeyLists:
                         int32(ctx.params.unseen[batch, head, tile, COUNTS * number + AT_END]) if partial == 0 else unseen_at_end
                     )
                 if kind > 0:
-                    place = HEAD + partial if kind == 1 else ctx.params.lists.shape[3] - 1 - full
+                    place = LIST_HEADER + partial if kind == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, tile, place] = number
                 partial, full = int32(partial + (kind == 1)), int32(full + (kind == 2))
             if partial + full == 0:
-                ctx.params.lists[batch, head, tile, HEAD] = (kv_len + KV - 1) // KV
+                ctx.params.lists[batch, head, tile, LIST_HEADER] = (kv_len + KV - 1) // KV
                 partial = int32(1)
             ctx.params.lists[batch, head, tile, 0] = partial + full
             ctx.params.lists[batch, head, tile, 1] = partial

@@ -16,15 +16,25 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod
+from tiles import inlined
 from tiles.launching.arguments import INT, Record, record
 from tiles.layout import LANES
 
-from ..parts.backward.listed_queries import class_of_group
 from ..parts.backward.query_tiling import QueryTiling
-from ..parts.listed_keys import AT_END, AT_START, CLASSES, COUNTS, HEAD, LISTS, MAX_COUNT
+from ..parts.tiling import AT_END, AT_START, CLASSES, COUNTS, LIST_HEADER, LISTS, MAX_COUNT
 from ..parts.variant import ScoreContext, Variant
 
 MAX_SURVEY_QUERIES = 128  # queries for which a warp of ClassifyBlocks evaluates the mask at once, at most
+
+
+@inlined
+def class_of_group(classes, batch, head, group, tile, block):
+    """The class of a query tile and a key block for `group` heads together, from head `head` on."""
+    visible, full = int32(0), int32(0)
+    for h in range(group):
+        one = classes[batch, head + h, tile, block]
+        visible, full = int32(visible + (one > 0)), int32(full + (one == 2))
+    return int32(0) if visible == 0 else int32(2) if full == group else int32(1)
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class BuildQueryLists:
                     unseen_at_start = int32(min(unseen_at_start, ctx.params.unseen[batch, h, tile, COUNTS * block + AT_START]))
                     unseen_at_end = int32(min(unseen_at_end, ctx.params.unseen[batch, h, tile, COUNTS * block + AT_END]))
                 if visibility > 0:
-                    place = HEAD + masked if visibility == 1 else ctx.params.lists.shape[3] - 1 - full
+                    place = LIST_HEADER + masked if visibility == 1 else ctx.params.lists.shape[3] - 1 - full
                     ctx.params.lists[batch, head, block, place] = tile
                 masked, full = int32(masked + (visibility == 1)), int32(full + (visibility == 2))
             ctx.params.lists[batch, head, block, 0] = masked + full

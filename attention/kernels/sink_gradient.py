@@ -18,10 +18,10 @@ from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.backward.gradient_outputs import StoreGradient, float32_output
-from . import backward_ampere, backward_hopper
+from ..parts.backward.gradient_outputs import StoreGradient
 
 WARPS, HEADS, QUERIES = 16, 16, 32  # warps and heads of a thread block; queries of each head that a warp takes at once
+TILES = 32, 64, 128  # queries of the main kernels' tiles
 LOG2_E = np.float32(np.log2(np.e))
 
 
@@ -38,16 +38,10 @@ class Config:
         return f"sinks, {self.rows} queries, {type(self.result).__name__.lower()}"
 
 
-def config_of(config: backward_hopper.Config | backward_ampere.Config) -> Config:
-    """The configuration that goes with this main kernel."""
-    return Config(config.rows, float32_output(config.accumulate))
-
-
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """Configurations to compile and inspect for an architecture: one for each of the main kernel's."""
-    yield from dict.fromkeys(
-        config_of(config) for module in (backward_hopper, backward_ampere) for config in module.space(target, everything)
-    )
+    """Configurations to compile and inspect for an architecture: for each height of the main kernels' query tiles."""
+    for rows in TILES:
+        yield Config(rows, StoreGradient(fp32))
 
 
 @functools.cache

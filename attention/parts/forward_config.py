@@ -1,94 +1,35 @@
-"""The fields that configurations of all softmax attention kernels share: what a kernel computes, whatever its tile shapes and
-instructions."""
+"""The fields that configurations of forward kernels share besides those of base_config.py: where keys come from, and what
+becomes of the output."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from tiles import dtype, st
 from tiles.launching.arguments import Record, record
 
-from .bias_tiles import BiasTiles, NoTiles
+from .base_config import BaseConfig
 from .key_sources import OneBuffer, PagedKeys
-from .listed_keys import ListedTiling
-from .sequences import BatchedLayout, KvCacheLayout
-from .tiling import Tiling
-from .variant import Variant, arrays_of
+from .sequences import KvCacheLayout
 
 
 def in_pages(parts: int = 1) -> dict[str, Any]:
-    """The fields of a BaseConfig for keys and values in a paged cache."""
+    """The fields of a ForwardConfig for keys and values in a paged cache."""
     return {"seq_layout": KvCacheLayout, "kv_source": PagedKeys(parts)}
 
 
 @dataclass(frozen=True)
-class BaseConfig:
-    """The configuration of a kernel of any family. head_dim, value_dim: padded. kv: keys of a block. seq_layout: how
-    sequences lie in memory. kv_source: where keys and values come from. axes: how many axes each array of aux has. by_list: do
-    lists say which key blocks a query tile reads? float32_out: is the output float32? accumulates: is the output combined with
+class ForwardConfig(BaseConfig):
+    """kv_source: where keys and values come from. float32_out: is the output float32? accumulates: is the output combined with
     the one for other keys that is already there?"""
 
-    head_dim: int
-    value_dim: int
-    dtype: dtype
-    variant: Variant
-    kv: int
-    seq_layout: type[BatchedLayout] = field(default=BatchedLayout, kw_only=True)
     kv_source: OneBuffer = field(default=OneBuffer(), kw_only=True)
-    axes: tuple[int, ...] = field(default=(), kw_only=True)
-    by_list: bool = field(default=False, kw_only=True)
     float32_out: bool = field(default=False, kw_only=True)
     accumulates: bool = field(default=False, kw_only=True)
 
     @property
-    def rows(self) -> int:
-        """Query rows of a thread block; each family defines it."""
-        raise NotImplementedError
-
-    @property
-    def tiling(self) -> Tiling:
-        """The Tiling, which says which key blocks a query tile reads."""
-        return (ListedTiling if self.by_list else Tiling)(self.rows, self.kv, self.variant)
-
-    @property
-    def sequences(self) -> BatchedLayout:
-        """The layout of sequences for this kernel's tiles."""
-        return self.seq_layout(self.rows)
-
-    @property
-    def bias_tiles(self) -> NoTiles:
-        """The object for bias tiles that TMA loads beside tiles of keys (bias_tiles.py)."""
-        dtype = self.variant.tma_bias
-        return NoTiles() if dtype is None else BiasTiles(self.rows, self.kv, dtype)
-
-    @property
     def params(self) -> Record:
-        """The record of the kernel's arguments that the variant, the sequences' layout, the source of keys, lists of blocks and
-        bias tiles read."""
-        parts = self.variant, self.sequences, self.kv_source, self.tiling, self.bias_tiles
-        return record(**{name: kind for part in parts for name, kind in part.params.items()})
-
-    @property
-    def aux(self) -> Record:
-        """The record of the arrays of aux."""
-        return arrays_of(self.axes)
-
-    @property
-    def query(self) -> st:
-        """The type of a CTA's query tile in shared memory."""
-        return st(self.rows, self.head_dim, self.dtype)
-
-    @property
-    def key(self) -> st:
-        """The type of a key tile in shared memory."""
-        return st(self.kv, self.head_dim, self.dtype)
-
-    @property
-    def value(self) -> st:
-        """The type of a value tile in shared memory."""
-        return st(self.kv, self.value_dim, self.dtype)
+        """The record of the kernel's arguments that the parts of BaseConfig and the source of keys read."""
+        return record(**super().params.fields, **self.kv_source.params)
 
     def __str__(self):
-        dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.value_dim != self.head_dim)
-        kind = self.seq_layout.label + f"{self.kv_source}" + " by list" * self.by_list
-        kind += " accumulates" if self.accumulates else " float32 out" * self.float32_out
-        return f"{dims} {self.dtype} {self.variant}{kind}, {self.rows} x {self.kv}"
+        output = " accumulates" if self.accumulates else " float32 out" * self.float32_out
+        return f"{super().__str__()}{self.kv_source}{output}"

@@ -107,11 +107,18 @@ class SoftmaxState(NamedTuple):
             return o, (self.m * scale + log2(l)) * LN2
 
 
+def lowest_max(variant: Any) -> float:
+    """The `lowest` of Softmax for a Variant."""
+    return LOWEST_FLOAT if variant.allows_low_scores else LOWEST
+
+
 @static
 class Softmax:
-    """Makes the SoftmaxState of a tile of output. tile: the type of O."""
+    """Makes the SoftmaxState of a tile of output. tile: the type of O. lowest: the lowest number at which a row's maximum
+    starts."""
 
     tile: rt
+    lowest: float = LOWEST
 
     @inlined
     def init(self, lowest):

@@ -24,7 +24,7 @@ class StoreOutput:
     @inlined
     def init_state(self, softmax, variant, ctx, gO, gLse, seq, row, scale):
         """The softmax state of a consumer's rows, from `row` of the Sequence on, before their first key."""
-        return softmax.init(variant.initial_max(ctx, variant.max_floor))
+        return softmax.init(variant.initial_max(ctx, softmax.lowest))
 
     @inlined
     def store(self, gO, o, queries, seq, row, head):
@@ -95,7 +95,7 @@ class AccumulateOutput(StoreFloat32):
         gO, gLse, row = truncate(gO, 1, end), truncate(gLse, 2, end), seq.offset_q + row
         o = warpgroup.load(gO, softmax.tile, (seq.batch, row, ctx.head, 0), 1, 3, False)
         lse = warpgroup.load(gLse, softmax.tile.col_vec, (seq.batch, ctx.head, row))
-        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, variant.max_floor), scale)
+        return softmax.resume(o / variant.output(1.0, ctx), lse, variant.initial_max(ctx, softmax.lowest), scale)
 
 
 class TmaStoreOutput(StoreOutput):

@@ -38,6 +38,7 @@ class Alibi(Variant):
 
     adds_late = has_row_offset
     fits_folded_backward = False
+    fits_slope_gradient = True
 
     @property
     def params(self) -> dict[str, Any]:
@@ -114,6 +115,8 @@ class Alibi(Variant):
 class ScoreModAlibi(Alibi):
     """score + slope (j - i), or score - slope |i - j|, recognised in a score function. slope(b, h, *aux) is in units of 1, and
     i and j count from 0."""
+
+    fits_slope_gradient = False
 
     slope: Callable
 
@@ -324,7 +327,7 @@ class ScoreModWithGrad(ScoreMod):
 class Sink(Variant):
     """An attention sink: exp(sink), with a logit for each head, is added to the row sum, like a key whose value is 0."""
 
-    needs_raw_scores = True
+    needs_raw_scores = fits_slope_gradient = True
 
     @property
     def params(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from ops import col_index, load, maximum, row_index
 from tiles import dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import Record, array, positional_record
 
-from .online_softmax import LOWEST, LOWEST_FLOAT
 from .part import KernelPart
 
 
@@ -129,25 +128,21 @@ class Variant(KernelPart):
     ends_at_last_key = False  # does the mask hide what comes after the last key, so that kernels need not?
     cheap_mask = False  # do tiles take as long as in full or causal attention?
     uses_random = False  # does it draw random numbers, which need many registers?
-    # Are there registers for it in the backward ...
-    fits_narrow_backward = True  # ... kernel for head dims up to 64 (kernels/backward_narrow_hopper.py)?
     reads_score_matrix = False  # does it load one number for each score, which needs as many registers as scores?
     prefetches_columns = False  # if so, does it load one number for each column only, while wgmma runs (`prefetch`)?
     tma_bias = None  # the dtype of a bias that TMA loads in tiles (bias_tiles.py)
     prepares_queries = False  # does it change the query tile before the scores (`prepare_queries`)?
     adds_late = False  # in gradients, is its term added to the exponents of weights, not to scores (`late_term`)?
-    fits_folded_backward = True  # ... kernel for head dims up to 128 (kernels/backward_folded_hopper.py)?
-    fits_wide_backward = True  # ... kernel for head dims over 128 (kernels/backward_wide_hopper.py)?
     allows_low_scores = False  # may scores below -1e30 be more than masked ones (online_softmax.py)?
     nonlinear = False  # is the derivative of a changed score by the raw score other than 1?
+    # Are there registers for it in the backward ...
+    fits_narrow_backward = True  # ... kernel for head dims up to 64 (kernels/backward_narrow_hopper.py)?
+    fits_folded_backward = True  # ... kernel for head dims up to 128 (kernels/backward_folded_hopper.py)?
+    fits_wide_backward = True  # ... kernel for head dims over 128 (kernels/backward_wide_hopper.py)?
+    fits_slope_gradient = False  # ... main kernel that computes the gradient of slopes, too (backward/slope_gradient.py)?
 
     def __str__(self):
         return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()
-
-    @property
-    def max_floor(self) -> float:
-        """The lowest number at which a row's maximum starts."""
-        return LOWEST_FLOAT if self.allows_low_scores else LOWEST
 
     @inlined
     def query_stats(self, x, ctx):
@@ -447,7 +442,7 @@ def _of_both(name: str, fold: Callable[[Any], bool]) -> property:
 
 
 TRUE_OF_ALL = """sees_all_keys starts_at_zero positional cheap_mask fits_narrow_backward fits_folded_backward
-    fits_wide_backward"""
+    fits_wide_backward fits_slope_gradient"""
 TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_end_early ends_at_last_key uses_random
     reads_score_matrix prefetches_columns prepares_queries adds_late allows_low_scores nonlinear"""
 for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):

@@ -26,6 +26,7 @@ class Causal(Variant):
     monotonic = True
     ends_at_last_key = True  # the last query is aligned with the last key
     cheap_mask = True
+    fits_slope_gradient = True
 
     @inlined
     def key_range(self, first, last, ctx):
@@ -71,6 +72,7 @@ class WindowLeft(Variant):
 
     sees_all_keys = False
     starts_at_zero = False
+    fits_slope_gradient = True
 
     @property
     def params(self) -> dict[str, Any]:

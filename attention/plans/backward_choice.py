@@ -9,8 +9,8 @@ from tiles.launching.devices import machine
 
 from ..families import FamilyAndBlock, family_name, uses_hopper_kernels
 from ..kernels import backward_ampere, backward_folded_hopper, backward_hopper, backward_narrow_hopper, backward_wide_hopper
-from ..parts.backward.recomputed_scores import BiasRead
-from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT, choose_slope_gradient
+from ..parts.backward.recomputed_scores import BiasRead, SlopeRead
+from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT, SLOPE_GRADIENT, NoSlopeGradient
 from ..parts.sequences import BatchedLayout
 from ..parts.variant import Variant
 from .forward_launches import DTYPES, choose_layout, load_bias_by_tma, uses_block_lists
@@ -77,6 +77,13 @@ def choose_kernel(
             return KernelChoice(module, module.config_for(head_dim, dtype, tma_variant, value_dim, **order), plain)
     main_config = backward_hopper.config_for(head_dim, dtype, tma_variant, value_dim, **fields, **order)
     return KernelChoice(backward_hopper, main_config, plain)
+
+
+def choose_slope_gradient(variant: Variant, read: BiasRead) -> NoSlopeGradient:
+    """SLOPE_GRADIENT if the main kernel can compute the gradient of the slopes that `read` reads, else NO_SLOPE_GRADIENT: the
+    slopes must be shared by all sequences, under a mask that hides later keys."""
+    is_shared = isinstance(read, SlopeRead) and not read.per_batch
+    return SLOPE_GRADIENT if is_shared and variant.has_row_offset and variant.fits_slope_gradient else NO_SLOPE_GRADIENT
 
 
 def all_see_first_block(variant: Variant, queries: int, keys: int) -> bool:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from tiles import fp32
 from tiles.calls.plan import Fill, Plan, return_none
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
@@ -19,8 +18,9 @@ from ..kernels import (
     backward_wide_queries_hopper,
     sink_gradient,
 )
+from ..parts.backward.config import BackwardConfig
 from ..parts.backward.dq_order import UNORDERED, AscendingAdds, LastBlockStores, OrderedAdds, UnorderedAdds
-from ..parts.backward.gradient_outputs import StoreGradient
+from ..parts.backward.gradient_outputs import float32_output
 from ..parts.backward.recomputed_scores import BiasRead
 from ..parts.backward.slope_gradient import NO_SLOPE_GRADIENT
 from .backward_choice import choose_kernel
@@ -76,10 +76,10 @@ def plan_launches(
     partial_args = partial_arguments(before_main, after_main, config, split)
     config = replace(config, splits_queries=split.splits > 1)
     lse_delta = before_main.allocate((batch, heads, 2 * tiles * config.rows), "float32")
-    if config.single_block:
-        dq_accum = problem["dq"]
-    else:
+    if config.adds_dq:
         dq_accum = before_main.allocate((batch * heads, tiles * parts.sum_rows, parts.sum_columns), "float32")
+    else:
+        dq_accum = problem["dq"]
     order_args = dict(seq_args)
     if isinstance(config.order, OrderedAdds):
         semaphores = config.order.semaphores * tiles
@@ -107,15 +107,15 @@ def plan_launches(
     arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
     args = arrays | numbers | partial_args | order_args | variant_args | list_args | slope_args
     main = kernel_for(module, config, problem.device).bind(partial_args["batch_heads"] * blocks, gDQAccum=dq_accum, **args)
-    zeroed = lse_delta if config.single_block else dq_accum  # with a single block of keys there is nothing to clear
-    preparation = _bind_prepare(problem, backward_preprocess.config_of(config), lse_delta, zeroed, tiles, order_args)
+    zeroed = dq_accum if config.adds_dq else lse_delta  # if dQ is not summed there is nothing to clear
+    preparation = _bind_prepare(problem, config, lse_delta, zeroed, tiles, order_args)
     steps = [*before_main.steps, preparation, main]
-    if not config.single_block:
+    if config.adds_dq:
         finishing = kernel_for(backward_convert_dq, backward_convert_dq.config_of(config), problem.device)
         finish_args = {"blocks": tiles, "heads": heads, "unit": scale} | seq_args
         steps.append(finishing.bind(batch * heads * tiles, gDQAccum=dq_accum, gDQ=problem["dq"], **finish_args))
     if dsink:
-        steps.append(_bind_sinks(problem, sink_gradient.config_of(config), lse_delta, batch, tiles))
+        steps.append(_bind_sinks(problem, config, lse_delta, batch, tiles))
     score_args = arrays | seq_args | variant_args | survey_args
     score_gradients = ScoreGradients(problem, spec, config, after_main, score_args, gpu.processors)
     for name, reads_of_array in reads.items():
@@ -152,9 +152,7 @@ def plan_wide_launches(
     partial_args = partial_arguments(before_main, after_main, by_keys, split)
     by_keys = replace(by_keys, splits_queries=split.splits > 1)
     lse_delta = before_main.allocate((batch, heads, 2 * tiles * by_keys.rows), "float32")
-    preparation = _bind_prepare(
-        problem, backward_preprocess.without_sums(by_keys), lse_delta, lse_delta, tiles, seq_args
-    )  # clears nothing
+    preparation = _bind_prepare(problem, by_keys, lse_delta, lse_delta, tiles, seq_args)
     dq_args = {"heads": heads, "batch_heads": batch * heads, "group": group, "gDQ": problem["dq"]}
     rasters = choose_raster_group(spec.variant.monotonic, UNORDERED, gpu.processors)
     args = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDO": problem["dout"], "gLseDelta": lse_delta}
@@ -168,17 +166,18 @@ def plan_wide_launches(
         kernel = kernel_for(module, config, problem.device)
         steps.append(kernel.bind(sizes["batch_heads"] * count, blocks=count, **sizes, **args))
     if dsink:
-        steps.append(_bind_sinks(problem, sink_gradient.Config(by_keys.rows, StoreGradient(fp32)), lse_delta, batch, tiles))
+        steps.append(_bind_sinks(problem, by_keys, lse_delta, batch, tiles))
     return Plan([*steps, *after_main.steps], before_main.scratch)
 
 
 def _bind_prepare(
-    problem: Problem, config: backward_preprocess.Config, lse_delta: Any, dq_accum: Any, tiles: int, args: Mapping[str, Any]
+    problem: Problem, main: BackwardConfig, lse_delta: Any, dq_accum: Any, tiles: int, args: Mapping[str, Any]
 ) -> Any:
-    """The launch that computes lse and delta of each query, and clears the sums of dQ."""
+    """The launch that computes lse and delta of each query, and clears the sums of dQ, before this main kernel."""
     batch, heads = problem("batch", "heads")
     dlse = {} if (x := problem["dlse"]) is None else {"dlse": x}
-    return kernel_for(backward_preprocess, replace(config, has_dlse=bool(dlse)), problem.device).bind(
+    config = replace(backward_preprocess.config_of(main), has_dlse=bool(dlse))
+    return kernel_for(backward_preprocess, config, problem.device).bind(
         batch * heads * tiles,
         gO=problem["out"],
         gDO=problem["dout"],
@@ -192,9 +191,9 @@ def _bind_prepare(
     )
 
 
-def _bind_sinks(problem: Problem, config: sink_gradient.Config, lse_delta: Any, batches: int, tiles: int) -> Any:
-    """The launch that computes the gradients of the sinks."""
-    heads = problem.extents["heads"]
+def _bind_sinks(problem: Problem, main: BackwardConfig, lse_delta: Any, batches: int, tiles: int) -> Any:
+    """The launch that computes the gradients of the sinks, for query tiles of this main kernel."""
+    heads, config = problem.extents["heads"], sink_gradient.Config(main.rows, float32_output(main.accumulate))
     return kernel_for(sink_gradient, config, problem.device).bind(
         -(-heads // sink_gradient.HEADS),
         gLseDelta=lse_delta,

@@ -129,7 +129,7 @@ class PreparationSteps:
         (batch, heads, kv_len), (by_batch, by_head) = self.problem("batch", "heads", "seqlen_k"), spec.lists_vary
         grid_extents, keys = (batch if by_batch else 1, heads if by_head else 1), -(-kv_len // config.kv)
         block_lists, classes = (
-            self.allocate((*grid_extents, blocks, key_block_lists.HEAD + keys), "int32"),
+            self.allocate((*grid_extents, blocks, key_block_lists.LIST_HEADER + keys), "int32"),
             self.allocate((*grid_extents, blocks, keys), "int8"),
         )
         unseen = self.allocate((*grid_extents, blocks, key_block_lists.COUNTS * keys), "int8")
@@ -216,15 +216,9 @@ def choose_config(problem: Problem, spec: VariantSpec, family: str | FamilyAndBl
     if tma and problem.dtype != "float8_e4m3fn":
         spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
     out = schema.arguments["out"] if schema.written else None
-    float32_out, accumulates = bool(out and out.holds == "float32"), bool(out and out.role == "updated")
-    fields = {
-        "seq_layout": seq_layout,
-        "axes": axes,
-        "by_list": by_list,
-        "float32_out": float32_out,
-        "accumulates": accumulates,
-    }
-    if seq_layout is BatchedLayout and not (axes or by_list or float32_out):
+    outputs = {"float32_out": bool(out and out.holds == "float32"), "accumulates": bool(out and out.role == "updated")}
+    fields = {"seq_layout": seq_layout, "axes": axes, "by_list": by_list} | {name: True for name, x in outputs.items() if x}
+    if seq_layout is BatchedLayout and not (axes or by_list or outputs["float32_out"]):
         fields = {}
     if not tma and problem.dtype == "float8_e4m3fn":
         require_hopper(problem)

@@ -6,7 +6,7 @@ from tiles.launching.arrays import Operand
 
 from ..kernels.key_block_lists import WARPS, ClassifyBlocks
 from ..kernels.query_tile_lists import BuildQueryLists, RankKeyBlocks
-from ..parts.listed_keys import COUNTS, HEAD
+from ..parts.tiling import COUNTS, LIST_HEADER
 from .forward_launches import PreparationSteps
 from .variant_spec import VariantSpec
 
@@ -22,7 +22,7 @@ def launch_query_lists(before: PreparationSteps, spec: VariantSpec, config: Any,
     classes = before.allocate((batches, class_heads, tiles, blocks), "int8")
     shape = spec.variant, config.rows, config.kv
     unseen = before.allocate((batches, class_heads, tiles, COUNTS * blocks), "int8")
-    results = {"lists": before.allocate((batches, list_heads, blocks, HEAD + tiles), "int32"), "classes": classes}
+    results = {"lists": before.allocate((batches, list_heads, blocks, LIST_HEADER + tiles), "int32"), "classes": classes}
     classify, build, rank = ClassifyBlocks(*shape, config.axes), BuildQueryLists(*shape), RankKeyBlocks(*shape)
     groups = -(-blocks // WARPS)
     survey_args = {"classes": classes, "unseen": unseen, "groups": groups, "blocks": tiles, "heads": class_heads}

@@ -82,8 +82,8 @@ class ScoreGradients:
         batch, heads, batches, bias_heads, rows = self.problem("sequences", "heads", "bias_batch", "bias_heads", "bias_seqlen")
         shared_by = {"bias_heads": bias_heads, "batches": batch // batches, "heads": heads // bias_heads}
         bias_args = {"gDBias": self.problem["dbias"], **shared_by, **self.shape, **self.args}
-        if bias_gradient_hopper.serves(self.config, read):
-            config = bias_gradient_hopper.config_for(self.config)
+        if bias_gradient_hopper.serves(self.config) and read.score_and_grad is None:
+            config = bias_gradient_hopper.config_for(self.config, self.config.accumulate)
             tiles, blocks = -(-rows // config.rows), -(-self.problem.extents["seqlen_k"] // config.kv)
             dbias_tiles = batches * bias_heads * tiles * blocks
             grid = min(dbias_tiles, self.processors)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from tiles import fp32, st, sv
 from tiles.launching.arguments import Record, record
 
-from ..forward_config import BaseConfig
+from ..base_config import BaseConfig
 from .dq_order import UNORDERED, AscendingAdds, UnorderedAdds
+from .dq_parts import RowParts
 from .gradient_outputs import AccumulateGradient, StoreGradient
-from .listed_queries import query_tiling
-from .query_tiling import QueryTiling
+from .query_tiling import QueryTiling, query_tiling
 from .slope_gradient import NO_SLOPE_GRADIENT, NoSlopeGradient
 
 DIMS = 64, 128, 256  # head dims are padded to one of these; backward_wide_hopper.py has DIMS of its own
@@ -35,7 +35,12 @@ class BackwardConfig(BaseConfig):
     splits_queries: bool = field(default=False, kw_only=True)
     overlaps_previous = False  # does it begin while the grid before it ends (PDL)?
     vector_bytes = 16  # the bytes that addresses and strides are multiples of
-    single_block = False  # does a thread block have all keys, and store dQ itself?
+    adds_dq = True  # does it add parts of dQ to sums in global memory?
+
+    @property
+    def parts(self) -> RowParts:
+        """The parts in which dQ is computed; each family that computes it defines them."""
+        raise NotImplementedError
 
     @property
     def ordered_adds(self) -> AscendingAdds:

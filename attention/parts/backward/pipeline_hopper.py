@@ -33,6 +33,11 @@ class Config(BackwardConfig):
     overlaps_previous = True
 
     @property
+    def threads(self) -> int:
+        """The number of threads of a thread block: the consumers and one producer warpgroup."""
+        return warpgroup.THREADS * (CONSUMERS + 1)
+
+    @property
     def ordered_adds(self) -> AscendingAdds:
         fixed_lengths = self.seq_layout is BatchedLayout and not self.by_list
         causal = self.variant.monotonic and self.variant.starts_at_zero and self.variant.ends_at_last_key

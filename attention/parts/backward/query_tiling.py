@@ -1,14 +1,13 @@
-"""Which query tiles see a key block: parts/tiling.py, seen from the keys."""
+"""Which query tiles see a key block: parts/tiling.py, seen from the keys. Lists of them are built by query_tile_lists.py."""
 
-import math
 from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import divmod, rasterize, right_fill
+from ops import divmod, rasterize
 from tiles import inlined, static
 
-from ..tiling import Tiling, zero_first_keys, zero_last_keys
+from ..tiling import LIST_HEADER, LISTS, Tiling, zero_first_keys, zero_last_keys
 
 
 class QueryTiles(NamedTuple):
@@ -105,13 +104,6 @@ class QueryTiling(Tiling):
         else:
             return i < q_tiles.inner_first or i >= q_tiles.inner_end
 
-    @inlined
-    def mask(self, s, ctx, key):
-        """Scores s of keys from `key` on, with -inf for those that must not be seen."""
-        if not self.variant.ends_at_last_key:
-            s = right_fill(s, ctx.seqlen_k - key, -math.inf)
-        return self.variant.mask(s, ctx, key, -math.inf)
-
 
 class SplitQueryTiling(QueryTiling):
     """QueryTiling for thread blocks that each take one of several parts of the query tiles: see backward_combine.py."""
@@ -124,3 +116,53 @@ class SplitQueryTiling(QueryTiling):
         n = min(length, q_tiles.n - first)
         inner_first, inner_end = int32(q_tiles.inner_first - first), int32(q_tiles.inner_end - first)
         return q_tiles._replace(first=int32(q_tiles.first + first), n=int32(n), inner_first=inner_first, inner_end=inner_end)
+
+
+class ListedQueryTiling(QueryTiling):
+    """QueryTiling in which a list says which query tiles see a key block. params.lists: by batch, key head and key block; see
+    query_tile_lists.py. ctx.head: the first of the query heads that share the key head."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"lists": LISTS}
+
+    @inlined
+    def query_tiles(self, key, ctx, group):
+        lists, head, block = ctx.params.lists, ctx.head // group, key // self.kv
+        n, masked = int32(lists[ctx.batch, head, block, 0]), int32(lists[ctx.batch, head, block, 1])
+        unseen_at_start, unseen_at_end = int32(lists[ctx.batch, head, block, 2]), int32(lists[ctx.batch, head, block, 3])
+        return QueryTiles(int32(0), n, masked, int32(0), unseen_at_start, unseen_at_end)
+
+    @inlined
+    def tile_index(self, q_tiles, i, key, ctx, group):
+        return self.tile_at(q_tiles, max(0, min(i, q_tiles.n - 1)), key, ctx, group)  # kernels ask for one tile too many
+
+    @inlined
+    def tile_at(self, q_tiles, place, key, ctx, group):
+        lists = ctx.params.lists
+        place = LIST_HEADER + place if place < q_tiles.inner_first else lists.shape[3] - 1 - place + q_tiles.inner_first
+        return int32(lists[ctx.batch, ctx.head // group, key // self.kv, place])
+
+    @inlined
+    def needs_mask(self, q_tiles, i):
+        return i < q_tiles.inner_first
+
+
+class RankedQueryTiling(ListedQueryTiling):
+    """ListedQueryTiling for thread blocks that add to dQ in a fixed order. params.ranks, by batch, key head, query tile and key
+    block: how many earlier key blocks have the tile in their lists."""
+
+    @property
+    def params(self) -> dict[str, Any]:
+        return {"lists": LISTS, "ranks": LISTS}
+
+    @inlined
+    def blocks_before(self, block, tile, ctx, group):
+        return int32(ctx.params.ranks[ctx.batch, ctx.head // group, tile, block])
+
+
+def query_tiling(by_list: bool, deterministic: bool, splits_queries: bool) -> type[QueryTiling]:
+    """The class that says which query tiles a thread block works on: from a list; or from the variant, all or some of them."""
+    if by_list:
+        return RankedQueryTiling if deterministic else ListedQueryTiling
+    return SplitQueryTiling if splits_queries else QueryTiling

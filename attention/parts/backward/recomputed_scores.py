@@ -15,10 +15,9 @@ from tiles import fp32, inlined, pipeline, rt, st, static
 from tiles.launching.arguments import Record, record
 from tiles.layout import LANES
 
-from ..forward_config import BaseConfig
-from ..listed_keys import CLASSES
+from ..base_config import BaseConfig
 from ..sequences import BatchedLayout
-from ..tiling import Tiling
+from ..tiling import CLASSES, Tiling
 from ..variant import Variant
 from .dq_parts import WARP_ROWS
 

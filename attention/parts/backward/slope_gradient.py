@@ -15,10 +15,6 @@ from tiles import inlined, static
 from tiles.launching.arguments import array
 
 from ..part import KernelPart
-from ..scores import Alibi, Sink
-from ..variant import CombinedVariant, Variant
-from ..visibility import Causal, WindowLeft
-from .recomputed_scores import BiasRead, SlopeRead
 
 
 @static
@@ -69,21 +65,3 @@ class SlopeGradient(NoSlopeGradient):
 
 
 NO_SLOPE_GRADIENT, SLOPE_GRADIENT = NoSlopeGradient(), SlopeGradient()
-COMPATIBLE = (
-    Causal,
-    WindowLeft,
-    Alibi,
-    Sink,
-)  # parts of a variant that leave registers for it: with others the kernel would spill
-
-
-def choose_slope_gradient(variant: Variant, read: BiasRead) -> NoSlopeGradient:
-    """SLOPE_GRADIENT if the main kernel can compute the gradient of the slopes that `read` reads, else NO_SLOPE_GRADIENT."""
-    parts = _parts_of(variant)
-    hides_later = any(isinstance(x, Alibi) and x.has_row_offset for x in parts) and all(type(x) in COMPATIBLE for x in parts)
-    return SLOPE_GRADIENT if hides_later and isinstance(read, SlopeRead) and not read.per_batch else NO_SLOPE_GRADIENT
-
-
-def _parts_of(variant: Variant) -> list[Variant]:
-    """The variants that a CombinedVariant joins, or the variant itself."""
-    return [*_parts_of(variant.one), *_parts_of(variant.other)] if isinstance(variant, CombinedVariant) else [variant]

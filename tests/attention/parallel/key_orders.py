@@ -19,7 +19,7 @@ from attention.parallel.peers import Peers, PendingMessages
 from attention.parallel.redistribution import PendingArrays
 from attention.parts import sequences
 from attention.parts.backward.config import BackwardConfig
-from attention.parts.forward_config import BaseConfig
+from attention.parts.base_config import BaseConfig
 from attention.parts.variant import ScoreContext
 from tiles.launching.arrays import Array
 
