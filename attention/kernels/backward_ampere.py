@@ -171,23 +171,14 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KV, ROWS, WARP_KEYS, STEP, WARPS, VECTOR_BYTES = (
-        config.kv,
-        config.rows,
-        config.keys_per_warp,
-        config.step,
-        config.warps,
-        config.vector_bytes,
-    )
+    KV, ROWS, WARP_KEYS, STEP, WARPS = config.kv, config.rows, config.keys_per_warp, config.step, config.warps
     PARAMS, AUX, INPUT, SPLIT, NONLINEAR = config.params, config.aux, config.dtype, config.split, config.variant.nonlinear
     variant, tiling, parts, sequences = config.variant, config.tiling, config.parts, config.sequences
     order, slope_gradient, result, OUT = config.order, config.slope_gradient, config.result, config.result.dtype
-    PANELS, KEY_TILES, STEPS, BANDS = config.head_dim // PANEL, KV // WARP_KEYS, ROWS // STEP, ROWS // WARP_ROWS
-    WARPGROUPS = WARPS // WARPGROUP
-    PARTS_PER_WARP, DQ_ARRAY = (
-        parts.count // WARPS,
-        parts.accum_array,
-    )  # parts of dQ of a warp; the type of the array they go to
+    KEY_TILES, STEPS, WARPGROUPS = KV // WARP_KEYS, ROWS // STEP, WARPS // WARPGROUP
+    # parts of dQ side by side, one below the other, of a warp; the type of the array that they are added to
+    PANELS, BANDS, PARTS_PER_WARP = config.head_dim // PANEL, ROWS // WARP_ROWS, parts.count // WARPS
+    DQ_ARRAY, VECTOR_BYTES = parts.accum_array, config.vector_bytes
     DK, DV, PART = rt(WARP_KEYS, config.head_dim, fp32), rt(WARP_KEYS, config.value_dim, fp32), rt(WARP_ROWS, PANEL, fp32)
     SCORES, S, P = rt(WARP_KEYS, STEP, fp32), rt(STEP, WARP_KEYS, fp32, "col"), rt(STEP, WARP_KEYS, INPUT, "col")
     smem = shared(
@@ -199,16 +190,13 @@ def make(config: Config):
     )
 
     @inlined
-    def one_warp_step(j, dkdv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, ctx, masked, key, gLseDelta, place, scale):
+    def one_warp_step(j, dkdv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, ctx, masked, key, gLseDelta, lse_at, scale):
         """((dK, dV), dslope) of a warp after query tile j, STEP queries at a time. dS is stored in shared memory."""
-        (dk, dv), (batch, head, row) = dkdv, place
+        (dk, dv), (batch, head, row) = dkdv, lse_at
         q_tile, do_tile = q.wait(j, 1), do.wait(j, 0)
         for n in range(STEPS):
-            step_ctx, q_rows, do_rows = (
-                ctx._replace(row=int32(ctx.row + STEP * n)),
-                subtile(q_tile, STEP, n),
-                subtile(do_tile, STEP, n),
-            )
+            step_ctx = ctx._replace(row=int32(ctx.row + STEP * n))
+            q_rows, do_rows = subtile(q_tile, STEP, n), subtile(do_tile, STEP, n)
             s = turned(mma_ABt(zeros(SCORES), k_rows, q_rows))
             lse = load(gLseDelta, S.col_vec, (batch, head, int32(row + STEP * n)), -2, -1, True)
             s, grad = variant.score_and_grad(s, step_ctx, key)
@@ -223,10 +211,10 @@ def make(config: Config):
         return (dk, dv), dslope
 
     @inlined
-    def two_warp_step(j, dkv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, ctx, masked, key, gLseDelta, place, scale):
+    def two_warp_step(j, dkv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, ctx, masked, key, gLseDelta, lse_at, scale):
         """(dV or dK, dslope) of a warp after query tile j: dV of the first of the two warps that have the same keys, dK of the
         other. P goes from one to the other through the shared memory of dS; the derivatives of scores follow after all dS."""
-        first, (batch, head, row) = warp_index() < KEY_TILES, place
+        first, (batch, head, row) = warp_index() < KEY_TILES, lse_at
         lse_or_delta = load(gLseDelta, S.col_vec, (batch, head, row if first else int32(row + ROWS)), -2, -1, True)
         q_tile, do_tile = q.wait(j, 1), do.wait(j, 0)
         x = turned(mma_ABt(zeros(SCORES), k_rows if first else v_rows, q_tile if first else do_tile))
@@ -290,9 +278,8 @@ def make(config: Config):
             end, end_k = seq.offset_q + seq.seqlen_q, sequences.end_of_keys(batch, params)
             gQ, gDO, gDK, gDV = truncate(gQ, 1, end), truncate(gDO, 1, end), truncate(gDK, 1, end_k), truncate(gDV, 1, end_k)
         n_keys, warp_key = warp % KEY_TILES, int32(key + WARP_KEYS * (warp % KEY_TILES))
-        ctx = ScoreContext(
-            batch, group * head_group, int32(0), int32(seq.seqlen_k - seq.seqlen_q), seq.seqlen_q, seq.seqlen_k, params, aux, 0
-        )
+        shift = int32(seq.seqlen_k - seq.seqlen_q)
+        ctx = ScoreContext(batch, group * head_group, int32(0), shift, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
         q_tiles = tiling.take_split(tiling.query_tiles(key, ctx, group), split, splits)
         first = int32(seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, 0), key, ctx, group))
         tiles, tiles_before = int32(group * q_tiles.n), sequences.first_tile(batch, params)
@@ -311,22 +298,18 @@ def make(config: Config):
         for j in range(tiles):
             index = order.visit_index(q_tiles.n, i)
             tile = tiling.tile_index(q_tiles, index, key, ctx, group)
-            base_ctx = ctx._replace(head=head, row=int32(ROWS * tile))
-            tile_ctx, dq_tile = base_ctx._replace(precomputed=variant.precompute(base_ctx)), int32(tiles_before + tile)
-            place, masked = (seq.batch, head, int32(2 * ROWS * dq_tile)), tiling.needs_mask(q_tiles, index)
+            tile_ctx, dq_tile = ctx._replace(head=head, row=int32(ROWS * tile)).precompute(variant), int32(tiles_before + tile)
+            lse_at, masked = (seq.batch, head, int32(2 * ROWS * dq_tile)), tiling.needs_mask(q_tiles, index)
             dkdv, dslope = step(
-                j, dkdv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, tile_ctx, masked, warp_key, gLseDelta, place, scale
+                j, dkdv, dslope, q, do, k_rows, v_rows, ds_tile, n_keys, tile_ctx, masked, warp_key, gLseDelta, lse_at, scale
             )
             block.sync()
             last = i + 1 == q_tiles.n  # of the head's tiles
-            row = (
-                first
-                if last
-                else int32(
-                    seq.offset_q + ROWS * tiling.tile_index(q_tiles, order.visit_index(q_tiles.n, i + 1), key, ctx, group)
-                )
-            )
-            next_rows = seq.batch, row, int32(head + 1) if last else head, 0
+            next_row = first
+            if not last:
+                next_index = order.visit_index(q_tiles.n, i + 1)
+                next_row = int32(seq.offset_q + ROWS * tiling.tile_index(q_tiles, next_index, key, ctx, group))
+            next_rows = seq.batch, next_row, int32(head + 1) if last else head, 0
             q.fill(j + 1, gQ, next_rows, 1, 3, tiles, VECTOR_BYTES)
             do.fill(j + 1, gDO, next_rows, 1, 3, tiles, VECTOR_BYTES)
             prior = order.prior_adds(tiling, number, tile, ctx, group)

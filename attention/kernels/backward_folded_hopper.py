@@ -158,8 +158,7 @@ def make(config: Config):
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             dk, dv = zeros(DK), zeros(DV)
             if tiles > 0:
-                tile_ctx = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles)))
-                tile_ctx = tile_ctx._replace(precomputed=variant.precompute(tile_ctx))
+                tile_ctx = ctx._replace(row=int32(ROWS * order.first_visited(q_tiles))).precompute(variant)
                 k_tile, v_tile = k.wait(0), v.wait(0)
                 q_tiles.clear(k_tile, CONSUMERS)
                 q_tiles.clear(v_tile, CONSUMERS)

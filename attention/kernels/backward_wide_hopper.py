@@ -119,7 +119,7 @@ def make(config: Config):
         """(the context of query tile j, must it be masked?)"""
         h, i = divmod(j, q_tiles.n)
         tile_ctx = ctx._replace(head=int32(group * head_group + h), row=int32(ROWS * (q_tiles.first + i)))
-        return tile_ctx._replace(precomputed=variant.precompute(tile_ctx)), tiling.needs_mask(q_tiles, i)
+        return tile_ctx.precompute(variant), tiling.needs_mask(q_tiles, i)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def compute_dk_dv(

@@ -111,7 +111,7 @@ def make(config: Config):
         index = int32(2 * MAIN_ROWS * (ctx.row // MAIN_ROWS) + ctx.row % MAIN_ROWS)
         lse = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, index))
         delta = load(gLseDelta, S.col_vec, (ctx.batch, ctx.head, int32(index + MAIN_ROWS)))
-        ctx = bias_tiles.load_rows_of_tile(tile, ctx._replace(precomputed=variant.precompute(ctx)), wg)
+        ctx = bias_tiles.load_rows_of_tile(tile, ctx.precompute(variant), wg)
         s = warpgroup.wait(s, newer=1)
         q.release(n)
         k.release(n)

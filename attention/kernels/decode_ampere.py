@@ -39,7 +39,7 @@ from tiles.launching.arguments import FLOAT, INT, array, record
 from tiles.layout import LANES
 from tiles.targets import LARGE, MEDIUM, SMALL, Target
 
-from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, PagedLoader
+from ..parts.decode.cache_loaders import DenseLoader, IndexedLoader, KeyTiles, PagedLoader, TileReader
 from ..parts.decode.key_window import KeyWindow, WholeCacheWindow
 from ..parts.decode.norms import PLAIN_KEYS, LayerNormedKeys, MultiHeadLayerNorm, MultiHeadRmsNorm, PlainKeys, RmsNormedKeys
 from ..parts.decode.outputs import FinalOrPartialOutput, FinalOutput, OutputTile, PackedPartialOutput, PartialOutput
@@ -51,6 +51,7 @@ from ..parts.online_softmax import LOWEST_FLOAT, Softmax, lowest_max, over_sum
 from ..parts.variant import TokenHeadContext, Variant, arrays_of
 
 SLAB_COLS = 32  # columns of O that a warp merges at a time: one panel of float32
+TWO_AHEAD_ELEMENTS = 16 * 192  # of a warp's O, up to which registers hold the page numbers of two tiles
 
 
 @dataclass(frozen=True)
@@ -230,12 +231,14 @@ def make(config: Config):
     COLUMNS, ALL_COLUMNS = config.value_dim // O_PARTS, config.value_dim
     WARPS_O, SLAB, SLABS = st(WARPS * ROWS, COLUMNS, fp32), rt(ROWS, SLAB_COLS, fp32), COLUMNS // SLAB_COLS
     # are pages looked up two tiles ahead? If there are registers for it
-    LOOKS_TWO_AHEAD = O.rows * O.cols <= 16 * 192 and not product.has_key_descales
+    TWO_AHEAD = ROWS * config.value_dim <= TWO_AHEAD_ELEMENTS and not product.has_key_descales
+    reader = TileReader(cache, product, KV, TWO_AHEAD)
     # does a block know which keys it has without a read from global memory?
     KNOWS_KEYS = type(window) is WholeCacheWindow and not window.padded and config.seq_layout is UniformRows
     DESCALES = product.descale_pipelines(KV, STAGES, WARPS)
     COMMITS, AHEAD = 2 + len(DESCALES), STAGES - 1  # commit groups of a tile; tiles that are being copied
     PENDING = COMMITS * (STAGES - 2) + COMMITS // 2  # commit groups that follow the keys, or the values, that are waited for
+    PENDING_DESCALES = PENDING + COMMITS // 2  # the same of their descales, for which one waits after the next copies began
     smem = shared(
         q=pipeline(QUERY, 1, WARPS),
         k=pipeline(st(KV, config.head_dim, CACHE), STAGES, WARPS),
@@ -246,12 +249,14 @@ def make(config: Config):
     softmax = Softmax(O, lowest_max(variant))
 
     @inlined
-    def look_up_next(lookup, k, gK, sequence, key, end, params):
-        """(where the next tile's keys are, from `key` on; where those of the tile after it are, if that is looked up
-        already)"""
-        if LOOKS_TWO_AHEAD:
-            return lookup, cache.look_up(k, gK, sequence, int32(key + KV), end, params)
-        return cache.look_up(k, gK, sequence, key, end, params), lookup
+    def find_keys(work, first_token, last_token, tokens, params):
+        """(the KeySpan of these tokens; of the tiles of its keys that are the block's work, the first key and how many there
+        are). Tiles are counted from the first key that any token of the sequence sees."""
+        seq_span = window.key_span(work.sequence, 0, tokens - 1, tokens, params)
+        span = window.key_span(work.sequence, first_token, last_token, tokens, params)
+        first_tile = int32(max(work.tile, (span.first - seq_span.first) // KV))
+        first = int32(seq_span.first + KV * first_tile)
+        return span, first, int32(max(0, min(work.end_tile - first_tile, (span.end - first + KV - 1) // KV)))
 
     @inlined
     def compute_query_stats(tile, ctx):
@@ -264,23 +269,23 @@ def make(config: Config):
             return None
 
     @inlined
-    def prefetch_panel(i, head, params):
+    def load_factors(i, head, params):
         """Load what panel i of the queries is multiplied by."""
         col = int32(Q.cols * i)
         return variant.prefetch_query_params(Q.row_vec, col, params), norm.prefetch(Q.row_vec, head, col, params)
 
     @inlined
-    def prepare_panel(tile, operand, i, sums, stats, prefetched, ctx, head):
+    def prepare_panel(tile, operand, i, sums, stats, factors, ctx, head):
         """Write panel i of the queries to `operand`, as the product takes it. Returns `sums` with this panel's added."""
-        x = variant.prepare_queries_by(load(subtile(tile, ROWS, 0, Q.cols, i), Q), stats, prefetched[0], ctx, Q.cols * i)
-        y = product.convert_q(norm.weight_queries(x, prefetched[1]))
+        x = variant.prepare_queries_by(load(subtile(tile, ROWS, 0, Q.cols, i), Q), stats, factors[0], ctx, Q.cols * i)
+        y = product.convert_q(norm.weight_queries(x, factors[1]))
         store(subtile(operand, ROWS, 0, Q.cols, i), y)
         return norm.add_query_sums(sums, x, y, head, Q.cols * i, ctx.params)
 
     @inlined
-    def prepare_queries(q, ctx, head, prefetched, scratch):
+    def prepare_queries(q, ctx, head, factors, scratch):
         """Wait for the queries. Returns (the queries as the product takes them, the sums over their columns that scores need).
-        prefetched: of the warp's own panel, or None."""
+        factors: of the warp's own panel, or None."""
         tile = q.wait(0, COMMITS * AHEAD)
         if KEEPS_Q:
             return tile, None
@@ -288,10 +293,10 @@ def make(config: Config):
         warp = warp_index()
         if PREFETCHES:
             if warp < QUERY.panels:
-                sums = prepare_panel(tile, operand, warp, sums, stats, prefetched, ctx, head)
+                sums = prepare_panel(tile, operand, warp, sums, stats, factors, ctx, head)
         else:
             for i in range(warp, QUERY.panels, WARPS):
-                sums = prepare_panel(tile, operand, i, sums, stats, prefetch_panel(i, head, ctx.params), ctx, head)
+                sums = prepare_panel(tile, operand, i, sums, stats, load_factors(i, head, ctx.params), ctx, head)
         block.sync(fenced=True)
         return operand, norm.reduce_query_sums(sums, scratch)
 
@@ -337,7 +342,7 @@ def make(config: Config):
         if PDL and not KNOWS_KEYS:
             grid.wait(int32(number + head + index))
         tile, all_tokens = layout.find_tile(index, tokens, group, params), tokens
-        warp, row, tokens, first_row = warp_index(), tile.row, tile.tokens, int32(tile.seq_start * group)
+        warp, row, tokens, seq_row = warp_index(), tile.row, tile.tokens, int32(tile.seq_start * group)
         end_row = int32(tokens * group)
         last_row = int32(min(row + ROWS, end_row) - 1)
         first_token, last_token = int32(row // group), int32(last_row // group)
@@ -346,62 +351,43 @@ def make(config: Config):
             sequence, batch, is_final = work.sequence, layout.batch_of(work.sequence), work.end_tile - work.tile == work.tiles
             part_batch = layout.batch_of(work.part_batch)
             first_out, last_out = int32(tile.seq_start + first_token), int32(tile.seq_start + last_token)
-            out_row = int32(first_row + row)
+            out_row = int32(seq_row + row)
             out_tile = OutputTile(batch, head, work.part, part_batch, is_final, out_row, first_out, last_out, group)
-            seq_span = window.key_span(sequence, 0, tokens - 1, tokens, params)
-            span = window.key_span(sequence, first_token, last_token, tokens, params)
-            first_tile = int32(max(work.tile, (span.first - seq_span.first) // KV))
-            first = int32(seq_span.first + KV * first_tile)
-            n = int32(max(0, min(work.end_tile - first_tile, (span.end - first + KV - 1) // KV)))
+            span, first, n = find_keys(work, first_token, last_token, tokens, params)
             if PDL and KNOWS_KEYS:
                 grid.wait(int32(first + n))
-            prefetched = prefetch_panel(warp_index(), head, params) if PREFETCHES else None  # after the keys it would come late
-            q_lookup = q.look_up(None, group, (0, out_tile.row), first_row + end_row)  # only a token's rows are contiguous
-            lookup = cache.look_up(k, gK, sequence, first, span.end, params)
-            next_lookup = cache.look_up(k, gK, sequence, int32(first + KV), span.end, params) if LOOKS_TWO_AHEAD else lookup
-            descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, first, span.end, params)
-            q.fill_pages(0, gQ, q_lookup, (out_tile.row, batch, head, 0), first_row + end_row, None, cache.vector_bytes)
+            factors = load_factors(warp_index(), head, params) if PREFETCHES else None  # after the keys it would come late
+            q_lookup = q.look_up(None, group, (0, out_tile.row), seq_row + end_row)  # only a token's rows are contiguous
+            kv = KeyTiles(k, v, descale_pipes, gK, gV, sequence, head, span.end, n)
+            lookups = reader.look_up_first(first, kv, params)
+            q.fill_pages(0, gQ, q_lookup, (out_tile.row, batch, head, 0), seq_row + end_row, None, cache.vector_bytes)
             for i in range(AHEAD):
-                key, prefetched_key = int32(first + KV * i), int32(first + KV * (i + 1))
-                product.fill_k_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
-                cache.fill(k, i, gK, lookup, sequence, key, head, span.end, n, params)
-                product.fill_v_descales(descale_pipes, i, cache, descale_lookup, sequence, key, head, span.end, n, params)
-                cache.fill(v, i, gV, lookup, sequence, key, head, span.end, n, params)
-                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, prefetched_key, span.end, params)
-                descale_lookup = product.look_up_descales(descale_pipes, cache, sequence, prefetched_key, span.end, params)
+                key, next_key = int32(first + KV * i), int32(first + KV * (i + 1))
+                reader.copy_keys(i, key, lookups, kv, params)
+                reader.copy_values(i, key, lookups, kv, params)
+                lookups = reader.look_up_next(lookups, next_key, kv, params)
             rows = row_index(O.col_vec) + row
             token = rows // group
-            ctx = TokenHeadContext(
-                sequence, rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
-            )
-            ctx = ctx._replace(precomputed=variant.precompute(ctx))
+            row_head = rows - token * group + head * group
+            ctx = TokenHeadContext(sequence, row_head, token, span.shift, tokens, span.end, params, aux, 0).precompute(variant)
             k_descale, v_descale = product.head_descales(sequence, head, params)
-            queries, q_sums = prepare_queries(q, ctx, head, prefetched, scratch)
+            queries, q_sums = prepare_queries(q, ctx, head, factors, scratch)
             state, o_unit = softmax.init(softmax.lowest), product.initial_unit()
             for i in range(n):
-                key, prefetched_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
-                prefetched_scores = variant.prefetch(S, ctx, key)
+                key, copied_key = int32(first + KV * i + KEYS * warp), int32(first + KV * (i + AHEAD))
+                prefetched = variant.prefetch(S, ctx, key)
                 keys = k.wait_warp(i, PENDING)
-                product.fill_k_descales(
-                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
-                )
-                cache.fill(k, i + AHEAD, gK, lookup, sequence, prefetched_key, head, span.end, n, params)
-                k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
+                reader.copy_keys(i + AHEAD, copied_key, lookups, kv, params)
+                k_descales = product.k_descales(k_descale, descale_pipes, i, PENDING_DESCALES, S.row_vec)
                 s = product.mma_qk(zeros(S), queries, keys, k_descales)
                 s = norm.normalise_scores(s, keys, K_PANEL, k_descales, q_sums, params)
                 values = v.wait_warp(i, PENDING)
-                product.fill_v_descales(
-                    descale_pipes, i + AHEAD, cache, descale_lookup, sequence, prefetched_key, head, span.end, n, params
-                )
-                cache.fill(v, i + AHEAD, gV, lookup, sequence, prefetched_key, head, span.end, n, params)
-                lookup, next_lookup = look_up_next(next_lookup, k, gK, sequence, int32(prefetched_key + KV), span.end, params)
-                descale_lookup = product.look_up_descales(
-                    descale_pipes, cache, sequence, int32(prefetched_key + KV), span.end, params
-                )
-                s = variant.mask(variant.score_by(s, prefetched_scores, ctx, key), ctx, key, -math.inf)
+                reader.copy_values(i + AHEAD, copied_key, lookups, kv, params)
+                lookups = reader.look_up_next(lookups, int32(copied_key + KV), kv, params)
+                s = variant.mask(variant.score_by(s, prefetched, ctx, key), ctx, key, -math.inf)
                 s = window.mask(s, ctx, key, span.end)
                 state = state.update_max(s, None, scale, slack)
-                v_descales = product.v_descales(v_descale, descale_pipes, i, PENDING + COMMITS // 2, S.row_vec)
+                v_descales = product.v_descales(v_descale, descale_pipes, i, PENDING_DESCALES, S.row_vec)
                 o, o_unit = product.rescale_o(state, o_unit, v_descales)
                 p = state.weights(s, None, scale, ALLOWS_LOW_SCORES)
                 state = state._replace(o=product.mma_pv(o, p, values, o_unit, v_descales)).add(p)
@@ -430,6 +416,6 @@ def make(config: Config):
             if work.tiles_left > 0:
                 block.sync()  # the warps' O have been read: values may be copied to their place
         if layout.is_packed:
-            clear_unused_rows(tile, all_tokens, head, int32(first_row + row), work.part, warp, group, scale, params)
+            clear_unused_rows(tile, all_tokens, head, int32(seq_row + row), work.part, warp, group, scale, params)
 
     return attend, smem

@@ -252,10 +252,9 @@ def make(config: Config):
                 )
                 first, n, span = find_tiles(work, first_token, last_token, tokens, params)
                 unmasked_end = int32(span.end - (last_token - first_token))
-                ctx = TokenHeadContext(
-                    sequence, warp_rows - token * group + head * group, token, span.shift, tokens, span.end, params, aux, 0
-                )
-                ctx = ctx._replace(precomputed=variant.precompute(ctx))
+                row_head = warp_rows - token * group + head * group
+                ctx = TokenHeadContext(sequence, row_head, token, span.shift, tokens, span.end, params, aux, 0)
+                ctx = ctx.precompute(variant)
                 load_queries(tiles, gQ, out_tile, wg)
                 state = softmax.init(softmax.lowest)
                 for i in range(int32((wg + j) % CONSUMERS), n, CONSUMERS):

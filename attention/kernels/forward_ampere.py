@@ -188,7 +188,7 @@ def make(config: Config):
             seq, (kv_head, _) = sequences.sequence(batch, params), divmod(head, group)
             shift, first = seq.seqlen_k - seq.seqlen_q, ROWS * block + WARP_ROWS * warp
             base_ctx = ScoreContext(batch, head, first, shift, seq.seqlen_q, seq.seqlen_k, params, aux, 0)
-            ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+            ctx = base_ctx.precompute(variant)
             kv_blocks = tiling.key_blocks(ROWS * block, ctx)
             n = kv_blocks.n
             if not sequences.bounded_by_array:  # rows behind its ends belong to another sequence

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numpy import float32, int32
 
-from ops import columns, divmod, hstack, persistent_tile, subtile, warpgroup, zipped
+from ops import columns, divmod, hstack, subtile, warpgroup, zipped
 from tiles import bf16, fp8e4m3, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -28,6 +28,7 @@ from ..parts.fp8_values import TransposedBefore, TransposeInProducer
 from ..parts.online_softmax import Softmax, lowest_max
 from ..parts.outputs import StoreOutput
 from ..parts.sequences import BatchedLayout
+from ..parts.tiling import OneTileScheduler, TileGrid
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 
@@ -193,25 +194,33 @@ class ConsumerTile(NamedTuple):
     descale: Any
     lift: Any
     slack: Any
-    descales: Any
+    arrays: Any
 
     @inlined
     def per_scale(self):
         """The difference of scores that doubles a weight."""
         return self.lift * float32(1 / LIFT)
 
+    @inlined
+    def lift_offset(self, row_offset, variant):
+        """What is subtracted from scores so that their weights are multiplied by 2^LIFT, together with the row offset."""
+        if variant.has_row_offset:
+            return row_offset - self.lift
+        else:
+            return -self.lift
+
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, EACH = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
+    ROWS, WG_ROWS = config.rows, warpgroup.ROWS  # rows of a tile of queries, of a consumer
     CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
     variant, tiling, sequences = config.variant, config.tiling, config.sequences
-    RAW_SCORES, LOW_SCORES, descales = variant.needs_raw_scores, variant.allows_low_scores, config.descales
-    BY_BLOCK, (Q_DESCALE, K_DESCALE, V_DESCALE) = descales.by_block, descales.arrays
+    scheduler = OneTileScheduler(tiling, sequences)
+    descales, (Q_DESCALE, K_DESCALE, V_DESCALE) = config.descales, config.descales.arrays
     output, turn = StoreOutput(config.seq_layout.bounded_by_array), warpgroup.ping_pong(CONSUMERS)
-    PRODUCER, (keep, claim), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
-    O, COLS = rt(16, config.value_dim, fp32), config.output_cols  # a warp's rows of the output; columns of a product
+    PRODUCER, (PRODUCER_REGISTERS, CONSUMER_REGISTERS), MASKS_SECOND = CONSUMERS, config.registers, config.masks_second
+    S, O, COLS = rt(16, config.kv, fp32), rt(16, config.value_dim, fp32), config.output_cols  # of a warp; columns of a product
     ONE_PRODUCT, BOTH_HALVES = config.value_dim == COLS, config.value_dim <= 128  # are there registers for two halves at once?
     readers, v_transpose = CONSUMERS * warpgroup.WARPGROUP, config.v_transpose
     smem = shared(
@@ -223,39 +232,19 @@ def make(config: Config):
     VALUES, LAG = v_transpose.source(config.kv, config.value_dim), v_transpose.lag
 
     @inlined
-    def descale_scores(s, tile, consumer):
-        """The scores, multiplied by their descale if the variant needs raw scores."""
-        if RAW_SCORES:
-            return descales.multiply(s, tile, consumer.descale)
-        else:
-            return s
-
-    @inlined
-    def lift_offset(row_offset, lift):
-        """The row offset for weights that are multiplied by 2^LIFT."""
-        if variant.has_row_offset:
-            return row_offset - lift
-        else:
-            return -lift
-
-    @inlined
-    def weigh(s, key, state, tile, consumer):
+    def weigh(s, key, state, tile_descales, consumer):
         """(the softmax state with the maximum of a block of scores, their weights). The weights are not yet in the row sum;
         they are 2^LIFT at the maximum."""
-        s = variant.score(descale_scores(s, tile, consumer), consumer.ctx, key)
-        row_offset = variant.row_offset(s, consumer.ctx, key)
-        return descales.weigh(
-            s, row_offset, lift_offset(row_offset, consumer.lift), state, tile, RAW_SCORES, LOW_SCORES, consumer
-        )
+        s, ctx = descales.multiply(s, tile_descales, consumer.descale, variant), consumer.ctx
+        s, row_offset = tiling.change_scores(s, variant.prefetch(S, ctx, key), ctx, key)
+        return descales.weigh(s, row_offset, state, tile_descales, variant, consumer)
 
     @inlined
-    def mask_and_weigh(s, key, state, tile, consumer):
+    def weigh_edge_block(s, key, state, tile_descales, consumer):
         """`weigh` for a block that needs the mask."""
-        s = tiling.mask(variant.score_in_edge_block(descale_scores(s, tile, consumer), consumer.ctx, key), consumer.ctx, key)
-        row_offset = variant.row_offset_in_edge_block(s, consumer.ctx, key)
-        return descales.weigh(
-            s, row_offset, lift_offset(row_offset, consumer.lift), state, tile, RAW_SCORES, LOW_SCORES, consumer
-        )
+        s, ctx = descales.multiply(s, tile_descales, consumer.descale, variant), consumer.ctx
+        s, row_offset = tiling.change_edge_scores(s, variant.prefetch(S, ctx, key), ctx, key)
+        return descales.weigh(s, row_offset, state, tile_descales, variant, consumer)
 
     @inlined
     def accumulate(o, o_scale, p, tile):
@@ -275,9 +264,9 @@ def make(config: Config):
         """The step of the pipeline for a block of keys, with the mask or without."""
 
         @inlined
-        def step(j, p, state, tile, k, values, wg, consumer):
-            """O += P V of block j - 1, then scores and softmax of block j, while another consumer has the tensor cores. tile:
-            the descales of block j; those of block j + 1 are loaded meanwhile, because loads take long."""
+        def step(j, p, state, tile_descales, k, values, wg, consumer):
+            """O += P V of block j - 1, then scores and softmax of block j, while another consumer has the tensor cores.
+            tile_descales: of block j; those of block j + 1 are loaded meanwhile, because loads take long."""
             key = tiling.key(consumer.kv_blocks, j, consumer.ctx)
             turn.take(wg)
             state = state._replace(o=accumulate(state.o, state.o_scale, p, values.transposed.wait(j - 1)))
@@ -286,14 +275,13 @@ def make(config: Config):
             values.transposed.release(j - 1)
             s = warpgroup.wait(s)
             if masked:
-                state, p = mask_and_weigh(s, key, state, tile, consumer)
+                state, p = weigh_edge_block(s, key, state, tile_descales, consumer)
             else:
-                state, p = weigh(s, key, state, tile, consumer)
+                state, p = weigh(s, key, state, tile_descales, consumer)
             k.release(j, after=state.m)
-            next_tile = descales.load_tile(
-                consumer.descales, tiling.key(consumer.kv_blocks, j + 1, consumer.ctx), consumer.descale
-            )
-            return zipped(p), descales.add(state, p, tile), next_tile
+            next_key = tiling.key(consumer.kv_blocks, j + 1, consumer.ctx)
+            next_descales = descales.load_tile(consumer.arrays, next_key, consumer.descale)
+            return zipped(p), descales.add(state, p, tile_descales), next_descales
 
         return step
 
@@ -310,12 +298,11 @@ def make(config: Config):
         memory = smem.open()
         q, k, values = memory.q, memory.k, v_transpose.rings_of(memory)
         wg = warpgroup.id()
-        block, batch_head = tiling.locate_block(persistent_tile(0), blocks, batch_heads, raster_group)
-        block, batch, head = sequences.find_tile(block, batch_head, heads, params)
+        block, batch, head = scheduler.find_tile(0, TileGrid(blocks, heads, batch_heads, raster_group), params)
         if sequences.has_tile(block, batch, params):
             seq, row, kv_head = sequences.sequence(batch, params), ROWS * block, divmod(head, group)[0]
             if wg == PRODUCER:
-                warpgroup.release_registers(keep)
+                warpgroup.release_registers(PRODUCER_REGISTERS)
                 ctx = seq.context(batch, head, row, params, aux)
                 kv_blocks = tiling.key_blocks(row, ctx)
                 q.fill(0, gQ, (seq.batch, seq.offset_q + row, head))
@@ -329,42 +316,38 @@ def make(config: Config):
                             values, int32(j - 1), sequences, seq.seqlen_k - tiling.key(kv_blocks, 0, ctx), kv_blocks
                         )
             else:
-                warpgroup.claim_registers(claim)
+                warpgroup.claim_registers(CONSUMER_REGISTERS)
                 turn.begin(wg)
-                warp_row = row + EACH * wg + O.rows * warpgroup.rank()
-                base_ctx = seq.context(batch, head, warp_row, params, aux)
-                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+                warp_row = row + WG_ROWS * wg + O.rows * warpgroup.rank()
+                ctx = seq.context(batch, head, warp_row, params, aux).precompute(variant)
                 kv_blocks = tiling.key_blocks(row, ctx)
                 arrays = DescaleArrays(gQDescale, gKDescale, gVDescale, int32(batch), int32(kv_head), int32(seq.seqlen_k))
-                descale = descales.load_queries(arrays, seq.offset_q + row + EACH * wg, head, qk_descale)
-                scale = scale if RAW_SCORES or BY_BLOCK else scale * descale
+                descale = descales.load_queries(arrays, seq.offset_q + row + WG_ROWS * wg, head, qk_descale)
+                scale = descales.scale_exponents(scale, descale, variant)
                 lift, slack = float32(LIFT) / scale, float32(SLACK) / scale
-                consumer = ConsumerTile(subtile(q.wait(0), EACH, wg), kv_blocks, ctx, scale, descale, lift, slack, arrays)
+                consumer = ConsumerTile(subtile(q.wait(0), WG_ROWS, wg), kv_blocks, ctx, scale, descale, lift, slack, arrays)
                 key = tiling.key(kv_blocks, 0, ctx)
-                tile = descales.load_first_tile(arrays, key, descale)
-                next_tile = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
+                tile_descales = descales.load_first_tile(arrays, key, descale)
+                next_descales = descales.load_tile(arrays, tiling.key(kv_blocks, int32(1), ctx), descale)
                 s = warpgroup.wait(warpgroup.mm_ABt(consumer.queries, k.wait(0)))
                 k.release(0)
-                state, p = mask_and_weigh(s, key, softmax.init(variant.initial_max(ctx, softmax.lowest)), tile, consumer)
-                p, state = zipped(p), descales.add(state, p, tile)
-                if MASKS_SECOND:
-                    masked = int32(min(2, kv_blocks.n))
-                else:
-                    masked = int32(max(1, kv_blocks.masked))
+                state = softmax.init(variant.initial_max(ctx, softmax.lowest))
+                state, p = weigh_edge_block(s, key, state, tile_descales, consumer)
+                p, state = zipped(p), descales.add(state, p, tile_descales)
+                masked = int32(min(2, kv_blocks.n) if MASKS_SECOND else max(1, kv_blocks.masked))
                 for j in range(int32(1), masked):
-                    p, state, next_tile = masked_step(j, p, state, next_tile, k, values, wg, consumer)
+                    p, state, next_descales = masked_step(j, p, state, next_descales, k, values, wg, consumer)
                 for j in range(masked, kv_blocks.n):
-                    p, state, next_tile = step(j, p, state, next_tile, k, values, wg, consumer)
+                    p, state, next_descales = step(j, p, state, next_descales, k, values, wg, consumer)
                 q.release(0)
                 o = accumulate(state.o, state.o_scale, p, values.transposed.wait(kv_blocks.n - 1))
                 values.transposed.release(kv_blocks.n - 1)
                 o = o * descales.load_output(arrays, v_descale)
-                o, lse = state._replace(o=o, m=state.m - consumer.lift).finish(scale, variant, ctx)
-                output.store(gO, o, consumer.queries, seq, row + EACH * wg, head)
-                output.store_lse(gLse, lse, seq, row + EACH * wg, head)
-        if sequences.packed and wg != PRODUCER:
-            has_padding, row = sequences.padding_rows(block, batch, params)
-            if has_padding:
-                output.clear_padding(O, gO, gLse, int32(row + EACH * wg), head)
+                state = state._replace(o=o, m=state.m - consumer.lift)  # for lse: its weights are not lifted
+                o, lse = state.finish(scale, variant, ctx)
+                output.store(gO, o, consumer.queries, seq, row + WG_ROWS * wg, head)
+                output.store_lse(gLse, lse, seq, row + WG_ROWS * wg, head)
+        if wg != PRODUCER:
+            output.clear_padding(O, gO, gLse, sequences, block, batch, head, WG_ROWS * wg, params)
 
     return attend_fp8, smem

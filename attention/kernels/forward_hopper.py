@@ -16,7 +16,7 @@ from typing import Any
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, persistent_tile, subtile, warpgroup
+from ops import divmod, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, static
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -26,7 +26,7 @@ from ..parts.key_sources import BLOCK, OneBuffer, StreamingBuffers, TwoBuffers
 from ..parts.online_softmax import Softmax, lowest_max
 from ..parts.outputs import AccumulateOutput, StoreFloat32, StoreOutput, TmaStoreOutput
 from ..parts.sequences import BatchedLayout, PackedLayout, QueryPartsLayout
-from ..parts.tiling import zero_first_keys, zero_last_keys
+from ..parts.tiling import OneTileScheduler, PersistentScheduler, TileGrid, zero_first_keys, zero_last_keys
 from ..parts.variant import Variant
 from ..parts.visibility import CAUSAL, FULL
 from ..parts.weights import WeightsInRegisters, WeightsInShared
@@ -69,6 +69,11 @@ class Config(ForwardConfig):
             return TmaStoreOutput(self.seq_layout.bounded_by_array)
         output_class = AccumulateOutput if self.accumulates else StoreFloat32 if self.float32_out else StoreOutput
         return output_class(self.seq_layout.bounded_by_array)
+
+    @property
+    def scheduler(self):
+        """The object that says which query tiles a CTA computes."""
+        return (PersistentScheduler if self.persistent else OneTileScheduler)(self.tiling, self.sequences)
 
     @property
     def turn(self):
@@ -237,17 +242,16 @@ class NoTurns:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    ROWS, KV, EACH = config.rows, config.kv, warpgroup.ROWS  # rows of a query tile, of a key block, of a consumer
-    CONSUMERS, PERSISTENT = config.consumers, config.persistent
-    SKIPS = PERSISTENT and config.variant.starts_at_zero  # consumers skip key blocks that none of their rows sees
+    ROWS, KV, WG_ROWS = config.rows, config.kv, warpgroup.ROWS  # rows of a query tile, of a key block, of a consumer
+    CONSUMERS, PARAMS, AUX = config.consumers, config.params, config.aux
+    SKIPS = config.persistent and config.variant.starts_at_zero  # consumers skip key blocks that none of their rows sees
     # with one stage of queries a tile's queries wait for the last tile, but its keys need not
-    KEYS_FIRST = PERSISTENT and config.q_stages == 1
-    K_AHEAD = config.kv_source.paged  # the next keys are loaded before these values, to hide the look-up of pages
-    PARAMS, AUX = config.params, config.aux
+    KEYS_FIRST = config.persistent and config.q_stages == 1
+    KEYS_AHEAD = config.kv_source.paged  # the next keys are loaded before these values, to hide the look-up of pages
     variant, tiling, turn, output = config.variant, config.tiling, config.turn, config.output
-    consumer_tiling, sequences, kv_source = replace(config, consumers=1).tiling, config.sequences, config.kv_source
-    bias_tiles, weights = config.bias_tiles, config.weights
-    PRODUCER, (keep, claim) = CONSUMERS, REGISTERS[CONSUMERS]
+    consumer_tiling, scheduler, kv_source = replace(config, consumers=1).tiling, config.scheduler, config.kv_source
+    sequences, bias_tiles, weights = config.sequences, config.bias_tiles, config.weights
+    PRODUCER, (PRODUCER_REGISTERS, CONSUMER_REGISTERS) = CONSUMERS, REGISTERS[CONSUMERS]
     INPUT, Q, S, O = config.dtype, *(rt(16, columns, fp32) for columns in (config.head_dim, config.kv, config.value_dim))
     PANELS, PANEL = config.query.panels, rt(16, config.query.panel_cols, fp32)
     LOW_SCORES, PREPARES = variant.allows_low_scores, variant.prepares_queries
@@ -262,29 +266,12 @@ def make(config: Config):
     softmax, OUTPUT = Softmax(O, lowest_max(variant)), output.declare(config.value_dim, config.dtype)
 
     @inlined
-    def find_tile(r, blocks, heads, batch_heads, raster_group, params):
-        """(query block, sequence, head) of the CTA's r-th tile."""
-        block, batch_head = tiling.locate_block(persistent_tile(r), blocks, batch_heads, raster_group)
-        return sequences.find_tile(block, batch_head, heads, params)
-
-    @inlined
-    def has_tile(r, blocks, heads, batch_heads, raster_group, params):
-        """Does the CTA have an r-th tile?"""
-        if PERSISTENT:
-            return persistent_tile(r) < blocks * batch_heads
-        elif sequences.bounded_by_array or r > 0:
-            return r == 0
-        else:
-            block, batch, _ = find_tile(0, blocks, heads, batch_heads, raster_group, params)
-            return r == 0 and sequences.has_tile(block, batch, params)
-
-    @inlined
     def prepare_queries(queries, ctx):
         """A consumer's rows of Q, changed by the variant in shared memory."""
         if PREPARES:
             stats = variant.query_stats(warpgroup.load(queries, Q), ctx)
             for i in range(PANELS):  # one after the other, to save registers
-                panel = subtile(queries, EACH, 0, PANEL.cols, i)
+                panel = subtile(queries, WG_ROWS, 0, PANEL.cols, i)
                 x = variant.prepare_queries(warpgroup.load(panel, PANEL), stats, ctx, PANEL.cols * i)
                 warpgroup.store(panel, INPUT(x))
             warpgroup.sync()
@@ -300,14 +287,12 @@ def make(config: Config):
             s = warpgroup.mm_ABt(queries, k.wait(j))
             o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
             turn.give(wg)
-            prefetched, bias_ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, wg)
+            prefetched, ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, wg)
             s = warpgroup.wait(s, newer=1)  # the scores are done, o is still in flight
             if masked:
-                s = tiling.mask(variant.score_in_edge_block_by(s, prefetched, bias_ctx, key), ctx, key)
-                row_offset = variant.row_offset_in_edge_block(s, ctx, key)
+                s, row_offset = tiling.change_edge_scores(s, prefetched, ctx, key)
             else:
-                s = variant.score_by(s, prefetched, bias_ctx, key)
-                row_offset = variant.row_offset(s, ctx, key)
+                s, row_offset = tiling.change_scores(s, prefetched, ctx, key)
             state = state.update_max(s, row_offset, scale, slack)
             p = state.weights(s, row_offset, scale, LOW_SCORES)
             k.release(j, after=state.m)
@@ -358,12 +343,12 @@ def make(config: Config):
         share a key head; exp2(scale s) is the weight of a score s; the row maximum may grow by `slack` before O is rescaled."""
         memory = smem.open()
         q, k, v, tiles, p_smem = memory.q, memory.k, memory.v, bias_tiles.ring_of(memory), weights.tile_of(memory)
-        wg = warpgroup.id()
+        wg, grid = warpgroup.id(), TileGrid(blocks, heads, batch_heads, raster_group)
         r = j = int32(0)  # query tiles and key blocks so far
         if wg == PRODUCER:
-            warpgroup.release_registers(keep)
-            while has_tile(r, blocks, heads, batch_heads, raster_group, params):
-                block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            while scheduler.has_tile(r, grid, params):
+                block, batch, head = scheduler.find_tile(r, grid, params)
                 seq, row = sequences.sequence(batch, params), ROWS * block
                 kv_head, _ = divmod(head, group)
                 ctx = seq.context(batch, head, row, params, aux)
@@ -371,14 +356,14 @@ def make(config: Config):
                 if not KEYS_FIRST:
                     q.fill(r, gQ, (seq.batch, seq.offset_q + row, head))
                 arrived = kv_source.begin_tile(params)
-                if K_AHEAD:
+                if KEYS_AHEAD:
                     kv_source.fill(k, j, gK, seq, batch, seq.offset_k + tiling.key(kv_blocks, 0, ctx), kv_head, params)
                 for i in range(kv_blocks.n):
                     key = seq.offset_k + tiling.key(kv_blocks, i, ctx)
-                    if K_AHEAD and i + 1 < kv_blocks.n:
+                    if KEYS_AHEAD and i + 1 < kv_blocks.n:
                         next_key = seq.offset_k + tiling.key(kv_blocks, i + 1, ctx)
                         kv_source.fill(k, j + i + 1, gK, seq, batch, next_key, kv_head, params)
-                    if not K_AHEAD:
+                    if not KEYS_AHEAD:
                         arrived = kv_source.wait_for_block(arrived, key, params)
                         kv_source.fill(k, j + i, gK, seq, batch, key, kv_head, params)
                     if KEYS_FIRST and i == 0:
@@ -387,18 +372,16 @@ def make(config: Config):
                     kv_source.fill_values(v, j + i, gV, seq, batch, key, kv_head, params)
                 r, j = int32(r + 1), int32(j + kv_blocks.n)
         else:
-            warpgroup.claim_registers(claim)
+            warpgroup.claim_registers(CONSUMER_REGISTERS)
             turn.begin(wg)
-            while has_tile(r, blocks, heads, batch_heads, raster_group, params):
-                block, batch, head = find_tile(r, blocks, heads, batch_heads, raster_group, params)
-                seq, row = sequences.sequence(batch, params), ROWS * block + EACH * wg
-                warp_row = row + O.rows * warpgroup.rank()
-                base_ctx = seq.context(batch, head, warp_row, params, aux)
-                ctx = base_ctx._replace(precomputed=variant.precompute(base_ctx))
+            while scheduler.has_tile(r, grid, params):
+                block, batch, head = scheduler.find_tile(r, grid, params)
+                seq, row = sequences.sequence(batch, params), ROWS * block + WG_ROWS * wg
+                ctx = seq.context(batch, head, row + O.rows * warpgroup.rank(), params, aux).precompute(variant)
                 kv_blocks = tiling.key_blocks(ROWS * block, ctx)
                 n, masked = count_blocks(row, kv_blocks, ctx)
                 end = int32(j + kv_blocks.n)
-                first, queries = int32(end - n), subtile(q.wait(r), EACH, wg)
+                first, queries = int32(end - n), subtile(q.wait(r), WG_ROWS, wg)
                 if SKIPS:
                     skip_blocks(j, first, end, kv_blocks.unseen_at_end, k, v, tiles, wg)
                 if SKIPS and n == 0:
@@ -408,8 +391,8 @@ def make(config: Config):
                     key, queries = tiling.key(kv_blocks, first - j, ctx), prepare_queries(queries, ctx)
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
                     k.release(first)
-                    s = tiling.mask(variant.score_in_edge_block(s, bias_tiles.load_rows(tiles, first, ctx, wg), key), ctx, key)
-                    row_offset = variant.row_offset_in_edge_block(s, ctx, key)
+                    bias_ctx = bias_tiles.load_rows(tiles, first, ctx, wg)
+                    s, row_offset = tiling.change_edge_scores(s, variant.prefetch(S, ctx, key), bias_ctx, key)
                     state = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
                     state = state.update_max(s, row_offset, scale, slack)
                     p = state.weights(s, row_offset, scale, LOW_SCORES)
@@ -435,9 +418,7 @@ def make(config: Config):
                 r, j = int32(r + 1), end
             output.finish()
             if sequences.packed:
-                block, batch, head = find_tile(0, blocks, heads, batch_heads, raster_group, params)
-                has_padding, row = sequences.padding_rows(block, batch, params)
-                if has_padding:
-                    output.clear_padding(O, gO, gLse, int32(row + EACH * wg), head)
+                block, batch, head = scheduler.find_tile(0, grid, params)
+                output.clear_padding(O, gO, gLse, sequences, block, batch, head, WG_ROWS * wg, params)
 
     return attend, smem

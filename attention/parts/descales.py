@@ -82,22 +82,33 @@ class HeadDescales(KernelPart):
         return self.load(arrays.v, arrays) * factor
 
     @inlined
-    def multiply(self, s, tile, descale):
-        """The scores of a tile, multiplied by their descales."""
-        return s * descale
+    def scale_exponents(self, scale, descale, variant):
+        """The scale of exponents, with the descale of all scores unless the scores themselves are multiplied by it."""
+        if variant.needs_raw_scores:
+            return scale
+        else:
+            return scale * descale
 
     @inlined
-    def weigh(self, s, row_offset, lifted_offset, state, tile, is_descaled, low_scores, consumer_tile):
-        """(the softmax state with the maximum of a tile of scores, their weights). The weights are not yet in the row sum: see
-        `add`. row_offset: what is subtracted from all scores of a row, or None. lifted_offset: the same for weights that are
-        multiplied by a power of 2. is_descaled: are the scores multiplied by their descales already? low_scores: may all scores
-        of a row be so low that their products with the scale are rounded to many powers of 2? Then differences from the row
-        maximum are multiplied. consumer_tile: a forward_fp8_hopper.ConsumerTile."""
-        state = state.update_max(s, row_offset, consumer_tile.scale, consumer_tile.slack)
-        if low_scores:
-            return state, exp2((s - state.raw_max(row_offset)) * consumer_tile.scale + consumer_tile.lift * consumer_tile.scale)
+    def multiply(self, s, tile, descale, variant):
+        """The scores of a tile, multiplied by their descales if the variant needs that."""
+        if variant.needs_raw_scores:
+            return s * descale
         else:
-            return state, state.weights(s, lifted_offset, consumer_tile.scale)
+            return s
+
+    @inlined
+    def weigh(self, s, row_offset, state, tile, variant, consumer_tile):
+        """(the softmax state with the maximum of a tile of scores that the variant has changed, their weights). The weights are
+        not yet in the row sum: see `add`. row_offset: what is subtracted from all scores of a row, or None. If all scores of a
+        row may be so low that their products with the scale are rounded to many powers of 2, differences from the row maximum
+        are multiplied. consumer_tile: a forward_fp8_hopper.ConsumerTile."""
+        scale, lifted_offset = consumer_tile.scale, consumer_tile.lift_offset(row_offset, variant)
+        state = state.update_max(s, row_offset, scale, consumer_tile.slack)
+        if variant.allows_low_scores:
+            return state, exp2((s - state.raw_max(row_offset)) * scale + consumer_tile.lift * scale)
+        else:
+            return state, state.weights(s, lifted_offset, scale)
 
     @inlined
     def add(self, state, p, tile):
@@ -180,8 +191,15 @@ class BlockDescales(HeadDescales):
             return self.load(arrays.v, arrays) * factor
 
     @inlined
-    def multiply(self, s, tile, descale):
-        return s * at_least(tile.scores[0], LEAST)
+    def scale_exponents(self, scale, descale, variant):
+        return scale
+
+    @inlined
+    def multiply(self, s, tile, descale, variant):
+        if variant.needs_raw_scores:
+            return s * at_least(tile.scores[0], LEAST)
+        else:
+            return s
 
     @inlined
     def exponent(self, value):
@@ -202,12 +220,10 @@ class BlockDescales(HeadDescales):
         return exp2(s * (scale * at_least(score, LEAST)) - (m * scale - self.exponent(value)))
 
     @inlined
-    def weigh(self, s, row_offset, lifted_offset, state, tile, is_descaled, low_scores, consumer_tile):
-        score, scale, per_scale = (
-            float32(1.0) if is_descaled else tile.scores[0],
-            consumer_tile.scale,
-            consumer_tile.per_scale(),
-        )
+    def weigh(self, s, row_offset, state, tile, variant, consumer_tile):
+        lifted_offset = consumer_tile.lift_offset(row_offset, variant)
+        score = float32(1.0) if variant.needs_raw_scores else tile.scores[0]
+        scale, per_scale = consumer_tile.scale, consumer_tile.per_scale()
         if self.blocks == 2:
             left, right = columns(s, BLOCK, 0), columns(s, BLOCK, 1)
             top = maximum(
@@ -218,7 +234,7 @@ class BlockDescales(HeadDescales):
             top = self.max_scores(s, score, tile.values[0], per_scale)
         state = state.update_max_to(top if row_offset is None else top - row_offset, scale, consumer_tile.slack)
         m = state.m + lifted_offset
-        if low_scores:  # only for functions in Python, for which a tile has one block
+        if variant.allows_low_scores:  # only for functions in Python, for which a tile has one block
             lift = consumer_tile.lift * scale + self.exponent(tile.values[0])
             return state, exp2((s - state.raw_max(row_offset)) * scale + lift)
         elif self.blocks == 2:

@@ -50,10 +50,14 @@ class StoreOutput:
             warpgroup.store(truncate(gLse, 2, seq.offset_q + seq.seqlen_q), lse, at)
 
     @inlined
-    def clear_padding(self, tile, gO, gLse, row, head):
-        """Store out = 0 and lse = -inf to padding, a consumer's rows from `row` of the batch on. tile: the type of O."""
-        self.write(gO, zeros(tile), (int32(0), row, head, 0))
-        warpgroup.store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, row))
+    def clear_padding(self, tile, gO, gLse, sequences, block, batch, head, offset, params):
+        """Store out = 0 and lse = -inf to a consumer's padding: the rows after the last sequence, if query tile `block` of a
+        sequence has any, from the first one plus `offset` on. tile: the type of O."""
+        has_padding, row = sequences.padding_rows(block, batch, params)
+        if has_padding:
+            row = int32(row + offset)
+            self.write(gO, zeros(tile), (int32(0), row, head, 0))
+            warpgroup.store(gLse, full(tile.col_vec, -math.inf), (int32(0), head, row))
 
     @inlined
     def release_queries(self, q, r):
@@ -84,7 +88,7 @@ class AccumulateOutput(StoreFloat32):
     """The consumers combine the output with that for other keys, which out and lse (both float32) already hold."""
 
     @inlined
-    def clear_padding(self, tile, gO, gLse, row, head):
+    def clear_padding(self, tile, gO, gLse, sequences, block, batch, head, offset, params):
         """Padding keeps its values, so nothing is stored."""
 
     @inlined

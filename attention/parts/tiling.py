@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from numpy import int32, uint32
 
-from ops import exp2, rasterize, right_fill, warpgroup
+from ops import exp2, persistent_tile, rasterize, right_fill, warpgroup
 from tiles import inlined, static
 from tiles.launching.lengths import watched_function
 from tiles.numba_names import types
 
 from .part import KernelPart
+from .sequences import BatchedLayout
 from .variant import Variant
 
 # SMs that should read the keys of one (batch, head) pair at a time: 4 to 8 are as fast (bench/notes/forward.md)
@@ -161,9 +162,17 @@ class Tiling(KernelPart):
             return int32(0)
 
     @inlined
-    def score(self, s, ctx, key):
-        """The variant's scores for a tile of raw scores."""
-        return self.variant.score(s, ctx, key)
+    def change_scores(self, s, prefetched, ctx, key):
+        """(the variant's scores for raw scores of a block that needs no mask, their row offset). prefetched: what
+        variant.prefetch read."""
+        s = self.variant.score_by(s, prefetched, ctx, key)
+        return s, self.variant.row_offset(s, ctx, key)
+
+    @inlined
+    def change_edge_scores(self, s, prefetched, ctx, key):
+        """`change_scores` for a block that needs the mask: hidden scores are -inf."""
+        s = self.mask(self.variant.score_in_edge_block_by(s, prefetched, ctx, key), ctx, key)
+        return s, self.variant.row_offset_in_edge_block(s, ctx, key)
 
     @inlined
     def weights(self, s, lse, masked, ctx, key, scale):
@@ -185,6 +194,47 @@ class Tiling(KernelPart):
         if not self.masks_end:
             s = right_fill(s, ctx.seqlen_k - key, -math.inf)
         return self.variant.mask(s, ctx, key, -math.inf)
+
+
+class TileGrid(NamedTuple):
+    """The query tiles of a launch: `blocks` for each of `batch_heads` (batch, head) pairs, in raster groups of `raster_group`
+    pairs. heads: of a batch."""
+
+    blocks: Any
+    heads: Any
+    batch_heads: Any
+    raster_group: Any
+
+
+@static
+class OneTileScheduler:
+    """Each CTA has one query tile."""
+
+    tiling: Tiling
+    sequences: BatchedLayout
+
+    @inlined
+    def find_tile(self, r, grid, params):
+        """(query block, sequence, head) of the CTA's r-th tile."""
+        block, batch_head = self.tiling.locate_block(persistent_tile(r), grid.blocks, grid.batch_heads, grid.raster_group)
+        return self.sequences.find_tile(block, batch_head, grid.heads, params)
+
+    @inlined
+    def has_tile(self, r, grid, params):
+        """Does the CTA have an r-th tile?"""
+        if self.sequences.bounded_by_array or r > 0:
+            return r == 0
+        else:
+            block, batch, _ = self.find_tile(0, grid, params)
+            return r == 0 and self.sequences.has_tile(block, batch, params)
+
+
+class PersistentScheduler(OneTileScheduler):
+    """Each SM has one CTA, and each CTA every gridDim-th query tile."""
+
+    @inlined
+    def has_tile(self, r, grid, params):
+        return persistent_tile(r) < grid.blocks * grid.batch_heads
 
 
 LIST_HEADER = 4  # integers of a list before the block numbers

@@ -39,6 +39,21 @@ class ScoreContext(NamedTuple):
     precomputed: Any
 
     @inlined
+    def precompute(self, variant):
+        """The context with what the variant reads once a tile."""
+        return self._replace(precomputed=variant.precompute(self))
+
+    @inlined
+    def one(self):
+        """The context for variant `one` of a CombinedVariant."""
+        return self._replace(precomputed=self.precomputed[0])
+
+    @inlined
+    def other(self):
+        """The context for variant `other` of a CombinedVariant."""
+        return self._replace(precomputed=self.precomputed[1])
+
+    @inlined
     def rows(self, s):
         """The queries of the rows of scores s, a column vector."""
         return row_index(s.col_vec) + self.row
@@ -343,8 +358,8 @@ class CombinedVariant(Variant):
 
     @inlined
     def score(self, s, ctx, key):
-        s = self.one.score(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s = self.one.score(s, ctx.one(), key)
+        return self.other.score(s, ctx.other(), key)
 
     @inlined
     def prefetch(self, spec, ctx, key):
@@ -352,23 +367,23 @@ class CombinedVariant(Variant):
 
     @inlined
     def score_by(self, s, prefetched, ctx, key):
-        s = self.one.score_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s = self.one.score_by(s, prefetched[0], ctx.one(), key)
+        return self.other.score_by(s, prefetched[1], ctx.other(), key)
 
     @inlined
     def score_in_edge_block(self, s, ctx, key):
-        s = self.one.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s = self.one.score_in_edge_block(s, ctx.one(), key)
+        return self.other.score_in_edge_block(s, ctx.other(), key)
 
     @inlined
     def score_in_edge_block_by(self, s, prefetched, ctx, key):
-        s = self.one.score_in_edge_block_by(s, prefetched[0], ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.score_in_edge_block_by(s, prefetched[1], ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s = self.one.score_in_edge_block_by(s, prefetched[0], ctx.one(), key)
+        return self.other.score_in_edge_block_by(s, prefetched[1], ctx.other(), key)
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        s, grad = self.one.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        s, other_grad = self.other.score_and_grad(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        s, grad = self.one.score_and_grad(s, ctx.one(), key)
+        s, other_grad = self.other.score_and_grad(s, ctx.other(), key)
         if self.one.nonlinear and self.other.nonlinear:
             return s, grad * other_grad
         elif self.one.nonlinear:
@@ -379,27 +394,27 @@ class CombinedVariant(Variant):
     @inlined
     def late_term(self, s, ctx, key, scale):
         if self.one.adds_late and self.other.adds_late:
-            one = self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
-            return one + self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
+            one = self.one.late_term(s, ctx.one(), key, scale)
+            return one + self.other.late_term(s, ctx.other(), key, scale)
         elif self.one.adds_late:
-            return self.one.late_term(s, ctx._replace(precomputed=ctx.precomputed[0]), key, scale)
+            return self.one.late_term(s, ctx.one(), key, scale)
         else:
-            return self.other.late_term(s, ctx._replace(precomputed=ctx.precomputed[1]), key, scale)
+            return self.other.late_term(s, ctx.other(), key, scale)
 
     @inlined
     def row_offset(self, s, ctx, key):
         """The offset of the one part that has any."""
         if self.one.has_row_offset:
-            return self.one.row_offset(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+            return self.one.row_offset(s, ctx.one(), key)
         else:
-            return self.other.row_offset(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+            return self.other.row_offset(s, ctx.other(), key)
 
     @inlined
     def row_offset_in_edge_block(self, s, ctx, key):
         if self.one.has_row_offset:
-            return self.one.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[0]), key)
+            return self.one.row_offset_in_edge_block(s, ctx.one(), key)
         else:
-            return self.other.row_offset_in_edge_block(s, ctx._replace(precomputed=ctx.precomputed[1]), key)
+            return self.other.row_offset_in_edge_block(s, ctx.other(), key)
 
     @inlined
     def mask(self, s, ctx, key, hidden):
@@ -407,8 +422,8 @@ class CombinedVariant(Variant):
 
     @inlined
     def drop(self, p, ctx, key):
-        p = self.one.drop(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.drop(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        p = self.one.drop(p, ctx.one(), key)
+        return self.other.drop(p, ctx.other(), key)
 
     @inlined
     def output(self, o, ctx):
@@ -416,8 +431,8 @@ class CombinedVariant(Variant):
 
     @inlined
     def mark_dropped(self, p, ctx, key):
-        p = self.one.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[0]), key)
-        return self.other.mark_dropped(p, ctx._replace(precomputed=ctx.precomputed[1]), key)
+        p = self.one.mark_dropped(p, ctx.one(), key)
+        return self.other.mark_dropped(p, ctx.other(), key)
 
     @inlined
     def remove_dropped(self, p):

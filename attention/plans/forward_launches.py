@@ -244,15 +244,24 @@ def config_for_problem(
 ) -> Shape:
     """The configuration for a VariantSpec. tma: of a kernel for Hopper? kv: how many keys a block must have, None for any.
     fields: further fields of the Config."""
+    if DTYPES[problem.dtype] is not fp8e4m3:
+        return config_for_16_bits(problem, spec, tma, kv_len, kv, **fields)
+    names = block_descale_names(problem)
+    descales = BlockDescales("v_descale" in names, "k_descale" in problem) if names else forward_fp8_hopper.HEAD_DESCALES
+    batch, q_len, heads, kv_heads, head_dim, value_dim = problem(
+        "batch", "seqlen_q", "heads", "heads_k", "head_dim", "head_dim_v"
+    )
+    load = q_len, kv_len, batch * heads, heads // kv_heads, machine(problem.device).processors
+    transposes_first = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
+    return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, transposes_first, **fields)
+
+
+def config_for_16_bits(
+    problem: Problem, spec: VariantSpec, tma: bool, kv_len: int, kv: int | None = None, **fields: Any
+) -> forward_hopper.Config | forward_ampere.Config:
+    """`config_for_problem` where q is bfloat16 or float16."""
     head_dim, value_dim = problem("head_dim", "head_dim_v")
     dtype, gpu = DTYPES[problem.dtype], machine(problem.device)
-    if dtype is fp8e4m3:
-        names = block_descale_names(problem)
-        descales = BlockDescales("v_descale" in names, "k_descale" in problem) if names else forward_fp8_hopper.HEAD_DESCALES
-        batch, q_len, heads, kv_heads = problem("batch", "seqlen_q", "heads", "heads_k")
-        load = q_len, kv_len, batch * heads, heads // kv_heads, gpu.processors
-        transposes_first = forward_fp8_hopper.pays_to_transpose(forward_fp8_hopper.padded_dim(head_dim, value_dim), *load)
-        return forward_fp8_hopper.config_for(head_dim, spec.variant, value_dim, descales, kv_len, transposes_first, **fields)
     if tma:
         config = forward_hopper.config_for(head_dim, dtype, spec.variant, min(kv_len, spec.reach), value_dim, **fields)
         batch, queries, heads = problem("batch", "seqlen_q", "heads")

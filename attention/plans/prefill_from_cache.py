@@ -12,7 +12,7 @@ from tiles.launching.arrays import Operand
 from ..families import HOPPER_FAMILY, uses_hopper_kernels
 from ..parts.key_sources import IndexedCache, OneBuffer, PagedKeys
 from ..parts.sequences import KvCacheLayout, PackedKvCacheLayout
-from .forward_launches import Shape, bind_launch, config_for_problem, load_bias_by_tma, variant_arguments
+from .forward_launches import bind_launch, config_for_16_bits, load_bias_by_tma, variant_arguments
 from .variant_spec import VariantSpec
 
 BOX_ROWS = 8  # TMA loads a tile in boxes of a multiple of so many rows
@@ -29,7 +29,7 @@ def plan_launch(
     cached = packed or "batch_index" in problem
     fields["kv_source"] = PagedKeys(1, "left" in spec.variant.params) if paged else IndexedCache() if cached else OneBuffer()
     hopper_spec = spec._replace(variant=load_bias_by_tma(problem, spec.variant))
-    hopper, parts = config_for_problem(problem, hopper_spec, True, max_keys, **fields), 1
+    hopper, parts = config_for_16_bits(problem, hopper_spec, True, max_keys, **fields), 1
     if paged:
         part = math.gcd(hopper.kv, int(problem.extents["seqlen_k"]))
         parts = 0 if part % BOX_ROWS or "leftpad" in problem else hopper.kv // part
@@ -39,7 +39,7 @@ def plan_launch(
             f"k.shape={problem.shape('k')}, {family=} (the default, None, serves any)"
         )
     tma = uses_hopper_kernels(problem, family, problem.by_tma and parts > 0)
-    config: Shape = hopper if tma else config_for_problem(problem, spec, False, max_keys, **fields)
+    config = hopper if tma else config_for_16_bits(problem, spec, False, max_keys, **fields)
     if tma and paged:
         config = replace(hopper, kv_source=PagedKeys(parts, "left" in spec.variant.params))
     arrays = {"gQ": queries, "gK": problem["k"], "gV": problem["v"], "leftpad": problem["leftpad"]}

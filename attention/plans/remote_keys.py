@@ -13,7 +13,7 @@ from tiles.launching.devices import machine
 from ..families import require_hopper
 from ..options import ScoreOptions
 from ..parts.key_sources import BLOCK, StreamingBuffers, TwoBuffers
-from .forward_launches import bind_launch, choose_layout, config_for_problem
+from .forward_launches import bind_launch, choose_layout, config_for_16_bits
 from .gradient import NO_SECOND_DERIVATIVES
 from .planning import check_extents, resolve_scale
 from .variant_spec import build_variant
@@ -91,7 +91,7 @@ def _forward_two_buffers(problem: Problem, placement: KeyPlacement) -> Plan:
     check_extents(problem)
     keys, first, end, second, second_end, causal, scale, kv = placement
     spec, (seq_layout, args) = build_variant(resolve_scale(problem, scale), ScoreOptions(causal)), choose_layout(problem)
-    config = config_for_problem(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
+    config = config_for_16_bits(problem, spec, True, keys, kv, seq_layout=seq_layout, axes=(), by_list=False)
     buffers = StreamingBuffers if "arrived" in problem else TwoBuffers
     config = replace(config, kv_source=buffers(config.key, config.value))
     args |= {name: problem[name] for name in ("local_k", "local_v", "arrived", "required") if name in problem}

@@ -153,8 +153,7 @@ def make_next_tile(config: Config):
         follows the last tile of a head."""
         i = int32(i + 1)
         if i == q_tiles.n:
-            i, ctx = int32(0), ctx._replace(head=int32(ctx.head + 1))
-            ctx = ctx._replace(precomputed=variant.precompute(ctx))
+            i, ctx = int32(0), ctx._replace(head=int32(ctx.head + 1)).precompute(variant)
         return i, ctx._replace(row=int32(ROWS * (q_tiles.first + order.visit_index(q_tiles.n, i))))
 
     return next_tile

@@ -187,7 +187,7 @@ class ScoreRecomputation:
         v.fill(n, gV, (seq.batch, seq.offset_k + key, ctx.head // group, 0), 1, 3, n + 1, self.vector_bytes)
         row = int32(first + WARP_ROWS * warp)
         warp_ctx = ctx._replace(row=row)
-        ctx = warp_ctx._replace(precomputed=variant.precompute(warp_ctx))
+        ctx = warp_ctx.precompute(variant)
         q_rows, do_rows = subtile(q.wait(n, 0), WARP_ROWS, warp), subtile(do.wait(n, 0), WARP_ROWS, warp)
         x = mma_ABt(zeros(self.tile), q_rows, k.wait(n, 0))
         s = variant.score_in_edge_block(x, ctx, key)
@@ -204,7 +204,7 @@ class ScoreRecomputation:
         if self.score_before is None:
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
         else:
-            before_ctx = warp_ctx._replace(precomputed=self.score_before.precompute(warp_ctx))
+            before_ctx = warp_ctx.precompute(self.score_before)
             x = self.score_before.score(x, before_ctx, key) * ctx.params.score_unit
             return where(p == 0.0, 0.0, ds * self.read.grad(x, i, j, ctx)), i, j, ctx
 

@@ -4,7 +4,7 @@ same methods: `fill` fills a stage of a block's pipeline; `copy_rows` and `load_
 Of a paged cache, `look_up` reads page numbers from the page table, and `fill` starts copies from these pages: PagedLoader. How
 a page number becomes an address stands in tiles/paged_copies.py."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy import int32
 
@@ -133,3 +133,78 @@ class PagedLoader(DenseLoader):
     @inlined
     def copy_descales(self, vector, source, lookup, sequence, key, end, params):
         copy_pages(vector, source, lookup, (key,), end)
+
+
+class KeyTiles(NamedTuple):
+    """The n tiles of keys and values of a head that a block reads, before row `end` of a sequence: the pipelines k, v and
+    descales, and the arrays from which they are filled."""
+
+    k: Any
+    v: Any
+    descales: Any
+    gK: Any
+    gV: Any
+    sequence: Any
+    head: Any
+    end: Any
+    n: Any
+
+
+class Lookups(NamedTuple):
+    """Where the rows of the next tile of keys are; those of the tile after it, if they are looked up already; and the next
+    tile's descales."""
+
+    tile: Any
+    next_tile: Any
+    descales: Any
+
+
+@static
+class TileReader:
+    """How a block of decode_ampere.py reads its KeyTiles of `kv` keys each: by a loader, and a product, which may have descales
+    of keys (products.py). two_ahead: are rows looked up two tiles ahead, not one?"""
+
+    cache: DenseLoader
+    product: Any
+    kv: int
+    two_ahead: bool
+
+    @inlined
+    def look_up(self, key, tiles, params):
+        """Where the rows of the tile from `key` on are."""
+        return self.cache.look_up(tiles.k, tiles.gK, tiles.sequence, key, tiles.end, params)
+
+    @inlined
+    def look_up_descales(self, key, tiles, params):
+        """Where the descales of the tile from `key` on are."""
+        return self.product.look_up_descales(tiles.descales, self.cache, tiles.sequence, key, tiles.end, params)
+
+    @inlined
+    def look_up_first(self, key, tiles, params):
+        """The Lookups of the first tile, whose first key is `key`."""
+        tile = self.look_up(key, tiles, params)
+        next_tile = self.look_up(int32(key + self.kv), tiles, params) if self.two_ahead else tile
+        return Lookups(tile, next_tile, self.look_up_descales(key, tiles, params))
+
+    @inlined
+    def look_up_next(self, lookups, key, tiles, params):
+        """The Lookups of the tile from `key` on, if those of the tile before it were `lookups`."""
+        tile = lookups.next_tile
+        next_tile = self.look_up(int32(key + self.kv if self.two_ahead else key), tiles, params)
+        if not self.two_ahead:
+            tile = next_tile
+        return Lookups(tile, next_tile, self.look_up_descales(key, tiles, params))
+
+    @inlined
+    def copy_keys(self, i, key, lookups, tiles, params):
+        """Start copying tile i's keys, from `key` on, and their descales."""
+        at = tiles.sequence, key, tiles.head, tiles.end, tiles.n, params
+        self.product.fill_k_descales(tiles.descales, i, self.cache, lookups.descales, *at)
+        self.cache.fill(tiles.k, i, tiles.gK, lookups.tile, *at)
+
+    @inlined
+    def copy_values(self, i, key, lookups, tiles, params):
+        """Start copying tile i's values, and their descales."""
+        at = tiles.sequence, key, tiles.head, tiles.end, tiles.n, params
+        self.product.fill_v_descales(tiles.descales, i, self.cache, lookups.descales, *at)
+        self.cache.fill(tiles.v, i, tiles.gV, lookups.tile, *at)
