@@ -62,10 +62,8 @@ class HeadDecay:
             return ChunkGates(sums, slot, 0.0, 0.0, float32(0))
         b = subtile(sums.wait(slot), CHUNK, 0)
         b_rows, b_last = warpgroup.load(b, COL_VEC), last_element(b)
-        if self.weighted:
-            return ChunkGates(sums, slot, b_rows, warpgroup.load(subtile(sums.wait(slot), CHUNK, 1), COL_VEC), b_last)
-        else:
-            return ChunkGates(sums, slot, b_rows, b_rows, b_last)
+        a_rows = warpgroup.load(subtile(sums.wait(slot), CHUNK, 1), COL_VEC) if self.weighted else b_rows
+        return ChunkGates(sums, slot, b_rows, a_rows, b_last)
 
     @inlined
     def load_cols(self, gates, part):
@@ -75,18 +73,14 @@ class HeadDecay:
     @inlined
     def decay(self, x, b):
         """x times exp2(b), if there are gates."""
-        if self.gates:
-            return x * exp2(b)
-        else:
-            return x
+        return x * exp2(b) if self.gates else x
 
     @inlined
     def is_strong(self, b_last):
         """1.0 if a chunk is strong, 0.0 if not."""
         if self.factored:
             return float32(1) if b_last < MIN_SUM else float32(0)
-        else:
-            return float32(1) if self.gates else float32(0)
+        return float32(1) if self.gates else float32(0)
 
     @inlined
     def dout_turn(self, i, block, n):
@@ -103,10 +97,7 @@ class HeadDecay:
     @inlined
     def wait(self, ring, turn, tile):
         """What the other consumer has handed over; if nothing, the tile itself."""
-        if self.factored:
-            return ring.wait(turn)
-        else:
-            return tile
+        return ring.wait(turn) if self.factored else tile
 
     @inlined
     def give_back(self, ring, turn):
