@@ -42,7 +42,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.hedgehog_chunks import FLOOR, HALF, ROWS, HedgehogConfig, hedgehog_forms
-from ..parts.recurrent.tokens import CHUNK
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 Y = rt(ROWS, HALF, fp32)
 
@@ -55,15 +55,6 @@ def softmaxes(y):
     return up / row_sum(up), down / row_sum(down)
 
 
-@inlined
-def last_token(gCuSeqlens, length, varlen):
-    """The end of all sequences: tokens after it are padding."""
-    if varlen:
-        return int32(gCuSeqlens[gCuSeqlens.shape[0] - 1])
-    else:
-        return length
-
-
 @dataclass(frozen=True)
 class HedgehogFeatures(HedgehogConfig):
     """The configuration of the kernel that writes features."""
@@ -74,7 +65,7 @@ class HedgehogFeatures(HedgehogConfig):
     @functools.cache
     def make(config: "HedgehogFeatures"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, VECTOR_BYTES, VARLEN, X = config.dtype, config.vector_bytes, config.varlen, config.rows
+        INPUT, VECTOR_BYTES, X, seq_layout = config.dtype, config.vector_bytes, config.rows, SequenceLayout(config.varlen)
         smem = shared(m=pipeline(st(config.head_dim, HALF, INPUT), 1, WARPGROUP))
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -88,7 +79,7 @@ class HedgehogFeatures(HedgehogConfig):
             batch, head = divmod(batch_head, heads)
             m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             at = batch, int32(CHUNK * tile + ROWS * warp_index()), head, 0
-            x = load(truncate(gX, 1, last_token(gCuSeqlens, length, VARLEN)), X, at, 1, 3)
+            x = load(truncate(gX, 1, seq_layout.last_token(gCuSeqlens, length)), X, at, 1, 3)
             up, down = softmaxes(mma_AB(zeros(Y), x, m.wait(0)))
             store(gFeatures, INPUT(hstack(maximum(up, FLOOR), maximum(down, FLOOR))), at, 1, 3, True)
 
@@ -105,7 +96,7 @@ class HedgehogFeatureGradients(HedgehogConfig):
     @functools.cache
     def make(config: "HedgehogFeatureGradients"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, VECTOR_BYTES, VARLEN, DX = config.dtype, config.vector_bytes, config.varlen, config.sums
+        INPUT, VECTOR_BYTES, DX, seq_layout = config.dtype, config.vector_bytes, config.sums, SequenceLayout(config.varlen)
         MAP_ROWS = config.head_dim // WARPGROUP  # of a warp
         DMAP = rt(MAP_ROWS, HALF, fp32)
         smem = shared(
@@ -137,7 +128,7 @@ class HedgehogFeatureGradients(HedgehogConfig):
             window, of each value head, as gDFeatures. gDMap (1, row, head and split, column): the sum of a block's dM."""
             m, x, dy = smem.open()
             head, split = divmod(cuda.blockIdx.x, splits)
-            end, warp = last_token(gCuSeqlens, length, VARLEN), warp_index()
+            end, warp = seq_layout.last_token(gCuSeqlens, length), warp_index()
             rows, window_dx, dfeatures = (
                 truncate(gX, 1, end),
                 truncate(gWindowDX, 1, end),

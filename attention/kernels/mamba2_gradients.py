@@ -123,7 +123,7 @@ class Mamba2GradientOutputs:
     @functools.cache
     def make(config: "Mamba2GradientOutputs"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, HAS_DZ, VARLEN, gate = config.dtype, config.has_dz, config.varlen, config.gate
+        INPUT, HAS_DZ, gate, seq_layout = config.dtype, config.has_dz, config.gate, SequenceLayout(config.varlen)
         SKIP_OF_HEAD, SKIP_OF_COLUMN = config.skip == "head", config.skip == "column"
         smem = shared(sums=sv(4 * WARPS, fp32), columns=sv(PART.cols * WARPS, fp32))
 
@@ -142,8 +142,8 @@ class Mamba2GradientOutputs:
             batch, head = divmod(batch_head, heads)
             warp = int32(cuda.threadIdx.x // LANES)
             block_index, token = int32(batch * tiles + tile), int32(TOKENS * tile + PART.rows * warp)
-            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
-            rate, at_token = load_head_number(gA, head), (batch, token, head)
+            end, at_token = seq_layout.last_token(gCuSeqlens, length), (batch, token, head)
+            rate = load_head_number(gA, head)
             step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + load_head_number(gDtBias, head)
             dt, dg = gate.step_size(step), load(gDGates, TOKEN_VEC, at_token, cols=1)
             ddt, skip_sum = dg * rate, zeros(TOKEN_VEC)
@@ -196,7 +196,7 @@ class Mamba2OutputGate:
     @functools.cache
     def make(config: "Mamba2OutputGate"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, DZ, VARLEN = config.dtype, config.dz, config.varlen
+        INPUT, DZ, seq_layout = config.dtype, config.dz, SequenceLayout(config.varlen)
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate_gate(
@@ -207,7 +207,7 @@ class Mamba2OutputGate:
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
-            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
+            end = seq_layout.last_token(gCuSeqlens, length)
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
                 dout = load(truncate(gDOut, 1, end), PART, at, 1, 3, True)

@@ -169,6 +169,14 @@ class SequenceLayout:
             return TokenRange(int32(0), int32(0), int32(0))
 
     @inlined
+    def last_token(self, gCuSeqlens, length):
+        """The end of all sequences: tokens after it are padding. length: the number of all tokens, padding included."""
+        if self.varlen:
+            return int32(gCuSeqlens[gCuSeqlens.shape[0] - 1])
+        else:
+            return length
+
+    @inlined
     def whole_tile(self, gX, gTails, seq, token, sequence):
         """(array, batch, token) of the tile that TMA reads or writes for the chunk at `token`. gTails: the last chunks of
         packed sequences, (sequences, 64, heads, D), that are shorter than others: 0 after the sequence's end, where the next
