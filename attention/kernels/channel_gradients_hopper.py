@@ -224,7 +224,7 @@ def make(config: Config):
             warpgroup.claim_registers(consumer_registers)
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
-            channel = int32(4 * wg + rank)  # a warp's first channel / 16
+            channel = int32(4 * wg + rank)  # the warp's group of 16 channels
             ds = warpgroup.load(gLastState, STATE, (slot, head, int32(HALF * wg), 0))
             for j in range(n):
                 place, remaining = (seq, seq.chunk_start(j), head), seq.remaining(j)

@@ -10,6 +10,8 @@ from tiles.launching.arguments import array, tiled
 from .token_channels import BLOCK, SUMS, TokenChannels
 from .tokens import CHUNK, COLUMNS, SequenceLayout
 
+GROUPS = 2 * COLUMNS // 16  # of the channels of both consumers, one a warp
+
 
 @static
 class ChannelGradientOutputs:
@@ -36,9 +38,9 @@ class ChannelGradientOutputs:
         (gDQ, gDK), (dq, dk), (queries, keys, sums, dot_tile), (references, ends) = arrays, gradients, tiles, vectors
         query, key = self.token_channels.load_block(queries, block), self.token_channels.load_block(keys, block)
         warpgroup.store_transposed(subtile(dot_tile, BLOCK, block), dq * fp32(query) - dk * fp32(key))
-        channel = int32(4 * warpgroup.id() + warpgroup.rank())  # a warp's first one / 16
+        channel = int32(4 * warpgroup.id() + warpgroup.rank())  # the warp's group of channels
         b = warpgroup.load_transposed(subtile(sums, BLOCK, block), SUMS, fenced=False)
-        r = load(subtile(references, 16, int32(references.length // 32 * block + channel)), SUMS.col_vec)
+        r = load(subtile(references, 16, int32(GROUPS * block + channel)), SUMS.col_vec)
         self._store_gradient(gDQ, queries, dq * (exp2(b - r) * scale), block, place)
         self._store_gradient(gDK, keys, dk * exp2(load(subtile(ends, 16, channel), SUMS.col_vec) + r - b), block, place)
 
