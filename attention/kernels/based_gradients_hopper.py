@@ -32,7 +32,6 @@ from ops import (
     mma_AtB,
     ones,
     row_sum,
-    subtile,
     taylor,
     tile_sum,
     truncate,
@@ -40,131 +39,45 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static
+from tiles import bf16, fp16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.taylor_sums import (
-    SQUARE,
-    TaylorGradients,
-    load_key_sums,
-    load_query_sums,
-    store_sums,
-    taylor_weights,
-)
+from ..parts.recurrent.based_walk import CONSUMER_REGISTERS, CTAS_PER_SM, LOADER, STATE, THREADS, BasedTiles, BasedWalk
+from ..parts.recurrent.taylor_sums import SQUARE, load_key_sums, load_query_sums, store_sums, taylor_weights
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 2  # chunks in flight
-LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
-LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
-PANEL = 32  # features whose gradients are computed at a time
-STATE = rt(16, FEATURES, fp32)
 SCORES = rt(16, CHUNK, fp32)
 
 
-@static
-class BasedWalk:
-    """What both walks do alike, with q, k, v and dO of this dtype."""
-
-    dtype: dtype
-    seq_layout: SequenceLayout
-
-    @property
-    def rows(self):
-        """A warp's 16 rows of Q or K."""
-        return rt(16, BASE, self.dtype)
-
-    @property
-    def products(self):
-        """The way back from features to rows."""
-        return TaylorGradients(self.dtype)
-
-    @inlined
-    def load_chunks(self, tiles, arrays, seq, n, head, group):
-        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO."""
-        warpgroup.release_registers(LOADER_REGISTERS)
-        (gQ, gK, gV, gDOut), (key_head, _) = arrays, divmod(head, group)
-        for j in range(n):
-            token = seq.chunk_start(j)
-            tiles.q.fill(j, gQ, (seq.batch, token, key_head))
-            tiles.k.fill(j, gK, (seq.batch, token, key_head))
-            tiles.v.fill(j, gV, (seq.batch, token, head, 0))
-            tiles.do.fill(j, gDOut, (seq.batch, token, head, 0))
-
-    @inlined
-    def differentiate_features(self, rows, state, tile, x, squares):
-        """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
-        squares: the factor of squares in features. tile: shared memory for the gradients of features."""
-        for n in range(FEATURES // PANEL):
-            df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
-            warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), self.dtype(df))
-        cuda.syncwarp()  # lanes read what others wrote
-        dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), self.rows))
-        for d in range(HALF + 1):
-            df = warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), self.rows)
-            dx = dx + self.products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
-        return dx
-
-    @inlined
-    def store_rows(self, gX, x, seq, token, head):
-        """Store the rows of a chunk that belong to the sequence."""
-        warpgroup.store(truncate(gX, 1, seq.end), x, (seq.batch, token, head, 0), rows=1, cols=3)
-
-    @inlined
-    def zero_padding(self, gDX, gCuSeqlens, sequence, length, head):
-        """Store 0 to dq or dk of the padding, the tokens after the last sequence."""
-        padding = self.seq_layout.padding_tokens(gCuSeqlens, sequence, length)
-        for j in range(padding.num_chunks()):
-            self.store_rows(gDX, zeros(SQUARE), padding, padding.chunk_start(j), head)
-
-
 @dataclass(frozen=True)
-class Config:
-    """The configuration of a walk. dtype: of q, k, v and dO. normalize: are outputs divided by the sum of their weights?
-    unrounded: are dq and dk float32, to be added over heads that share a key head? varlen: are sequences packed
-    (cu_seqlens)?"""
+class Config(BasedTiles):
+    """The configuration of a walk. unrounded: are dq and dk float32, to be added over heads that share a key head? varlen: are
+    sequences packed (cu_seqlens)?"""
 
-    dtype: dtype
-    normalize: bool = True
     unrounded: bool = False
     varlen: bool = False
-    threads = THREADS
 
     def __str__(self):
         flags = "normalized" * self.normalize, "float32" * self.unrounded, "varlen" * self.varlen
         return ", ".join(filter(None, (f"Based's gradients of {self.label}, {self.dtype}", *flags)))
-
-    @property
-    def key(self):
-        """The tile of Q or K for a chunk."""
-        return st(CHUNK, BASE, self.dtype)
-
-    @property
-    def value(self):
-        """The tile of V, dO or dV for a chunk."""
-        return st(CHUNK, COLUMNS, self.dtype)
-
-    @property
-    def features(self):
-        """The tile of a chunk's features, or of the state, transposed."""
-        return st(CHUNK, FEATURES, self.dtype)
 
     @staticmethod
     def make(config):
         """(kernel, shared memory) of a configuration."""
         raise NotImplementedError
 
-    def shared_memory(self, **extra_tiles):
-        """The shared memory of a walk: that of both walks, and `extra_tiles`."""
-        key, value = self.key, self.value
-        rings = {"q": ring(key, STAGES), "k": ring(key, STAGES), "v": ring(value, STAGES), "do": ring(value, STAGES)}
-        gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
-        return shared(**rings, state=self.features, features=self.features, df=gradients, **extra_tiles)
-
     @property
     def walk(self):
         """What both walks do alike."""
         return BasedWalk(self.dtype, SequenceLayout(self.varlen))
+
+    def shared_memory(self, **extra_tiles):
+        """The shared memory of a walk: that of both walks, and `extra_tiles`."""
+        key, value = ring(self.key, STAGES), ring(self.value, STAGES)
+        gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
+        return shared(q=key, k=key, v=value, do=value, state=self.features, features=self.features, df=gradients, **extra_tiles)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from numba import cuda
 from numpy import float32
@@ -36,40 +35,33 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES
-from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st
+from tiles import bf16, fp16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.based_walk import (
+    CONSUMER_REGISTERS,
+    CTAS_PER_SM,
+    LOADER,
+    LOADER_REGISTERS,
+    STATE,
+    THREADS,
+    BasedTiles,
+)
 from ..parts.recurrent.taylor_sums import COL_VEC, load_key_sums, store_sums, taylor_weights
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 4  # chunks in flight
-LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
-LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
 
 
 @dataclass(frozen=True)
-class Config:
-    """A kernel's configuration. dtype: of q, k, v and out. normalize: are outputs divided by the sum of their weights? varlen:
-    are sequences packed (cu_seqlens)?"""
+class Config(BasedTiles):
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
 
-    dtype: dtype
-    normalize: bool = True
     varlen: bool = False
-    threads: ClassVar[int] = THREADS
 
     def __str__(self):
         return f"{self.dtype}{', normalized' * self.normalize}{', varlen' * self.varlen}"
-
-    @property
-    def key(self):
-        """The tile of Q or K for a chunk."""
-        return st(CHUNK, BASE, self.dtype)
-
-    @property
-    def value(self):
-        """The tile of V or the output for a chunk."""
-        return st(CHUNK, COLUMNS, self.dtype)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -83,14 +75,14 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen)
-    X, ONES, STATE = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, FEATURES, fp32)
+    X, ONES = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT)
     KEYS = tiled(config.key, unit=1)
     smem = shared(
         q=ring(config.key, STAGES),
         k=ring(config.key, STAGES),
         v=ring(config.value, STAGES),
         state=st(COLUMNS, FEATURES, INPUT),
-        features=st(CHUNK, FEATURES, INPUT),
+        features=config.features,
         out=config.value,
     )
 

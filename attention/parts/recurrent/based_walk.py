@@ -1,0 +1,100 @@
+"""What Based's kernels for Hopper (based_hopper.py, based_gradients_hopper.py) have in common: their tiles, and what both walks
+that compute gradients do alike. A consumer warpgroup computes, and another one loads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from numba import cuda
+
+from ops import divmod, subtile, truncate, warpgroup, zeros
+from ops.for_attention.taylor_features import BASE, FEATURES, HALF
+from tiles import dtype, fp32, inlined, rt, st, static
+
+from .taylor_sums import SQUARE, TaylorGradients
+from .tokens import CHUNK, COLUMNS, SequenceLayout
+
+LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 232  # of a thread
+PANEL = 32  # features whose gradients are computed at a time
+STATE = rt(16, FEATURES, fp32)
+
+
+@dataclass(frozen=True)
+class BasedTiles:
+    """A kernel's configuration. dtype: of q, k, v and what has their shapes. normalize: are outputs divided by the sum of their
+    weights?"""
+
+    dtype: dtype
+    normalize: bool = True
+    threads: ClassVar[int] = THREADS
+
+    @property
+    def key(self):
+        """The tile of Q or K for a chunk."""
+        return st(CHUNK, BASE, self.dtype)
+
+    @property
+    def value(self):
+        """The tile of V, the output or their gradients for a chunk."""
+        return st(CHUNK, COLUMNS, self.dtype)
+
+    @property
+    def features(self):
+        """The tile of a chunk's features, or of the state, transposed."""
+        return st(CHUNK, FEATURES, self.dtype)
+
+
+@static
+class BasedWalk:
+    """What both walks do alike, with q, k, v and dO of this dtype."""
+
+    dtype: dtype
+    seq_layout: SequenceLayout
+
+    @property
+    def rows(self):
+        """A warp's 16 rows of Q or K."""
+        return rt(16, BASE, self.dtype)
+
+    @property
+    def products(self):
+        """The way back from features to rows."""
+        return TaylorGradients(self.dtype)
+
+    @inlined
+    def load_chunks(self, tiles, arrays, seq, n, head, group):
+        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO."""
+        warpgroup.release_registers(LOADER_REGISTERS)
+        (gQ, gK, gV, gDOut), (key_head, _) = arrays, divmod(head, group)
+        for j in range(n):
+            token = seq.chunk_start(j)
+            tiles.q.fill(j, gQ, (seq.batch, token, key_head))
+            tiles.k.fill(j, gK, (seq.batch, token, key_head))
+            tiles.v.fill(j, gV, (seq.batch, token, head, 0))
+            tiles.do.fill(j, gDOut, (seq.batch, token, head, 0))
+
+    @inlined
+    def differentiate_features(self, rows, state, tile, x, squares):
+        """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
+        squares: the factor of squares in features. tile: shared memory for the gradients of features."""
+        for n in range(FEATURES // PANEL):
+            df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
+            warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), self.dtype(df))
+        cuda.syncwarp()  # lanes read what others wrote
+        dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), self.rows))
+        for d in range(HALF + 1):
+            df = warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), self.rows)
+            dx = dx + self.products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
+        return dx
+
+    @inlined
+    def store_rows(self, gX, x, seq, token, head):
+        """Store the rows of a chunk that belong to the sequence."""
+        warpgroup.store(truncate(gX, 1, seq.end), x, (seq.batch, token, head, 0), rows=1, cols=3)
+
+    @inlined
+    def zero_padding(self, gDX, gCuSeqlens, sequence, length, head):
+        """Store 0 to dq or dk of the padding, the tokens after the last sequence."""
+        padding = self.seq_layout.padding_tokens(gCuSeqlens, sequence, length)
+        for j in range(padding.num_chunks()):
+            self.store_rows(gDX, zeros(SQUARE), padding, padding.chunk_start(j), head)
