@@ -188,15 +188,15 @@ def make(config: Config):
                     head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
-                    s_tile, gates = s.wait(slot), decay.load(sums, slot)
+                    s_tile, (b, _, b_last) = s.wait(slot), decay.load(sums, slot)
                     dout = fp32(warpgroup.load(do_tile, ROWS, fenced=FENCED))
-                    decayed_do = INPUT(decay.decay(dout, gates.b))
+                    decayed_do = INPUT(decay.decay(dout, b))
                     skip_dots = head_rows.dot_values(dout, v_tile, gColumnSums, head, chunk, column)
                     decay.hand_over(decayed_dos, decay.dout_turn(i, block, n), decayed_do)
                     dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
                     tiles, scales = (q_tile, v_tile, do_tile, s_tile), (scale, product_scale)
-                    if decay.is_strong(gates.b_last) > 0.0:
-                        dp_sum, dots = decay.add_strong_scores(dp_sum, p, decayed_do, tiles, gates, scales)
+                    if decay.is_strong(b_last) > 0.0:
+                        dp_sum, dots = decay.add_strong_scores(dp_sum, p, decayed_do, tiles, b, sums, slot, scales)
                         decay.wait(weighted_vs, slot, v_tile)
                         if decay.gates:
                             sums.release(slot)
@@ -242,25 +242,25 @@ def make(config: Config):
                     d = head_rows.load_d(gD, head, column)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
-                    ds_tile, gates = ds.wait(slot), decay.load(sums, slot)
-                    values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), decay.is_strong(gates.b_last)
-                    weighted_v = INPUT(decay.decay(values, gates.a * (strong - 1.0)))
+                    ds_tile, (b, a, b_last) = ds.wait(slot), decay.load(sums, slot)
+                    values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), decay.is_strong(b_last)
+                    weighted_v = INPUT(decay.decay(values, a * (strong - 1.0)))
                     decay.hand_over(weighted_vs, slot, weighted_v)
                     carried_dv = warpgroup.mm_ABt(k_tile, ds_tile)
-                    dk = warpgroup.mma_AB(dk, INPUT(decay.decay(values, gates.b_last - gates.a)), ds_tile)
+                    dk = warpgroup.mma_AB(dk, INPUT(decay.decay(values, b_last - a)), ds_tile)
                     if strong > 0.0:
-                        dv = decay.multiply_strong_scores(p_t, do_tile, gates)
+                        dv = decay.multiply_strong_scores(p_t, do_tile, b, sums, slot)
                         decay.wait(decayed_dos, decay.dout_turn(i, block, n), do_tile)
                     else:
                         dv = warpgroup.mm_AB(p_t, decay.wait(decayed_dos, decay.dout_turn(i, block, n), do_tile))
                         dv = warpgroup.wait(dv)
                     dk, carried_dv = warpgroup.wait(dk), warpgroup.wait(carried_dv)
                     decay.give_back(decayed_dos, decay.dout_turn(i, block, n))
-                    values, to_end = fp32(weighted_v), gates.b_last - gates.b * strong
+                    values, to_end = fp32(weighted_v), b_last - b * strong
                     dv = dv * product_scale + decay.decay(carried_dv, to_end)
                     dots, carried = row_sum(dv * values), decay.decay(row_sum(carried_dv * values), to_end)
-                    dv = decay.decay(dv, gates.b * strong - gates.a)
-                    head_rows.put_key_dots(key_dots, slot, dots, carried, gates, strong)
+                    dv = decay.decay(dv, b * strong - a)
+                    head_rows.put_key_dots(key_dots, slot, dots, carried, b, a, strong)
                     dv = head_rows.add_skip(dv, do_tile, d)
                     warpgroup.store(out.claim(slot), dv)
                     out.publish(slot)  # its fence is that of loads, too

@@ -1,8 +1,6 @@
 """What varies in the gradients of linear attention where value heads share queries and keys: how the decays of a head enter its
 products, D, and what is stored of a head's rows (kernels/shared_heads_gradients_hopper.py, whose symbols these are)."""
 
-from typing import Any, NamedTuple
-
 from numpy import float32, int32
 
 from ops import col_sum, columns, exp2, last_element, load, row_sum, store, subtile, tile_sum, truncate, warpgroup, zeros
@@ -16,16 +14,6 @@ STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as ma
 STATE_WARPS = warpgroup.WARPGROUP - 2  # of the producer, which compute <S, dS>
 SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
 GATE_KINDS = "", "token", "step"  # are there gates, and weights of keys?
-
-
-class ChunkGates(NamedTuple):
-    """The gates of a chunk and head: b and a of this warp's rows, b_last, and the slot of a ring that has b and a of all."""
-
-    sums: Any
-    slot: Any
-    b: Any
-    a: Any
-    b_last: Any
 
 
 @static
@@ -57,18 +45,18 @@ class HeadDecay:
 
     @inlined
     def load(self, sums, slot):
-        """The ChunkGates of a slot."""
+        """(b and a of this warp's rows, b_last) of a chunk and head, from a ring."""
         if not self.gates:
-            return ChunkGates(sums, slot, 0.0, 0.0, float32(0))
+            return 0.0, 0.0, float32(0)
         b = subtile(sums.wait(slot), CHUNK, 0)
         b_rows, b_last = warpgroup.load(b, COL_VEC), last_element(b)
         a_rows = warpgroup.load(subtile(sums.wait(slot), CHUNK, 1), COL_VEC) if self.weighted else b_rows
-        return ChunkGates(sums, slot, b_rows, a_rows, b_last)
+        return b_rows, a_rows, b_last
 
     @inlined
-    def load_cols(self, gates, part):
+    def load_cols(self, sums, slot, part):
         """b or a, by `part`, of all columns."""
-        return load_tokens(gates.sums.wait(gates.slot), part)
+        return load_tokens(sums.wait(slot), part)
 
     @inlined
     def decay(self, x, b):
@@ -119,23 +107,23 @@ class HeadDecay:
         return warpgroup.wait(dp_sum), dots
 
     @inlined
-    def add_strong_scores(self, dp_sum, p, decayed_do, tiles, gates, scales):
+    def add_strong_scores(self, dp_sum, p, decayed_do, tiles, b, sums, slot, scales):
         """add_scores of a strong chunk. scales: that of q, and the one of what is made from scores."""
         (q_tile, v_tile, do_tile, s_tile), dots = tiles, None
         if self.with_gates:
             dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scales[0]
         dp = warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile))
         if self.weighted:
-            dp = dp * exp2(self.load_cols(gates, 0) - self.load_cols(gates, 1))
-        decays = warpgroup.causal(exp2(zeros(TILE) + gates.b - self.load_cols(gates, 0)), 0, 0.0)
+            dp = dp * exp2(self.load_cols(sums, slot, 0) - self.load_cols(sums, slot, 1))
+        decays = warpgroup.causal(exp2(zeros(TILE) + b - self.load_cols(sums, slot, 0)), 0, 0.0)
         if self.with_gates:
             dots = dots + row_sum(fp32(self.dtype(fp32(p) * decays)) * dp) * scales[1]
         return dp_sum + dp * decays, dots
 
     @inlined
-    def multiply_strong_scores(self, p_t, do_tile, gates):
+    def multiply_strong_scores(self, p_t, do_tile, b, sums, slot):
         """(decays * P)^T dO"""
-        decays = warpgroup.triu(exp2(zeros(TILE) - gates.b + self.load_cols(gates, 0)), 0, 0.0)
+        decays = warpgroup.triu(exp2(zeros(TILE) - b + self.load_cols(sums, slot, 0)), 0, 0.0)
         return warpgroup.wait(warpgroup.mm_AB(self.dtype(fp32(p_t) * decays), do_tile))
 
 
@@ -183,14 +171,14 @@ class HeadRows:
             ring.publish(slot)
 
     @inlined
-    def put_key_dots(self, ring, slot, dots, carried, gates, strong):
+    def put_key_dots(self, ring, slot, dots, carried, b, a, strong):
         """The second consumer: v . dv / w of each row and what comes from dS of v . dv, if they are wanted. dots, carried:
         those of w V, or of V if the chunk is strong."""
         if self.decay.with_gates:
             rows = ring.claim(slot)
             if self.decay.weighted:
-                carried = self.decay.decay(carried, (gates.b - gates.a) * strong)
-                dots = self.decay.decay(dots, (gates.a - gates.b) * (1.0 - strong))
+                carried = self.decay.decay(carried, (b - a) * strong)
+                dots = self.decay.decay(dots, (a - b) * (1.0 - strong))
             warpgroup.store(subtile(rows, CHUNK, 0), dots)
             warpgroup.store(subtile(rows, CHUNK, 1), carried)
             ring.publish(slot)
