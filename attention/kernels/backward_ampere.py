@@ -91,11 +91,8 @@ class Config(BackwardConfig):
         return DirectParts(*shape, self.result) if self.single_block else WarpParts(*shape)
 
     def __str__(self):
-        return (
-            super().__str__()
-            + " single block" * self.single_block
-            + f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
-        )
+        copies = f", by {self.vector_bytes} bytes" * (self.vector_bytes != 16)
+        return super().__str__() + " single block" * self.single_block + copies
 
 
 Shape = tuple[int, int, int, int, bool, int]  # kv, queries, keys_per_warp, step, split, ctas_per_sm

@@ -40,11 +40,8 @@ class Config:
         return record(**self.sequences.params)
 
     def __str__(self):
-        parts, result = self.parts, type(self.result).__name__.lower()
-        return (
-            f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {type(parts).__name__.lower()}, {result}"
-            + " PDL" * self.overlaps_previous
-        )
+        parts, kinds = self.parts, ", ".join(type(x).__name__.lower() for x in (self.parts, self.result))
+        return f"D {parts.columns} {parts.dtype}, {parts.queries} queries, {kinds}" + " PDL" * self.overlaps_previous
 
 
 def config_of(main: BackwardConfig) -> Config:

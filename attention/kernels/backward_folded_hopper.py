@@ -165,17 +165,9 @@ def make(config: Config):
                 rings = q, do, ds_ring, dq_ring, lse_delta, bias
                 kv = subtile(k_tile, EACH, wg), v_tile, k
                 warp_key, i = int32(key + EACH * wg + S.cols * warpgroup.rank()), int32(0)
-                s = warpgroup.mm_ABt(kv[0], q.wait(0))
-                p = compute_p(
-                    i,
-                    warpgroup.wait(s),
-                    tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i)),
-                    rings,
-                    wg,
-                    tile_ctx,
-                    warp_key,
-                    scale,
-                )
+                s = warpgroup.wait(warpgroup.mm_ABt(kv[0], q.wait(0)))
+                masked = tiling.needs_mask(q_tiles, order.visit_index(q_tiles.n, i))
+                p = compute_p(i, s, masked, rings, wg, tile_ctx, warp_key, scale)
                 ds, dv = compute_ds(i, p, dv, kv[1], rings, wg)
                 dv = warpgroup.wait(dv)
                 do.release(0)

@@ -39,20 +39,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     for padded, (queries, kv) in recomputed_scores.SHAPES.items():
         for one_row in (False, True):
             read, main_rows = recomputed_scores.BiasRead(None), 64
-            yield Config(
-                padded,
-                padded,
-                bf16,
-                ScoreBias(True),
-                kv,
-                queries,
-                main_rows,
-                None,
-                VECTOR_SIZES[0],
-                None,
-                read,
-                one_row=one_row,
-            )
+            tiles = kv, queries, main_rows, None, VECTOR_SIZES[0]
+            yield Config(padded, padded, bf16, ScoreBias(True), *tiles, None, read, one_row=one_row)
 
 
 @functools.cache

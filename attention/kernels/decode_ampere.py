@@ -18,21 +18,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    block,
-    columns,
-    divmod,
-    exp2,
-    finish_sum,
-    grid,
-    load,
-    maximum,
-    row_index,
-    store,
-    subtile,
-    warp_index,
-    zeros,
-)
+from ops import block, columns, divmod, exp2, finish_sum, grid, load, maximum, row_index, store, subtile, warp_index, zeros
 from tiles import bf16, dtype, fp8e4m3, fp16, fp32, inlined, int8, pipeline, rt, shared, st, sv
 from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arguments import FLOAT, INT, array, record

@@ -231,10 +231,8 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             warp_first_row, tiles = int32(row + 16 * warpgroup.rank()), SharedTiles(q, k, v, o_half, row_max, row_sum)
-            warp_first_token, warp_last_token = (
-                int32(warp_first_row // group),
-                int32((min(warp_first_row + 16, rows) - 1) // group),
-            )
+            warp_first_token = int32(warp_first_row // group)
+            warp_last_token = int32((min(warp_first_row + 16, rows) - 1) // group)
             warp_rows = row_index(O.col_vec) + warp_first_row
             token = warp_rows // group
             while work.tiles_left > 0:

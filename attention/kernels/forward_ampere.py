@@ -89,10 +89,9 @@ def config_for(
     """The configuration for a problem, on a GPU whose CTAs may use `shared_limit` bytes of shared memory. Dims are rounded up
     to the next for which there are kernels; the greater of the two decides the shape. fields: further fields of the Config."""
     padded, padded_value = (min(d for d in SHAPES if d >= dim) for dim in (head_dim, value_dim or head_dim))
-    least = (
-        SMALL if vector_bytes == 2 else max(r for r in BY_SHARED_MEMORY if r <= shared_limit)
-    )  # 2-byte loads take registers that cp.async does not
-    shapes = SHAPES | BY_SHARED_MEMORY[least]
+    if vector_bytes == 2:  # such loads take registers that cp.async does not
+        shared_limit = SMALL
+    shapes = SHAPES | BY_SHARED_MEMORY[max(r for r in BY_SHARED_MEMORY if r <= shared_limit)]
     if variant is FULL:
         shapes = shapes | UNMASKED
     elif variant is not CAUSAL:
@@ -106,14 +105,8 @@ def with_kv(config: Config, kv: int, shared_limit: int) -> Config:
         return config
     padded = max(config.head_dim, config.value_dim)
     of_limit = BY_SHARED_MEMORY[max(r for r in BY_SHARED_MEMORY if r <= shared_limit)]
-    shape = next(
-        (
-            table[padded]
-            for table in (SHAPES | of_limit, UNMASKED, VARIED, BIAS_LOADED)
-            if padded in table and table[padded][0] == kv
-        ),
-        None,
-    )
+    shapes = [table[padded] for table in (SHAPES | of_limit, UNMASKED, VARIED, BIAS_LOADED) if padded in table]
+    shape = next((shape for shape in shapes if shape[0] == kv), None)
     if shape is None:
         raise ValueError(f"family: has no blocks of {kv} keys for head_dim={config.head_dim}, value_dim={config.value_dim}")
     kv, warps, rows_per_warp, stages, ctas_per_sm = shape
@@ -140,18 +133,11 @@ def make(config: Config):
     variant, tiling, sequences, source = config.variant, config.tiling, config.sequences, config.kv_source
     INPUT, S, O = config.dtype, rt(WARP_ROWS, KV, fp32), rt(WARP_ROWS, config.value_dim, fp32)
     Q, PANEL, PANELS = rt(WARP_ROWS, config.head_dim, fp32), rt(WARP_ROWS, config.query.panel_cols, fp32), config.query.panels
-    PREPARES, LOW_SCORES = variant.prepares_queries, variant.allows_low_scores
-    STAGES, FLOAT32_OUT, ACCUMULATES, WARPGROUPS = (
-        config.stages,
-        config.float32_out,
-        config.accumulates,
-        config.warps // WARPGROUP,
-    )
+    PREPARES, LOW_SCORES, WARPGROUPS = variant.prepares_queries, variant.allows_low_scores, config.warps // WARPGROUP
+    STAGES, FLOAT32_OUT, ACCUMULATES = config.stages, config.float32_out, config.accumulates
     OUTPUT = array(4, fp32 if FLOAT32_OUT else INPUT)
-    PENDING = 2 * (
-        STAGES - 1
-    )  # of the groups of cp.async, keys and values in turn, this many are newer than the one to wait for
-    PENDING_AFTER_Q = PENDING + 1
+    # of the groups of cp.async, keys and values in turn, this many are newer than the one to wait for
+    PENDING, PENDING_AFTER_Q = 2 * (STAGES - 1), 2 * (STAGES - 1) + 1
     smem = shared(
         q=pipeline(config.query, 1, config.warps),
         k=pipeline(config.key, STAGES, config.warps),

@@ -96,12 +96,8 @@ class Config(ForwardConfig):
         return rounds * (TILE_OVERHEAD + tile * keys)
 
     def __str__(self):
-        return (
-            super().__str__()
-            + " persistent" * self.persistent
-            + " TMA store" * self.tma_store
-            + " P in shared" * self.weights_in_shared
-        )
+        flags = " persistent" * self.persistent + " TMA store" * self.tma_store + " P in shared" * self.weights_in_shared
+        return super().__str__() + flags
 
 
 # One query tile for each CTA, where not all sequences have the same lengths
@@ -115,12 +111,7 @@ TILE_OVERHEAD = 16000
 
 
 def config_for(
-    head_dim: int,
-    dtype: dtype,
-    variant: Variant,
-    keys: float,
-    value_dim: int | None = None,
-    **fields: Any,
+    head_dim: int, dtype: dtype, variant: Variant, keys: float, value_dim: int | None = None, **fields: Any
 ) -> Config:
     """The configuration for queries that see so many keys, with the next head dims of SHAPES. fields: further fields of the
     Config. Parts of a sequence (QueryPartsLayout) have the key blocks of the whole sequence, so that the bits are equal."""

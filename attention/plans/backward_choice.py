@@ -40,27 +40,21 @@ def choose_kernel(
     (seq_layout, _), dtype, variant = choose_layout(problem), DTYPES[problem.dtype], spec.variant
     accumulate = problem.schema.arguments["dq"].role == "updated"
     tma = uses_hopper_kernels(problem, family)
-    plain = (
-        tma
-        and seq_layout is BatchedLayout
-        and not (spec.aux or reads.keys() - {"dbias"} or spec.listing or accumulate or variant.uses_random)
-    )
+    plain = tma and seq_layout is BatchedLayout
+    plain = plain and not (spec.aux or reads.keys() - {"dbias"} or spec.listing or accumulate or variant.uses_random)
     shape = None
     if plain and not reads:
         if backward_wide_hopper.serves(head_dim, variant, value_dim):
-            return KernelChoice(
-                backward_wide_hopper, backward_wide_hopper.config_for(head_dim, dtype, variant, value_dim), True
-            )
+            wide_config = backward_wide_hopper.config_for(head_dim, dtype, variant, value_dim)
+            return KernelChoice(backward_wide_hopper, wide_config, True)
         if not (deterministic or family_name(family)):  # deterministic parts of long sequences must have the bits of the whole
             shape = backward_ampere.short_shape(head_dim, value_dim, variant, q_len, kv_len)
             tma = plain = shape is None
     by_list = uses_block_lists(problem, spec)
     all_see_first = seq_layout is BatchedLayout and not by_list and all_see_first_block(variant, q_len, kv_len)
-    max_keys, block = (
-        LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0,
-        backward_hopper.block_of(head_dim, value_dim),
-    )
-    stores_first = tma and all_see_first and (deterministic or kv_len <= max(max_keys, block))
+    max_keys = LAST_BLOCK_STORES.get(head_dim, 0) if plain and variant.monotonic else 0
+    max_keys = max(max_keys, backward_hopper.block_of(head_dim, value_dim))
+    stores_first = tma and all_see_first and (deterministic or kv_len <= max_keys)
     order: dict[str, Any] = {"deterministic": deterministic, "stores_first": stores_first}
     slope_gradient = NO_SLOPE_GRADIENT
     if "dalibi" in reads and (not tma or backward_hopper.computes_slopes(head_dim, value_dim, seq_layout)):

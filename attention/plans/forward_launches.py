@@ -128,10 +128,8 @@ class PreparationSteps:
         arguments for the variant and the sequences."""
         (batch, heads, kv_len), (by_batch, by_head) = self.problem("batch", "heads", "seqlen_k"), spec.lists_vary
         grid_extents, keys = (batch if by_batch else 1, heads if by_head else 1), -(-kv_len // config.kv)
-        block_lists, classes = (
-            self.allocate((*grid_extents, blocks, key_block_lists.LIST_HEADER + keys), "int32"),
-            self.allocate((*grid_extents, blocks, keys), "int8"),
-        )
+        block_lists = self.allocate((*grid_extents, blocks, key_block_lists.LIST_HEADER + keys), "int32")
+        classes = self.allocate((*grid_extents, blocks, keys), "int8")
         unseen = self.allocate((*grid_extents, blocks, key_block_lists.COUNTS * keys), "int8")
         classify = key_block_lists.ClassifyBlocks(spec.variant, config.rows, config.kv, config.axes)
         build = key_block_lists.BuildKeyLists(spec.variant, config.rows, config.kv)

@@ -16,12 +16,7 @@ from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
 from . import split_forward
-from .call_options import (
-    AUX_ROWS,
-    BLOCK_MASK_ROWS,
-    autograd,
-    needs_gradient,
-)
+from .call_options import AUX_ROWS, BLOCK_MASK_ROWS, autograd, needs_gradient
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, INT8_REMEDY, check_output, fp8_cache_schema
 from .gradient import NO_SECOND_DERIVATIVES, program_gradient
@@ -72,10 +67,8 @@ ACCUMULATED_OUTPUTS = """
     lse  (batch, heads, seqlen_q)              float32  updated
 """
 VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS, remedies=INT8_REMEDY), Schema("block_lists", INPUTS)
-IN_FLOAT32, INTO = (
-    Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=INT8_REMEDY),
-    Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=INT8_REMEDY),
-)
+IN_FLOAT32 = Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=INT8_REMEDY)
+INTO = Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=INT8_REMEDY)
 FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS), remedies=INT8_REMEDY)
 
 
@@ -99,12 +92,7 @@ def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bo
 # The parameters of these planners, and the fields of their records, are the parameters of torch's ops.
 @program(VARIANTS, program_gradient, NO_SECOND_DERIVATIVES)
 def _variant(
-    problem: Problem,
-    scores: ScoreOptions,
-    lists: ListOptions,
-    norm_eps: float,
-    random: RandomOptions,
-    result: ResultOptions,
+    problem: Problem, scores: ScoreOptions, lists: ListOptions, norm_eps: float, random: RandomOptions, result: ResultOptions
 ) -> Plan:
     """The Plan of a call with ScoreOptions, norms and dropout."""
     check_extents(problem)

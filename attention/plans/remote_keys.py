@@ -62,15 +62,7 @@ def forward_two_buffers(
 
 
 def forward_streaming(
-    q: Any,
-    k: Any,
-    v: Any,
-    lengths_k: Any,
-    local_k: Any,
-    local_v: Any,
-    arrived: Any,
-    required: Any,
-    placement: KeyPlacement,
+    q: Any, k: Any, v: Any, lengths_k: Any, local_k: Any, local_v: Any, arrived: Any, required: Any, placement: KeyPlacement
 ) -> tuple[Any, Any]:
     """(out, lse) like forward_two_buffers, while k and v are still being copied to. arrived: (1) of int32, the number of copies
     that are done; it grows meanwhile. required: (blocks + 1) of int32, how many copies must be done before each block of

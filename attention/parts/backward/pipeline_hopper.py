@@ -122,11 +122,8 @@ def make_add_dq(config: Config):
     def add_dq(gDQAccum, dq_ring, block, batch_group, q_tiles, key, ctx, group, tiles_before):
         """Add this warp's parts of dQ of all query tiles to the sums in global memory, in the order of dq_order.py.
         batch_group: the index of the batch and head group."""
-        warp, batch_head, place = (
-            int32(warpgroup.rank() - FIRST_DQ_WARP),
-            int32(group * batch_group),
-            order.first_visited(q_tiles),
-        )
+        warp, batch_head = int32(warpgroup.rank() - FIRST_DQ_WARP), int32(group * batch_group)
+        place = order.first_visited(q_tiles)
         for j in range(int32(group * q_tiles.n)):
             index = tiling.tile_at(q_tiles, place, key, ctx, group)
             tile, prior = int32(tiles_before + index), order.prior_adds(tiling, block, index, ctx, group)

@@ -56,14 +56,9 @@ class QueryTiling(Tiling):
             inner_first = n
         if not self.always_visible and key >= ctx.seqlen_k:
             n = 0
-        return QueryTiles(
-            int32(first),
-            int32(n),
-            int32(inner_first),
-            int32(inner_end),
-            self.unseen_at_start(key, ctx),
-            self.unseen_at_end(key + self.kv, ctx),
-        )
+        first, n, inner_first, inner_end = int32(first), int32(n), int32(inner_first), int32(inner_end)
+        unseen_at_start, unseen_at_end = self.unseen_at_start(key, ctx), self.unseen_at_end(key + self.kv, ctx)
+        return QueryTiles(first, n, inner_first, inner_end, unseen_at_start, unseen_at_end)
 
     @inlined
     def take_split(self, q_tiles, split, splits):
