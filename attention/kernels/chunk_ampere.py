@@ -214,13 +214,8 @@ def make(config: Config):
         value_head = int32(result.value_head(key_head, group, group_head))
         start = seq.chunk_start(0) if REVERSED else first
         gPaddedO = gO
-        gQ, gK, gV, gZ, gO = (
-            truncate(gQ, 1, end),
-            truncate(gK, 1, end),
-            truncate(gV, 1, end),
-            truncate(gZ, 1, end),
-            truncate(gO, 1, end),
-        )
+        gQ, gK, gV, gZ = truncate(gQ, 1, end), truncate(gK, 1, end), truncate(gV, 1, end), truncate(gZ, 1, end)
+        gO = truncate(gO, 1, end)
         for i in range(STAGES - 1):
             at = batch, reverse_chunk_start(seq, i) if REVERSED else first + CHUNK * i, query_head, 0
             k.fill(i, gK, at, 1, 3, n, VECTOR_BYTES)

@@ -64,6 +64,13 @@ class HedgehogQueryGradients(HedgehogConfig):
         )
 
         @inlined
+        def fill_window(x, gX, seq, j, head):
+            """Start to copy a head's keys or values of the previous chunk (the first one again if there is none) and of the
+            queries' own."""
+            x.fill(0, gX, (seq.batch, seq.chunk_start(max(j - 1, 0)), head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+            x.fill(1, gX, (seq.batch, seq.chunk_start(j), head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+
+        @inlined
         def multiply_rows(gX, at, tile):
             """The product of a warp's rows with those of a tile. Rows are loaded each time: registers do not hold them."""
             return mma_ABt(zeros(SCORES), load(gX, ROW, at, 1, 3), tile)
@@ -74,6 +81,11 @@ class HedgehogQueryGradients(HedgehogConfig):
             own chunk (side 1), where later keys are masked."""
             before = CHUNK if j > 0 else -CHUNK
             return warpgroup.causal(multiply_rows(queries, at, k.wait(side)), before if side == 0 else 0, -math.inf)
+
+        @inlined
+        def exp_scores(queries, at, k, side, j, row_maxima, scale):
+            """E of these scores, exp((s - m) / sqrt(D))."""
+            return exp2((compute_scores(queries, at, k, side, j) - row_maxima) * (scale * LOG2_E))
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
@@ -94,13 +106,11 @@ class HedgehogQueryGradients(HedgehogConfig):
             keys, values, features = truncate(gK, 1, seq.end), truncate(gV, 1, seq.end), truncate(gFeatures, 1, seq.end)
             alpha, beta, dalpha, dbeta = gAlphas[head], gBetas[head], float32(0), float32(0)
             for j in seq_layout.chunks_of_block(part, seq.num_chunks(), parts):
-                token, old = seq.chunk_start(j), seq.chunk_start(max(j - 1, 0))
+                token = seq.chunk_start(j)
                 row = int32(token + ROWS * warpgroup.rank())
                 chunk = seq_layout.chunk_index(token, sequence, length)
-                k.fill(0, keys, (seq.batch, old, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
-                k.fill(1, keys, (seq.batch, token, key_head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
-                v.fill(0, values, (seq.batch, old, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
-                v.fill(1, values, (seq.batch, token, head, 0), 1, 3, vector_bytes=VECTOR_BYTES)
+                fill_window(k, keys, seq, j, key_head)
+                fill_window(v, values, seq, j, head)
                 s.fill(0, gStates, (chunk, head, 0, 0))
                 queries, at_query = truncate(gQ, 1, seq.end), (seq.batch, row, key_head, 0)
                 row_maxima = neg_infty(SCORES.col_vec)
@@ -115,7 +125,7 @@ class HedgehogQueryGradients(HedgehogConfig):
                     numerator = mma_AB(numerator, f, subtile(state, HALF, half))
                 numerator, normalizer = numerator * alpha, normalizer * alpha + FLOOR
                 for side in range(2):
-                    p = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E)) * beta
+                    p = exp_scores(queries, at_query, k, side, j, row_maxima, scale) * beta
                     store(truncate(gWeights, 1, seq.end), INPUT(p), (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
                     numerator, normalizer = mma_AB(numerator, INPUT(p), v.wait(side)), normalizer + row_sum(p)
                 inverse, at = 1.0 / normalizer, (seq.batch, row, head, 0)
@@ -128,23 +138,21 @@ class HedgehogQueryGradients(HedgehogConfig):
                 total, ties = zeros(SCORES.col_vec), zeros(SCORES.col_vec)
                 for side in range(2):
                     dp = (multiply_rows(douts, at, v.wait(side)) - dot) * inverse
-                    e = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E))
+                    e = exp_scores(queries, at_query, k, side, j, row_maxima, scale)
                     total = total + row_sum(e * dp)
                     ties = ties + row_sum(equal(e, 1.0))
                 dbeta += tile_sum(total)
                 tie_gradient = total / ties
                 for side in range(2):
                     dp = (multiply_rows(douts, at, v.wait(side)) - dot) * inverse
-                    e = exp2((compute_scores(queries, at_query, k, side, j) - row_maxima) * (scale * LOG2_E))
+                    e = exp_scores(queries, at_query, k, side, j, row_maxima, scale)
                     ds = INPUT(e * (dp - equal(e, 1.0) * tie_gradient) * (beta * scale))
                     store(truncate(gDScores, 1, seq.end), ds, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
                 thread_block.sync(True)  # warps load again what they have stored, so that registers hold no dq in between
                 dq = zeros(SUMS)
                 for side in range(2):
-                    ds = load(
-                        truncate(gDScores, 1, seq.end), HALF_ROWS, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True
-                    )
-                    dq = mma_AB(dq, ds, k.wait(side))
+                    side_at = seq.batch, row, head, int32(CHUNK * side)
+                    dq = mma_AB(dq, load(truncate(gDScores, 1, seq.end), HALF_ROWS, side_at, 1, 3, True), k.wait(side))
                 store(truncate(gWindowDX, 1, seq.end), dq, at, 1, 3, True)
 
                 dout = load(douts, ROW, at, 1, 3)
