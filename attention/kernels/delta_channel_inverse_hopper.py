@@ -10,13 +10,13 @@ chunk is loaded while this one's triangle is inverted."""
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
+from ops import divmod, exp2, load, rows, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import bf16, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -62,7 +62,7 @@ def make(config: Config):
     seq_layout, two_parts = SequenceLayout(config.varlen), TwoParts(INPUT)
     decay, channel_gates = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
-    BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(KEY, unit=1), tiled(KEY, rows=2)
+    KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
         q=ring(KEY, 1, 1),
         k=ring(KEY, 1, 1),
@@ -139,9 +139,7 @@ def make(config: Config):
         rings, arrays, sent_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores)
         tails = gTailQ, gTailK, gTailGates
         fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
-        high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
-        blocks, betas = (viewed(triangles, BLOCK_KEYS), block_decays), truncate(gBeta, 1, seq.end)
-        store_parts(high, low, zeros(TILE))  # blocks above the diagonal are read, if not looked at
+        betas, ((high, low), blocks) = truncate(gBeta, 1, seq.end), decay.open_triangles(triangles, block_decays)
         for j in range(n):
             chunk, token = int32(first + j), seq.chunk_start(j)
             if warp == 0:

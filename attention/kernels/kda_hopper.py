@@ -15,12 +15,11 @@ chunk, while consumers, of 64 value columns each, update the state with this one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 from numba import cuda
 
-from ops import divmod, rows, subtile, truncate, viewed, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
+from ops import divmod, rows, subtile, truncate, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -80,7 +79,7 @@ def make(config: Config):
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     seq_layout = SequenceLayout(config.varlen)
-    state, BLOCK_KEYS = TransposedState(config.key_dim, INPUT, seq_layout), replace(TRIANGLES, dtype=INPUT)
+    state = TransposedState(config.key_dim, INPUT, seq_layout)
 
     @inlined
     def sum_gates(g, gate_sums, constants, seq, j, warp):
@@ -143,9 +142,7 @@ def make(config: Config):
             published = k_decayed, state_decay, flag, gate_sums
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
-            high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
-            blocks = viewed(triangles, BLOCK_KEYS), block_decays
-            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are loaded, and not used
+            (high, low), blocks = decay.open_triangles(triangles, block_decays)
             for j in range(n):
                 queries, keys, sum_tile = q.wait(j), k.wait(j), gate_sums.wait(j)
                 sums = g.wait(j) if IN_PLACE else sum_tile

@@ -7,13 +7,12 @@ these), and so ends with [N | M]. delta_compose_states_hopper.py composes these.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_index, divmod, equal, subtile, truncate, viewed, warpgroup, where, zeros
-from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts, store_parts
+from ops import col_index, divmod, equal, truncate, warpgroup, where, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -68,8 +67,8 @@ def make(config: Config):
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
-    decay, BLOCK_KEYS = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), replace(TRIANGLES, dtype=INPUT)
-    channel_gates, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
+    decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.channel_gates
+    PARAMS, BETA = channel_gates.params(), config.beta
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
@@ -121,9 +120,7 @@ def make(config: Config):
             rings, arrays = (k, v, g), (gK, gV, gGates)
             published = k_decayed, state_decay, flag, g
             decay.fill_keys(rings, arrays, 0, n, seq, head, key_head, block)
-            high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
-            blocks = viewed(triangles, BLOCK_KEYS), block_decays
-            store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are loaded, and not used
+            (high, low), blocks = decay.open_triangles(triangles, block_decays)
             constants = biases, rates
             channel_gates.load_constants(constants, params, head, warp)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)

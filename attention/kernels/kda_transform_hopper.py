@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup, zeros
-from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_parts
+from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup
+from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -82,8 +82,8 @@ def make(config: Config):
     PARAMS = channel_gates.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
-    BLOCK_KEYS, KEYS, CHUNK_KEYS = replace(TRIANGLES, dtype=INPUT), tiled(config.key, unit=1), tiled(config.key, rows=2)
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
+    KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
         q=ring(config.key, 1, WARPS),
         k=ring(config.key, 1, WARPS),
@@ -145,9 +145,7 @@ def make(config: Config):
         decayed_arrays = gQueries, gDecayedKeys, gStateDecays
         fill(rings, arrays, int32(0), n, seq, head, key_head)
         fill_keys(k, gK, int32(0), n, seq, key_head)
-        high, low, constants = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1), (biases, rates)
-        blocks = viewed(triangles, BLOCK_KEYS), block_decays
-        store_parts(high, low, zeros(SCORES))  # blocks above the diagonal are read, if not looked at
+        constants, ((high, low), blocks) = (biases, rates), decay.open_triangles(triangles, block_decays)
         channel_gates.load_constants(constants, params, head, warp)
         betas = truncate(gBeta, 1, seq.end)
         beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)

@@ -14,10 +14,13 @@ A chunk is strong if a channel decays by more than a dtype can hold. q' and k' a
 have a reference each (block_scores.py), and if a channel decays too much for that in one of them, or from one reference to the
 next, the chunk is halved down to single tokens (anchored_scores.py)."""
 
-from ops import exp2, load, load_row, minimum, store, subtile, tile_max, tile_min, warpgroup, zeros
+from dataclasses import replace
+
+from ops import exp2, load, load_row, minimum, store, subtile, tile_max, tile_min, viewed, warpgroup, zeros
+from ops.for_attention.triangular_inverse import TRIANGLES, store_parts
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 
-from .gates import LOG2_E
+from .gates import LOG2_E, TILE
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens that a warp decays at once: with more, registers would spill
@@ -233,6 +236,20 @@ class ChannelDecay(WarpChannels):
 
 class KdaDecay(ChannelDecay):
     """The decays of KDA's chunks, of which k' is stored, too."""
+
+    @property
+    def block_keys(self):
+        """The tile of keys that are decayed to their blocks' references, in the memory of two triangles."""
+        return replace(TRIANGLES, dtype=self.dtype)
+
+    @inlined
+    def open_triangles(self, triangles, block_decays):
+        """((high, low), blocks): the two shared triangles of a chunk's scores, and what `factor_block_decays` writes. Triangles
+        are cleared, as their parts above the diagonal are loaded, if not used."""
+        high, low = subtile(triangles, CHUNK, 0), subtile(triangles, CHUNK, 1)
+        blocks = viewed(triangles, self.block_keys), block_decays
+        store_parts(high, low, zeros(TILE))
+        return (high, low), blocks
 
     @inlined
     def store_extra(self, decayed_keys, query, key, decay, strong):
