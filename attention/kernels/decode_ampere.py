@@ -235,16 +235,6 @@ def make(config: Config):
     softmax = Softmax(O, lowest_max(variant))
 
     @inlined
-    def find_keys(work, first_token, last_token, tokens, params):
-        """(the KeySpan of these tokens; of the tiles of its keys that are the block's work, the first key and how many there
-        are). Tiles are counted from the first key that any token of the sequence sees."""
-        seq_span = window.key_span(work.sequence, 0, tokens - 1, tokens, params)
-        span = window.key_span(work.sequence, first_token, last_token, tokens, params)
-        first_tile = int32(max(work.tile, (span.first - seq_span.first) // KV))
-        first = int32(seq_span.first + KV * first_tile)
-        return span, first, int32(max(0, min(work.end_tile - first_tile, (span.end - first + KV - 1) // KV)))
-
-    @inlined
     def compute_query_stats(tile, ctx):
         """What the variant needs of whole rows of queries, computed before the rows are overwritten."""
         if variant.prepares_queries:
@@ -339,7 +329,7 @@ def make(config: Config):
             first_out, last_out = int32(tile.seq_start + first_token), int32(tile.seq_start + last_token)
             out_row = int32(seq_row + row)
             out_tile = OutputTile(batch, head, work.part, part_batch, is_final, out_row, first_out, last_out, group)
-            span, first, n = find_keys(work, first_token, last_token, tokens, params)
+            first, n, span = split.find_tiles(work, first_token, last_token, tokens, params)
             if PDL and KNOWS_KEYS:
                 grid.wait(int32(first + n))
             factors = load_factors(warp_index(), head, params) if PREFETCHES else None  # after the keys it would come late

@@ -139,15 +139,6 @@ def make(config: Config):
     )
 
     @inlined
-    def find_tiles(work, first_token, last_token, tokens, params):
-        """(the first key of a block's tiles, the number of tiles, the KeySpan of its rows)"""
-        seq_span = window.key_span(work.sequence, 0, tokens - 1, tokens, params)
-        span = window.key_span(work.sequence, first_token, last_token, tokens, params)
-        tile = int32(max(work.tile, (span.first - seq_span.first) // KV))
-        first = int32(seq_span.first + KV * tile)
-        return first, int32(max(0, min(work.end_tile - tile, (span.end - first + KV - 1) // KV))), span
-
-    @inlined
     def load_queries(tiles, gQ, out_tile, wg):
         """Load the block's rows of Q to shared memory, by both consumers. A token's rows are contiguous; rows of other tokens
         load 0, so that the tokens' tiles can be added."""
@@ -224,7 +215,7 @@ def make(config: Config):
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             while work.tiles_left > 0:
-                first, n, span = find_tiles(work, first_token, last_token, tokens, params)
+                first, n, span = split.find_tiles(work, first_token, last_token, tokens, params)
                 feed.load_tiles(k, v, j, n, gK, gV, work.sequence, first, head, span.end, params)
                 work, j = split.next_work(work, tokens, params), int32(j + n)
             feed.finish(k, v, j)
@@ -248,7 +239,7 @@ def make(config: Config):
                     warp_last_token,
                     group,
                 )
-                first, n, span = find_tiles(work, first_token, last_token, tokens, params)
+                first, n, span = split.find_tiles(work, first_token, last_token, tokens, params)
                 unmasked_end = int32(span.end - (last_token - first_token))
                 row_head = warp_rows - token * group + head * group
                 ctx = TokenHeadContext(sequence, row_head, token, span.shift, tokens, span.end, params, aux, 0)

@@ -67,6 +67,15 @@ class FixedSplits(KernelPart):
         return int32(max(1, (span.end - span.first + self.kv - 1) // self.kv))
 
     @inlined
+    def find_tiles(self, work, first_token, last_token, tokens, params):
+        """(the first key of the block's tiles that these tokens see, how many tiles there are, the KeySpan of the tokens)"""
+        seq_span = self.window.key_span(work.sequence, 0, tokens - 1, tokens, params)
+        span = self.window.key_span(work.sequence, first_token, last_token, tokens, params)
+        tile = int32(max(work.tile, (span.first - seq_span.first) // self.kv))
+        first = int32(seq_span.first + self.kv * tile)
+        return first, int32(max(0, min(work.end_tile - tile, (span.end - first + self.kv - 1) // self.kv))), span
+
+    @inlined
     def first_work(self, number, splits, sequences, tokens, params):
         """The first SplitWork of block `number` of those with the same head and the same rows."""
         sequence, split = divmod(number, splits)
