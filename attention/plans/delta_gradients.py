@@ -5,7 +5,6 @@ for chunks, and small ones that sum the gradients of gates and those of shared h
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
-from tiles.launching.launch import kernel_for
 from tiles.targets import LARGE, MEDIUM
 
 from ..kernels import (
@@ -15,7 +14,6 @@ from ..kernels import (
     delta_state_gradients_ampere,
     delta_walk_ampere,
 )
-from ..kernels.linear_token_loop import WARPS
 from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.delta_gradient_tiles import VALUES
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
@@ -31,7 +29,7 @@ from .recurrent_gradients import (
     sum_heads,
 )
 from .token_loop import check_grid, decay_kind
-from .token_loop_gradients import sum_gates_by_token
+from .token_loop_gradients import launch_walk, sum_gates_by_token
 
 # The kernel of chunks after the walks, and its arrays besides those that both have: for decays of tokens or none (False), and
 # of channels (True).
@@ -148,7 +146,6 @@ def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratc
 
 def _walk(problem: Problem, walk: str, scale: float, inputs: Arrays, arrays: Arrays) -> Step:
     """The launch of one of the four walks. inputs: its arrays by the names of the kernel's parameters, without the decays."""
-    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     rows, columns = problem("key_dim", "value_dim")
     if walk in ("queries", "keys"):
         rows, columns = columns, rows
@@ -156,14 +153,4 @@ def _walk(problem: Problem, walk: str, scale: float, inputs: Arrays, arrays: Arr
     decay = decay and spread_to_tokens(problem, decay)
     config = delta_gradient_token_loop.Config(walk, rows, decays, is_varlen(problem))
     parts = -(-columns // delta_gradient_token_loop.WARP_COLUMNS)
-    blocks = parts if config.splits_rows else -(-parts // WARPS)
-    return kernel_for(delta_gradient_token_loop, config, problem.device).bind(
-        (blocks, heads, sequences),
-        parts=parts,
-        group=heads // key_heads,
-        length=length,
-        scale=scale,
-        gDecay=decay,
-        gCuSeqlens=problem["cu_seqlens"],
-        **inputs,
-    )
+    return launch_walk(problem, delta_gradient_token_loop, config, parts, decay, scale, inputs)

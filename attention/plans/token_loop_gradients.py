@@ -2,6 +2,8 @@
 whose tiles do not fit the registers or shared memory of chunk kernels. Three walks; the gradients of queries and keys stay
 float32 until those of the gates have been computed from them."""
 
+from typing import Any
+
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
@@ -96,16 +98,23 @@ def _walk(
 ) -> Step:
     """The launch of a walk with states of this many rows and columns. groups_queries: see linear_token_loop.Config; the
     channels of the keys, which decay, are then the columns."""
-    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     decays = ""
     if decay is not None:
         by_channel = len(decay.form.shape) == 4
         decays = "channel" if by_channel and not groups_queries else "token"  # which reads a number for each column
         decay = decay if by_channel else spread_to_tokens(problem, decay).spread(3, max(rows, columns))
     config = linear_token_loop.Config(rows, decays, varlen=is_varlen(problem), reversed=reverse, groups_queries=groups_queries)
-    parts = -(-columns // config.columns)
+    return launch_walk(problem, linear_token_loop, config, -(-columns // config.columns), decay, scale, arrays)
+
+
+def launch_walk(
+    problem: Problem, module: Any, config: Any, parts: int, decay: Operand | None, scale: float, arrays: Arrays
+) -> Step:
+    """The launch of a walk token by token, of all heads of all sequences. parts: of the columns of a state, one for each warp,
+    or for each thread block if the configuration splits rows among warps."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     blocks = parts if config.splits_rows else -(-parts // WARPS)
-    return kernel_for(linear_token_loop, config, problem.device).bind(
+    return kernel_for(module, config, problem.device).bind(
         (blocks, heads, sequences),
         parts=parts,
         group=heads // key_heads,
