@@ -39,7 +39,7 @@ STAGES = 3  # chunks in flight
 
 @dataclass(frozen=True)
 class Config(DeltaTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration, whose fields are those of DeltaTiles."""
 
     label, threads = "recurrences", 2 * warpgroup.THREADS
 

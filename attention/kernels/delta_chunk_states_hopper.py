@@ -43,7 +43,7 @@ VECTORS = 8  # chunks whose vectors are in shared memory
 
 @dataclass(frozen=True)
 class Config(DeltaTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
 
     varlen: bool = False
     label, threads = "states before chunks", warpgroup.THREADS * (PRODUCER + 1)

@@ -50,7 +50,7 @@ P_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes P, and t
 
 @dataclass(frozen=True)
 class Config(GradientTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
 
     varlen: bool = False
     label = "gradients"

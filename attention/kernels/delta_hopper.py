@@ -52,7 +52,7 @@ K_NORMS, Q_NORMS = range(2)  # rings of inverse norms
 
 @dataclass(frozen=True)
 class Config(ScanTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration, whose fields are those of ScanTiles."""
 
     @property
     def output(self):

@@ -28,7 +28,7 @@ CTAS_PER_SM = 4
 
 @dataclass(frozen=True)
 class Config(DeltaTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration, whose fields are those of DeltaTiles."""
 
     label, threads = "inverses", warpgroup.THREADS
 

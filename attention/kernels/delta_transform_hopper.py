@@ -36,7 +36,7 @@ VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each w
 
 @dataclass(frozen=True)
 class Config(RawTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration, whose fields are those of RawTiles."""
 
     label, threads, ctas_per_sm = "UT transforms", warpgroup.THREADS, CTAS_PER_SM
 

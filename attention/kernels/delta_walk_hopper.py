@@ -43,7 +43,7 @@ WARPS = warpgroup.WARPGROUP
 
 @dataclass(frozen=True)
 class Config(NormedTiles):
-    """A kernel's configuration."""
+    """A kernel's configuration, whose fields are those of NormedTiles."""
 
     label, threads = "walk", warpgroup.THREADS * (LOADER + 1)
 

@@ -321,6 +321,7 @@ class ChunkVectors:
             return s * factors
 
 
+@static
 class TransformVectors(ChunkVectors):
     """ChunkVectors as delta_transform_hopper.py stores them: in place of beta is the factor of k S, the decay exp(b) times the
     key's inverse norm (l2norm.py). scales_reads: is there such a factor, or is it 1?"""
