@@ -131,7 +131,7 @@ def test_nothing_spills(arch, module, config):
     actual = inspect.row(name, module, config, arch)
     assert not inspect.has_faults(actual)
     assert actual["shared_bytes"] <= parse_target(arch).shared_bytes
-    assert module is not forward_ampere or actual["lines"] <= 90  # with the methods of ScoreContext, which parts call
+    assert module is not forward_ampere or actual["lines"] <= 95  # with the methods of ScoreContext, which parts call
 
 
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
