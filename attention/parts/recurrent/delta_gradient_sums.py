@@ -127,7 +127,10 @@ class DeltaGradientSums:
         if self.with_gates:
             for j in range(walk.n):
                 (chunk, head, _, token, seq), parts = walk.place(j), key_sums.wait(j)
-                self.store_differences(gDots, seq, head, token, parts)
+                for i in range(WARPS):
+                    at = seq.batch, int32(token + 16 * i), head
+                    dots = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
+                    store(truncate(gDots, 1, seq.end), dots, at, cols=1)
                 gCarriedDots[chunk, head, 0] = tile_sum(self.add_up(parts, CARRIED_DOTS * WARPS, WARPS))
                 key_sums.release(j)
 
@@ -159,11 +162,3 @@ class DeltaGradientSums:
         for part in range(count):
             total = total + load(subtile(parts, 16, int32(first + part)), COL_VEC)
         return total
-
-    @inlined
-    def store_differences(self, gDots, seq, head, token, parts):
-        """Store, of the chunk that begins at `token`, the first 64 numbers of `parts` less the next 64."""
-        for i in range(WARPS):
-            at = seq.batch, int32(token + 16 * i), head
-            dots = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
-            store(truncate(gDots, 1, seq.end), dots, at, cols=1)
