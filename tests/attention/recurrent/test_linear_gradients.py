@@ -7,7 +7,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import recurrent_chunks
+from attention.plans import recurrent_chunks, shared_heads_gradients
 
 FAMILIES = "sm_90", "sm_80"
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -57,6 +57,14 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, decay, heads)
     """A sequence with a token more than a chunk, and one of a token, next to poison: each has the gradients that it has by
     itself. Padding has gradients of 0; one without tokens passes the gradient of its state on."""
     check_packed(place, monkeypatch, case, decay, heads, family=family)
+
+
+@pytest.mark.parametrize(("decay", "dtype"), [("none", bf16), ("token", np.float16)])
+def test_more_heads_that_share_keys_than_stages(place, monkeypatch, nothing_known, decay, dtype):
+    """In one thread block, which loads tiles again: without decays no tile is handed over, whose fence would do for loads."""
+    for name in "choose_shares", "choose_parts":
+        monkeypatch.setattr(shared_heads_gradients, name, lambda *_: 1)
+    check(place, case(66, decay, heads=4, key_heads=1, dtype=dtype), family="sm_90")
 
 
 def test_packed_heads_that_share_no_keys(place):
