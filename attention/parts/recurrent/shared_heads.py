@@ -27,7 +27,7 @@ class HeadDecay:
 
     @property
     def weighted(self):
-        """Do keys have weights?"""
+        """Do keys have weights, as Mamba-2's dt are?"""
         return self.gates == "step"
 
     @property
