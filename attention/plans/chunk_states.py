@@ -24,7 +24,7 @@ MEMORY = STORED, RECOMPUTED = "states", "recompute"
 
 def check_memory(memory: str) -> str:
     """`memory`, as a caller of attention.linear passed it. ValueError: it is not one of MEMORY."""
-    if memory not in MEMORY:
+    if not isinstance(memory, str) or memory not in MEMORY:
         raise ValueError(f"memory: must be one of {MEMORY}: {memory=}")
     return memory
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import attention
 
-from ..options import ScoreOptions, split_norm
+from ..options import ScoreOptions, check_number, split_norm
 from ..parts.block_masks import FIELDS
 from .call_options import AUX, check_aux, score_arguments
 from .prepared_lists import BlockLists
@@ -102,7 +102,7 @@ def flatten_arrays(arguments: Mapping[str, Any], known: frozenset[str] | None = 
             arrays |= {f"aux{n}": y for n, y in enumerate(check_aux(x))}
         elif name == "norm_eps":
             others |= {} if all([arguments.get(norm) is None for norm in NORMS]) else {name: x}
-        elif arguments.get("dropout"):  # of dropout and seed
+        elif check_number("dropout", arguments.get("dropout")):  # of dropout and seed
             is_number = name != "seed" or isinstance(x, int)  # Dynamo cannot ask its symbolic integers for a shape
             (arrays if not is_number and hasattr(x, "shape") else others)[name] = x
     return arrays, others

@@ -275,7 +275,7 @@ def check_splits(splits):
     """splits as an int, or None. TypeError, ValueError: it is not an integer, or not from 1 to MAX_SPLITS."""
     if splits is None:
         return None
-    if isinstance(splits, bool) or not hasattr(splits, "__index__"):
+    if isinstance(splits, bool) or not hasattr(splits, "__index__") or getattr(splits, "shape", ()):
         raise TypeError(f"splits: must be an integer or None: {splits=}")
     if not 1 <= splits <= MAX_SPLITS:
         raise ValueError(f"splits: must be from 1 to {MAX_SPLITS}: {splits=}")

@@ -160,7 +160,7 @@ def backward(
     that is wanted; those of norms. They are the same kind of arrays as q, and have no derivatives themselves: torch tensors may
     require grad, and what is returned does not. Arrays and errors are those of forward."""
     arrays, options = flatten_arrays(arguments, BACKWARD_ARGUMENTS) if arguments else ({}, {})
-    if not (arrays or options or accumulate) and dbias is dalibi is dsink is daux is dq_norm is dk_norm is None:
+    if not (arrays or options) and accumulate is False and dbias is dalibi is dsink is daux is dq_norm is dk_norm is None:
         simple = check_flag("causal", causal), check_number("scale", scale), check_flag("deterministic", deterministic), family
         return _backward(stream, (dout, q, k, v, out, lse, dlse, dq, dk, dv), simple, layout)
     q_norm, k_norm = arguments.get("q_norm"), arguments.get("k_norm")

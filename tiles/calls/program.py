@@ -169,6 +169,9 @@ class Program:
         try:
             remembered = REMEMBERED.get((self, kinds, lengths, options, layout))
         except TypeError:  # an option that cannot be looked up, such as a list
+            for name, option in zip(self.options, options, strict=True):
+                if getattr(option, "shape", ()):
+                    raise TypeError(f"{name}: must not be an array: {name}={option!r:.60}") from None
             prepared = self._plan_and_compile(descriptions or self._describe_arrays(arrays), options, layout)
         else:
             if remembered is None:

@@ -433,7 +433,8 @@ def stream_handle(stream: Any) -> int:
 
     Raises TypeError for anything else.
     """
-    if hasattr(stream, "__index__") and not isinstance(stream, bool) and int(stream) >= 0:
+    is_number = hasattr(stream, "__index__") and not isinstance(stream, bool) and not getattr(stream, "shape", ())
+    if is_number and int(stream) >= 0:
         return int(stream)
     if hasattr(stream, "__cuda_stream__"):
         return int(stream.__cuda_stream__()[1])
