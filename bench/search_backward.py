@@ -13,7 +13,7 @@ import argparse
 import contextlib
 import functools
 import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import attention
 from attention.kernels import (
@@ -70,9 +70,10 @@ def enumerate_configs(head_dim: int, variant: Variant):
         config = replace(config, dq_stages=dq * backward_hopper.CONSUMERS)  # else a slot would change hands between consumers
         yield backward_hopper, config
         if config.consumers_per_key == 1 and config.parts.count == backward_hopper.CONSUMERS:
-            yield backward_folded_hopper, backward_folded_hopper.Config(**vars(config))
+            common = {field.name: getattr(config, field.name) for field in fields(backward_folded_hopper.Config)}
+            yield backward_folded_hopper, backward_folded_hopper.Config(**common)
             if head_dim == backward_narrow_hopper.HEAD_DIM and rounded:
-                yield backward_narrow_hopper, backward_narrow_hopper.Config(**vars(config))
+                yield backward_narrow_hopper, backward_narrow_hopper.Config(**common)
 
 
 PLAIN = bf16, FULL
