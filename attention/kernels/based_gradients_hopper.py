@@ -70,7 +70,7 @@ class Config(BasedTiles):
 
     @property
     def walk(self):
-        """What both walks do alike."""
+        """The object with the steps that both walks share."""
         return BasedWalk(self.dtype, SequenceLayout(self.varlen))
 
     def shared_memory(self, **extra_tiles):

@@ -32,11 +32,8 @@ SOLVER, PRODUCER = CONSUMERS, CONSUMERS + 1
 REGISTERS = 72, 88, 176  # of each thread of the producer, the solver and a consumer
 STAGES = 3  # chunks in flight
 WARPS = warpgroup.WARPGROUP
-LOADER, SENDER, VECTOR_WARPS = (
-    0,
-    1,
-    2,
-)  # warps of the producer: one loads, one stores, two compute vectors, a chunk each in turn
+# Warps of the producer: one loads, one stores, and two from VECTOR_WARPS on compute vectors, a chunk each in turn
+LOADER, SENDER, VECTOR_WARPS = range(3)
 AHEAD = 2  # chunks by which the solver may be ahead of consumers
 VECTORS = 8  # chunks whose vectors are in shared memory
 

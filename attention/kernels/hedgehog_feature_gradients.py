@@ -79,7 +79,7 @@ class HedgehogFeatures(HedgehogConfig):
             batch, head = divmod(batch_head, heads)
             m.fill(0, gMap, (head, 0, 0), vector_bytes=VECTOR_BYTES)
             at = batch, int32(CHUNK * tile + ROWS * warp_index()), head, 0
-            x = load(truncate(gX, 1, seq_layout.last_token(gCuSeqlens, length)), X, at, 1, 3)
+            x = load(truncate(gX, 1, seq_layout.padding_start(gCuSeqlens, length)), X, at, 1, 3)
             up, down = softmaxes(mma_AB(zeros(Y), x, m.wait(0)))
             store(gFeatures, INPUT(hstack(maximum(up, FLOOR), maximum(down, FLOOR))), at, 1, 3, True)
 
@@ -128,7 +128,7 @@ class HedgehogFeatureGradients(HedgehogConfig):
             window, of each value head, as gDFeatures. gDMap (1, row, head and split, column): the sum of a block's dM."""
             m, x, dy = smem.open()
             head, split = divmod(cuda.blockIdx.x, splits)
-            end, warp = seq_layout.last_token(gCuSeqlens, length), warp_index()
+            end, warp = seq_layout.padding_start(gCuSeqlens, length), warp_index()
             rows, window_dx, dfeatures = (
                 truncate(gX, 1, end),
                 truncate(gWindowDX, 1, end),

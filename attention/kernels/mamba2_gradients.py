@@ -142,7 +142,7 @@ class Mamba2GradientOutputs:
             batch, head = divmod(batch_head, heads)
             warp = int32(cuda.threadIdx.x // LANES)
             block_index, token = int32(batch * tiles + tile), int32(TOKENS * tile + PART.rows * warp)
-            end, at_token = seq_layout.last_token(gCuSeqlens, length), (batch, token, head)
+            end, at_token = seq_layout.padding_start(gCuSeqlens, length), (batch, token, head)
             rate = load_head_number(gA, head)
             step = load(truncate(gDt, 1, end), TOKEN_VEC, at_token, cols=1) + load_head_number(gDtBias, head)
             dt, dg = gate.step_size(step), load(gDGates, TOKEN_VEC, at_token, cols=1)
@@ -207,7 +207,7 @@ class Mamba2OutputGate:
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + PART.rows * (cuda.threadIdx.x // LANES))
-            end = seq_layout.last_token(gCuSeqlens, length)
+            end = seq_layout.padding_start(gCuSeqlens, length)
             for panel in range(panels):
                 at = batch, token, head, int32(PART.cols * panel)
                 dout = load(truncate(gDOut, 1, end), PART, at, 1, 3, True)

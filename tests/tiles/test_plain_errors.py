@@ -459,3 +459,8 @@ def test_a_closure_in_a_kernel_is_none_of_these():
 
 def test_what_no_row_knows_stays_numbas():
     assert in_plain_words(NumbaError("something new"), helper) is None
+
+
+def test_an_error_without_words_that_read_no_instruction_stays():
+    """As that of a property which a class leaves to others."""
+    assert in_plain_words(NotImplementedError(), dictionary) is None

@@ -142,8 +142,7 @@ def plainly(function):
 
 def in_plain_words(error, function):
     """The exception that says it so; None if no row knows it."""
-    said = str(error) or f"Use of unsupported opcode {_opcode(error)} found"  # Numba's NotImplementedError says nothing
-    text = re.sub(r"\x1b\[\d*m", "", said)  # Numba's colours
+    text = re.sub(r"\x1b\[\d*m", "", str(error) or _refused_opcode(error))  # without Numba's colours
     message = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)
     for pattern, words in ROWS:
         if match := re.match(pattern, message):
@@ -166,10 +165,11 @@ def _places(error, message, function):
     return f"\n\n{statement_at(place).strip()}{called}"
 
 
-def _opcode(error):
-    """The name of the instruction that Numba was reading."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return next((frame.f_locals["inst"].opname for frame, _ in frames if hasattr(frame.f_locals.get("inst"), "opname")), "")
+def _refused_opcode(error):
+    """Which instruction Numba read when it raised an error that says nothing; empty if it read none."""
+    instructions = [frame.f_locals.get("inst") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [inst.opname for inst in instructions if hasattr(inst, "opname")]
+    return f"Use of unsupported opcode {names[0]} found" if names else ""
 
 
 def _where(error, function):

@@ -15,8 +15,8 @@ GROUPS = 2 * COLUMNS // 16  # of the channels of both consumers, one a warp
 
 @static
 class ChannelGradientOutputs:
-    """The outputs of a kernel. unrounded: are dQ and dK float32? Then no TMA store fences the last
-    loads of queries and keys. unrounded_values: is dV float32?"""
+    """The outputs of a kernel. unrounded: are dQ and dK float32? Then no TMA store fences the last loads of queries and keys.
+    unrounded_values: is dV float32?"""
 
     seq_layout: SequenceLayout
     token_channels: TokenChannels
@@ -60,10 +60,8 @@ class ChannelGradientOutputs:
             warpgroup.sync()
         elif self.seq_layout.varlen:
             warpgroup.sync()
-            x, at = (
-                warpgroup.load(tile, rt(16, COLUMNS, self.token_channels.dtype)),
-                (seq.batch, token, head, int32(COLUMNS * wg)),
-            )
+            x = warpgroup.load(tile, rt(16, COLUMNS, self.token_channels.dtype))
+            at = seq.batch, token, head, int32(COLUMNS * wg)
             warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
         else:
             warpgroup.tma_store(gOut, (seq.batch, token, head, wg), tile)

@@ -96,14 +96,15 @@ class HeadDecay:
     @inlined
     def add_scores(self, dp_sum, p, decayed_do, tiles, weighted_vs, slot, scale):
         """(dp_sum + dO' V'^T of a head, the row sums of q * dq or None). tiles: its (Q, V, dO, S^T)."""
+        q_tile, v_tile, _, s_tile = tiles
         if self.with_gates:
-            o = warpgroup.mm_ABt(tiles[0], tiles[3])
-            weighted_v = self.wait(weighted_vs, slot, tiles[1])
+            o = warpgroup.mm_ABt(q_tile, s_tile)
+            weighted_v = self.wait(weighted_vs, slot, v_tile)
             dp_sum = warpgroup.mma_ABt(dp_sum, decayed_do, weighted_v)
             o = warpgroup.wait(warpgroup.mma_AB(o, p, weighted_v))
             dots = row_sum(o * fp32(decayed_do)) * scale
         else:
-            dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, self.wait(weighted_vs, slot, tiles[1])), None
+            dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, self.wait(weighted_vs, slot, v_tile)), None
         return warpgroup.wait(dp_sum), dots
 
     @inlined

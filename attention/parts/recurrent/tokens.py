@@ -169,8 +169,8 @@ class SequenceLayout:
             return TokenRange(int32(0), int32(0), int32(0))
 
     @inlined
-    def last_token(self, gCuSeqlens, length):
-        """The end of all sequences: tokens after it are padding. length: the number of all tokens, padding included."""
+    def padding_start(self, gCuSeqlens, length):
+        """The first token of the padding, the end of all sequences. length: the number of all tokens, padding included."""
         if self.varlen:
             return int32(gCuSeqlens[gCuSeqlens.shape[0] - 1])
         else:
