@@ -132,44 +132,112 @@ def _gates(kind: str, shape: tuple) -> Any:
     return gates
 
 
-def _recurrent(member: str, batch: int, length: int, heads=32, gates="gentle"):
+def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle") -> dict[str, tuple]:
+    """{member: (function that makes its inputs, its call, the call of its gradients)}"""
     import torch
     import torch.nn.functional as F
 
     import attention
 
-    sizes = batch, length, heads
+    sizes, key_sizes = (batch, length, heads), (batch, length, key_heads or heads)
+    decay = functools.partial(_gates, gates)
 
-    def decay(*shape):
-        return _gates(gates, shape)
+    def tokens():
+        return _normal(*key_sizes, 128), F.normalize(_normal(*key_sizes, 128), dim=-1), _normal(*sizes, 128)
 
-    def keys():
-        return F.normalize(_normal(*sizes, 128), dim=-1)
+    def with_beta():
+        return *tokens(), torch.rand(sizes, device="cuda", dtype=torch.bfloat16)
 
-    makers = {
-        "linear": lambda: (_normal(*sizes, 128), keys(), _normal(*sizes, 128)),
-        "simple GLA": lambda: (*makers["linear"](), decay(*sizes)),
-        "GLA": lambda: (*makers["linear"](), decay(*sizes, 128)),
-        "delta rule": lambda: (*makers["linear"](), torch.rand(sizes, device="cuda", dtype=torch.bfloat16)),
-        "gated delta rule": lambda: (*makers["delta rule"](), decay(*sizes)),
-        "KDA": lambda: (*makers["delta rule"](), decay(*sizes, 128)),
-        "Mamba-2": lambda: (
-            *(_normal(batch, length, 2 * heads, 64), torch.rand(batch, length, 2 * heads, device="cuda") / 8),
-            *(-torch.rand(2 * heads, device="cuda") - 0.5, _normal(batch, length, 1, 128), _normal(batch, length, 1, 128)),
+    def mamba():
+        steps, rates = torch.rand(batch, length, 2 * heads, device="cuda") / 8, -torch.rand(2 * heads, device="cuda") - 0.5
+        return _normal(batch, length, 2 * heads, 64), steps, rates, *(_normal(batch, length, 1, 128) for _ in "BC")
+
+    def mamba_with_z(call):
+        return lambda *given, **more: call(*given[:-1], z=given[-1], **more)
+
+    def decayed(call, decay_at=-1):
+        return lambda *given, **more: call(*given[:decay_at], decay=given[decay_at], **more)
+
+    linear, delta, mamba2 = (
+        (attention.linear, attention.linear_backward),
+        (attention.delta_rule, attention.delta_rule_backward),
+        (attention.mamba2, attention.mamba2_backward),
+    )
+    return {
+        "linear": (tokens, *linear),
+        "simple GLA": (lambda: (*tokens(), decay(sizes)), *map(decayed, linear)),
+        "GLA": (lambda: (*tokens(), decay((*key_sizes, 128))), *map(decayed, linear)),
+        "delta rule": (with_beta, *delta),
+        "gated delta rule": (lambda: (*with_beta(), decay(sizes)), *map(decayed, delta)),
+        "KDA": (lambda: (*with_beta(), decay((*sizes, 128))), *map(decayed, delta)),
+        "Mamba-2": (mamba, *mamba2),
+        "Mamba-2 with z": (lambda: (*mamba(), _normal(batch, length, 2 * heads, 64)), *map(mamba_with_z, mamba2)),
+        "based": (
+            lambda: (_normal(*sizes, 16), _normal(*sizes, 16), _normal(*sizes, 64)),
+            attention.based,
+            attention.based_backward,
         ),
-        "based": lambda: (_normal(*sizes, 16), _normal(*sizes, 16), _normal(*sizes, 64)),
     }
-    calls = {
-        "linear": attention.linear,
-        "simple GLA": lambda q, k, v, g: attention.linear(q, k, v, decay=g),
-        "GLA": attention.gla,
-        "delta rule": attention.delta_rule,
-        "gated delta rule": lambda q, k, v, beta, g: attention.delta_rule(q, k, v, beta, decay=g),
-        "KDA": lambda q, k, v, beta, g: attention.delta_rule(q, k, v, beta, decay=g),
-        "Mamba-2": attention.mamba2,
-        "based": attention.based,
-    }
-    return calls[member], _rotated(makers[member], 6 * batch * length * heads * 128)
+
+
+def _recurrent(member: str, batch: int, length: int, what="forward", packed: tuple[int, ...] = (), **sizes):
+    """(call, sets of its arguments) of a member. what: forward; gradients, by a call of their own; or training, which is both
+    passes through torch's autograd. packed: lengths of sequences, whose sum is `length`."""
+    import torch
+
+    make, forward, gradients = _members(batch, length, **sizes)[member]
+    more = {}
+    if packed:
+        more["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(packed)], dtype=torch.int32, device="cuda")
+
+    def with_dout():
+        given = make()
+        return torch.randn_like(forward(*given, **more)), *given
+
+    def train(dout, *leaves):
+        torch.autograd.grad(forward(*leaves, **more), leaves, dout)
+
+    def training_inputs():
+        dout, *given = with_dout()
+        return dout, *(x.requires_grad_() for x in given)
+
+    call, inputs = {
+        "forward": (functools.partial(forward, **more), make),
+        "gradients": (functools.partial(gradients, **more), with_dout),
+        "training": (train, training_inputs),
+    }[what]
+    return call, _rotated(inputs, 6 * math.prod(make()[2].shape))
+
+
+def _convolution(what: str, length: int, channels: int):
+    """(call, sets of its arguments) of the convolution before a recurrent layer, or its gradients."""
+    import torch
+
+    import attention
+
+    weight = torch.rand(channels, 4, device="cuda", dtype=torch.bfloat16) - 0.5
+
+    call, inputs = {
+        "short_conv": (
+            lambda x: attention.short_conv(x, weight, activation="silu"),
+            lambda: (_normal(1, length, channels),),
+        ),
+        "short_conv_backward": (
+            lambda dout, x: attention.short_conv_backward(dout, x, weight, activation="silu"),
+            lambda: (_normal(1, length, channels), _normal(1, length, channels)),
+        ),
+    }[what]
+    return call, _rotated(inputs, 4 * length * channels)
+
+
+def _copy(nbytes: int):
+    """(call, sets of its arguments) of a copy that reads and writes `nbytes` in all."""
+    import torch
+
+    def inputs():
+        return tuple(torch.empty(nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2))
+
+    return lambda target, source: target.copy_(source), _rotated(inputs, nbytes)
 
 
 def _problems() -> Iterator[tuple[str, Callable]]:
@@ -207,6 +275,43 @@ def _problems() -> Iterator[tuple[str, Callable]]:
         yield f"{member} B 8 S 4096 gates {kind}", functools.partial(_recurrent, member, 8, 4096, gates=kind)
     for member in ("GLA", "KDA"):
         yield f"{member} B 1 S 32768 gates production", functools.partial(_recurrent, member, 1, 32768, gates="production")
+    yield from _gradient_problems()
+    for length, what in itertools.product((8192, 32768), ("short_conv", "short_conv_backward")):
+        yield f"{what} S {length} C 4096", functools.partial(_convolution, what, length, 4096)
+    for tensors in (2, 3, 7):
+        yield f"copy of {tensors} tensors of 8 x 2048 x 32 x 128", functools.partial(_copy, tensors * 2**27)
+
+
+def _gradient_problems() -> Iterator[tuple[str, Callable]]:
+    """Of the recurrent family."""
+    members: dict[str, dict[str, Any]] = {
+        "linear": {},
+        "simple GLA": {},
+        "GLA": {"gates": "production"},
+        "delta rule": {},
+        "gated delta rule": {},
+        "KDA": {"gates": "production"},
+        "Mamba-2": {},
+        "Mamba-2 with z": {},
+        "based": {},
+    }
+    ragged = (777, 3000, 64, 1, 5000, 1023, 0, 6519)
+    for what, (member, gates) in itertools.product(("gradients", "training"), members.items()):
+        yield f"{member} {what} B 8 S 2048", functools.partial(_recurrent, member, 8, 2048, what, **gates)
+    for member, gates in members.items():
+        yield f"{member} gradients B 1 S 32768", functools.partial(_recurrent, member, 1, 32768, "gradients", **gates)
+    for member in ("linear", "simple GLA", "GLA", "delta rule", "gated delta rule", "KDA"):
+        packed = functools.partial(_recurrent, member, 1, sum(ragged), "gradients", ragged, **members[member])
+        yield f"{member} gradients packed 16384", packed
+    for member, length in itertools.product(("delta rule", "gated delta rule"), (8192, 32768)):
+        name = f"{member} gradients B 1 S {length} H 16/32"
+        yield name, functools.partial(_recurrent, member, 1, length, "gradients", key_heads=16)
+    for key_heads in (2, 8, 16):
+        name = f"simple GLA gradients B 8 S 2048 H {key_heads}/32"
+        yield name, functools.partial(_recurrent, "simple GLA", 8, 2048, "gradients", key_heads=key_heads)
+    for member in ("GLA", "KDA"):
+        strong = functools.partial(_recurrent, member, 8, 2048, "gradients", gates="a channel of -1e4")
+        yield f"{member} gradients B 8 S 2048 strong", strong
 
 
 PROBLEMS = dict(_problems())
