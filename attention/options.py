@@ -107,6 +107,11 @@ def check_number(name: str, value: Any) -> float | None:
     return float(value)
 
 
+def show_argument(name: str, value: Any) -> str:
+    """An argument as errors print it: of an array the shape."""
+    return f"{name}.shape={tuple(value.shape)}" if hasattr(value, "shape") else f"{name}={value!r:.60}"
+
+
 def check_positive(name: str, value: Any) -> float | None:
     """The value as a float, or None: a softcap, or the epsilon of a norm. TypeError: it is no real number. ValueError: it is
     not within SCALE_RANGE."""

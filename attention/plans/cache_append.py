@@ -201,7 +201,9 @@ class RoomCheck(NamedTuple):
             unused = "pages" in values and length == -1 and values["pages"][b, 0] < 0  # an unused row of PagedCache.starts
             if unused or not count:  # nothing is written
                 continue
-            if length < 0 or length + count > max_keys:
+            if length < 0:
+                raise ValueError(f"lengths: must not be negative: {tokens}")
+            if length + count > max_keys:
                 raise ValueError(f"lengths: sequence {b} has room for {max_keys} keys: {tokens}")
             if "cos" in problem and not 0 <= starts[b] <= table_rows - count:
                 raise ValueError(f"rotary: has {table_rows} positions: sequence {b} begins at {starts[b]}: {tokens}")

@@ -137,9 +137,10 @@ def plan_delta_token_loop(problem: Problem, arrays: Arrays, scale: float, scratc
     steps = [
         _walk(problem, walk, scale, inputs | {"gInitialState": first, "gFinalState": last}, arrays)
         for walk, (first, last) in ends.items()
+        if sequences
     ]
     if wants_gates:
-        steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"], delta=True))
+        steps += sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"], delta=True)
     steps += sum_heads(problem, partial["dq"], arrays["dq"])
     return [*steps, *sum_heads(problem, partial["dk"], arrays["dk"])]
 

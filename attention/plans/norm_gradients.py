@@ -12,7 +12,7 @@ from tiles.launching.launch import kernel_for
 from ..kernels import key_norms
 from ..kernels.forward_hopper_shapes import SHAPES
 from ..kernels.norm_gradients import PART, ROWS_OF, TILES_PER_BLOCK, NormColumnSums, NormRowGradients
-from ..options import split_norm
+from ..options import show_argument, split_norm
 from ..parts.norms import LayerNorm, RmsNorm
 from .forward_launches import DTYPES, norm_arrays
 from .gradient import NO_SECOND_DERIVATIVES
@@ -156,7 +156,7 @@ def check_norm_gradient(name: str, norm: Any, d_norm: Any) -> None:
         return
     argument = f"d{name}_norm"
     if norm is None:
-        raise ValueError(f"{argument}: must be None where there is no {name}_norm: {argument}={d_norm!r:.60}")
+        raise ValueError(f"{argument}: must be None where there is no {name}_norm: {show_argument(argument, d_norm)}")
     weights, gradients = split_norm(f"{name}_norm", norm), split_norm(argument, d_norm)
     if (weights[1] is None) != (gradients[1] is None):
         raise TypeError(f"{argument}: must be {'an array' if weights[1] is None else 'a pair of arrays'}, as {name}_norm is")

@@ -66,6 +66,7 @@ class RawOptions(NamedTuple):
 
 
 NOT_RAW = RawOptions()
+RAW_TYPES = RawGate, RawBeta
 
 
 class RawInputs(NamedTuple):
@@ -82,13 +83,17 @@ class RawInputs(NamedTuple):
 
 def is_raw(decay: Any, beta: Any = None, l2norm: Any = False) -> bool:
     """Is one of these raw, or are queries and keys to be normalised?"""
-    return type(decay) is RawGate or type(beta) is RawBeta or l2norm is not False
+    return type(decay) in RAW_TYPES or type(beta) in RAW_TYPES or l2norm is not False
 
 
 def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, other_arrays: Iterable[Any]) -> RawInputs:
     """The RawInputs of a call. If a tensor requires grad, or JAX traces the call, the framework evaluates the formulas, and
     kernels get gates and beta themselves. other_arrays: further arrays of the call, v first. ValueError: an array of a raw gate
-    has too few axes, or too many."""
+    has too few axes, or too many. TypeError: a raw beta stands where a decay belongs, or the other way round."""
+    if type(decay) is RawBeta:
+        raise TypeError("decay: must be an array or a gate, gates.softplus, sigmoid or logsigmoid, not gates.beta")
+    if type(beta) is RawGate:
+        raise TypeError(f"beta: must be an array or gates.beta, not a gate: gates.{beta.formula} belongs in decay")
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta
     arrays = q, k, *other_arrays, *(decay.arrays if raw_gate else (decay,)), beta.x if raw_beta else beta
     if requires_grad(*arrays) or torch_op.is_mapped_with_grad(arrays) or any(map(jax_call.is_jax_tracer, arrays)):

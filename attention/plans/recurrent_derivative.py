@@ -9,6 +9,7 @@ from tiles.calls.program import Program
 from tiles.calls.schema import Schema
 from tiles.launching.arrays import Array, Form
 
+from ..options import show_argument
 from .call_options import needs_gradient
 
 # {name: (program, derivative)} of the members whose modules are imported: names, because Dynamo takes them as constants
@@ -107,6 +108,6 @@ def choose_optional_gradients(**gradients: tuple[Any, Any]) -> tuple[str, list[A
     for name, (argument, gradient) in gradients.items():
         requested[name] = (argument is not None) if gradient is None else gradient
         if argument is None and requested[name] is not False and not name.startswith("dinitial_"):
-            raise ValueError(f"{name}: must be None where there is no {name[1:]}: {name}={gradient!r:.60}")
+            raise ValueError(f"{name}: must be None where there is no {name[1:]}: {show_argument(name, gradient)}")
     grads = " ".join([name for name, gradient in requested.items() if gradient is not False])
     return grads, [None if isinstance(gradient, bool) else gradient for gradient in requested.values()]

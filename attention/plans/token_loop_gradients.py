@@ -62,13 +62,15 @@ def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, sc
     query_arrays = _walk_arrays(dout, v, k, partial["dq"], swapped["initial_state"], last_state)
     key_arrays = _walk_arrays(v, dout, q, partial["dk"], swapped["dstate"], swapped["dinitial_state"])
     value_arrays = _walk_arrays(k, q, dout, arrays["dv"], arrays["dstate"], None)
-    steps = [
-        _walk(problem, decay, scale, query_arrays, value_dim, key_dim, reverse=False, groups_queries=True),
-        _walk(problem, decay, scale, key_arrays, value_dim, key_dim, reverse=True, groups_queries=True),
-        _walk(problem, decay, scale, value_arrays, key_dim, value_dim, reverse=True, groups_queries=False),
-    ]
+    steps = []
+    if sequences:
+        steps = [
+            _walk(problem, decay, scale, query_arrays, value_dim, key_dim, reverse=False, groups_queries=True),
+            _walk(problem, decay, scale, key_arrays, value_dim, key_dim, reverse=True, groups_queries=True),
+            _walk(problem, decay, scale, value_arrays, key_dim, value_dim, reverse=True, groups_queries=False),
+        ]
     if wants_gates:
-        steps.append(sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"]))
+        steps += sum_gates_by_token(problem, arrays, partial, last_state, swapped["dstate"])
     if sums_heads:
         steps += [step for name in ("dq", "dk") for step in sum_heads(problem, partial[name], arrays[name])]
     return steps
@@ -128,14 +130,16 @@ def launch_walk(
 
 def sum_gates_by_token(
     problem: Problem, arrays: Arrays, partial: Arrays, last_state: Operand | None, d_last: Operand | None, delta: bool = False
-) -> Step:
-    """The launch that computes the decay's gradient. partial: the gradients of queries and keys for each value head.
-    last_state: the state after the last token, d_last its gradient, both transposed. delta: see
-    gate_gradient_token_loop.Config."""
+) -> list[Step]:
+    """The launch that computes the decay's gradient, if that has elements: of no sequences a head's is 0. partial: the
+    gradients of queries and keys for each value head. last_state: the state after the last token, d_last its gradient, both
+    transposed. delta: see gate_gradient_token_loop.Config."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     key_dim, value_dim = problem("key_dim", "value_dim")
     decay, gradient = arrays["decay"], arrays["ddecay"]
     assert decay is not None and gradient is not None
+    if 0 in gradient.form.shape:
+        return []
     kind = {1: "head", 3: "token", 4: "channel"}[len(decay.form.shape)]
     if kind == "head":
         gradient = gradient.spread(0, 1).spread(0, 1)
@@ -145,7 +149,7 @@ def sum_gates_by_token(
     channels = gate_gradient_token_loop.CHANNELS if by_parts else pad_key_dim(key_dim, gate_gradient_token_loop.PADDED)
     blocks = -(-key_dim // channels) if kind == "channel" else 1
     config = gate_gradient_token_loop.Config(kind, channels, last_state is not None, is_varlen(problem), delta)
-    return kernel_for(gate_gradient_token_loop, config, problem.device).bind(
+    step = kernel_for(gate_gradient_token_loop, config, problem.device).bind(
         (1 if kind == "head" else sequences) * heads * blocks,
         gQ=arrays["q"],
         gK=arrays["k"],
@@ -163,3 +167,4 @@ def sum_gates_by_token(
         blocks=blocks,
         columns=value_dim,
     )
+    return [step]

@@ -105,7 +105,7 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
     require_hopper(problem)
     if not (batch and length and heads):
-        if return_state:
+        if return_state and sequences and heads:
             raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")
         return Plan([])
     columns = -(-value_dim // based_hopper.COLUMNS)

@@ -98,7 +98,7 @@ def _based_backward(problem: Problem, scale: float | None, normalize: bool, grad
     if problem.extents["features"] != FEATURES:
         name = next(name for name in ("initial_state", "initial_z", "dstate", "dz") if name in problem)
         raise ValueError(f"{name}: must have {FEATURES} features: {name}.shape={problem.shape(name)}")
-    if any(name in problem for name in ("dstate", "dz")) and not problem.extents["batch"] * problem.extents["seqlen"]:
+    if any(name in problem for name in ("dstate", "dz")) and problem.extents["batch"] and not problem.extents["seqlen"]:
         raise ValueError(f"q: must have a token, for dstate: q.shape={problem.shape('q')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, None) else problem.bytes_at_once()
     return plan_based_gradients(problem, scale, normalize, "dinitial_state" in grads, vector_bytes)

@@ -8,7 +8,7 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
-from ..options import check_flag, check_positive
+from ..options import check_flag, check_positive, show_argument
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
 from ..plans.gated_norm import plan_gated_norm, plan_gated_norm_gradients
 from ..plans.recurrent_derivative import RecurrentDerivative, no_second_derivatives
@@ -96,8 +96,8 @@ def gated_rms_norm_backward(
 
     Returns (dx, dweight), followed by dgate if there is a gate, unless it is False. Arrays and errors are those of
     gated_rms_norm."""
-    if gate is None and dgate not in (None, False):
-        raise ValueError(f"dgate: must be None where there is no gate: dgate={dgate!r:.60}")
+    if gate is None and dgate is not None and dgate is not False:
+        raise ValueError(f"dgate: must be None where there is no gate: {show_argument('dgate', dgate)}")
     grads = "dgate" if gate is not None and dgate is not False else ""
     dgate_out = None if isinstance(dgate, bool) else dgate
     options = *check_options(eps, activation, norm_before_gate), grads

@@ -120,7 +120,7 @@ def _mamba2_backward(problem: Problem, dt_options: DtOptions, grads: str, family
     recurrent_checks.check_extents(problem, "B", "x")
     if not problem.extents["heads"]:
         raise problem.error("x", "must have at least one head", "x")
-    if problem["dstates"] and not problem.extents["batch"] * problem.extents["seqlen"]:
+    if problem["dstates"] and problem.extents["batch"] and not problem.extents["seqlen"]:
         raise ValueError(f"x: must have a token, for dstates: x.shape={problem.shape('x')}")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     return plan_mamba2_gradients(problem, dt_options, vector_bytes, grads.split())

@@ -20,6 +20,7 @@ from ..options import (
     check_flag,
     check_number,
     check_positive,
+    show_argument,
 )
 from ..plans import norm_gradients
 from ..plans.backward_launches import plan_launches
@@ -168,7 +169,7 @@ def backward(
     random = dropout_options(options, arrays)
     dsink = "sink" in arrays if dsink is None else dsink
     if dsink is not False and "sink" not in arrays:
-        raise ValueError(f"dsink: must be None where there is no sink: {dsink=!r:.60}")
+        raise ValueError(f"dsink: must be None where there is no sink: {show_argument('dsink', dsink)}")
     norm_gradients.check_norm_gradient("q", q_norm, dq_norm)
     norm_gradients.check_norm_gradient("k", k_norm, dk_norm)
     daux = () if daux is None else aux_gradients(daux, [arrays[name] for name in AUX_NAMES if name in arrays])
@@ -229,9 +230,8 @@ def aux_gradients(daux: Any, aux: Sequence[Any]) -> tuple:
         return tuple([daux and (True if is_floating(x) else None) for x in aux])
     count = len(aux)
     if not isinstance(daux, (tuple, list)) or len(daux) != count:
-        raise TypeError(
-            f"daux: must be True, or a tuple of True, an array or None for each of {count} arrays of aux: {daux=!r:.60}"
-        )
+        must = f"must be True, or a tuple of True, an array or None for each of {count} arrays of aux"
+        raise TypeError(f"daux: {must}: {show_argument('daux', daux)}")
     return tuple(daux)
 
 

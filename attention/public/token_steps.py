@@ -88,14 +88,14 @@ def plan_step(problem: Problem, scale: float | None, raw: RawOptions) -> Plan:
     recurrent_checks.check_extents(problem)
     scale, state = recurrent_checks.resolve_scale(problem, scale), problem["state"]
     recurrent_checks.has_channel_decay(problem)
+    if 0 in problem["out"].form.shape:  # arrays without elements have no strides that matter
+        return Plan([])
     if state.form.strides[-1] != state.form.itemsize or problem.bytes_at_once("state") < ALIGNMENT:
         raise ValueError(
             f"state: last axis must be contiguous, address and other strides multiples of {ALIGNMENT} bytes: "
             f"address {state.form.misalignment} past one, state.strides={state.form.strides} bytes, "
             f"state.shape={state.form.shape}"
         )
-    if 0 in problem["out"].form.shape:
-        return Plan([])
     arrays = {
         "gQ": "q",
         "gK": "k",

@@ -3,6 +3,7 @@ choices by an index, experts, and statistics of blocks of columns."""
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any
 
 from .axes import PART, Axis, half_of, unify
@@ -59,11 +60,12 @@ def repeat(x: Any, count: int, axis: int = -1) -> Term:
     """Each column (axis -1) or row (axis -2) `count` times, one after the other. TypeError, ValueError: see
     functions.repeat."""
     x = as_term(x)
-    place = axis - x.ndim if axis >= 0 else axis
+    place = axis - x.ndim if isinstance(axis, Integral) and axis >= 0 else axis
     if place not in (-1, -2) or x.ndim < -place:
         raise TypeError(f"repeat: repeats columns, axis=-1, or rows, axis=-2, got {axis=} of an array of shape {x.extents}")
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, Integral) or count < 1:
         raise ValueError(f"repeat: count must be a positive integer that is known before the call, got {count!r:.80}")
+    count, place = int(count), int(place)
     repeated = x.axes[place] and x.axes[place].root
     names, extents = [*x.axes], [*x.extents]
     names[place] = TABLES[-1].products.setdefault((repeated, count), Axis(*([repeated] if repeated else []), count))

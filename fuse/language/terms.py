@@ -339,11 +339,11 @@ def matmul(a: Any, b: Any) -> Term:
     """a @ b of two matrices; leading axes broadcast as in NumPy. ValueError: the shapes do not fit."""
     a, b = as_term(a), as_term(b)
     if a.ndim < 2 or b.ndim < 2 or extents_differ(a.extents[-1], b.extents[-2]):
-        raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} @ {b}")
+        raise ValueError(f"@: takes (..., m, k) and (..., k, n), got {a.extents} and {b.extents}: {a} and {b}")
     try:
         leading, names = broadcast("@", [(x.extents[:-2], x.axes[:-2]) for x in (a, b)])
     except ValueError:
-        raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} @ {b}") from None
+        raise ValueError(f"@: leading axes of {a.extents} and {b.extents} do not broadcast: {a} and {b}") from None
     unify(a.axes[-1], b.axes[-2])
     return make_term("matmul", (a, b), None, (*leading, a.extents[-2], b.extents[-1]), (*names, a.axes[-2], b.axes[-1]))
 

@@ -45,7 +45,7 @@ def test_one_of_a_batch(rows):
 
 
 def test_what_does_not_fit():
-    with pytest.raises(ValueError, match=r"@: leading axes of \(2, 3, 72\) and \(4, 72, 40\) do not broadcast: x @ w"):
+    with pytest.raises(ValueError, match=r"@: leading axes of \(2, 3, 72\) and \(4, 72, 40\) do not broadcast: x and w"):
         operators.expert_linear.run(normal(2, 3, 72), normal(4, 72, 40))
 
 

@@ -155,7 +155,7 @@ def test_repeat(axis):
     expected = np.repeat(x, 2, axis)
     assert np.array_equal(repeat(x, 2, axis), expected)
     assert np.array_equal(repeat(torch.from_numpy(x), 2, axis), expected)
-    (term,) = fuse.kernel(lambda x: repeat(x, 2, axis)).trace((x,)).roots
+    (term,) = fuse.kernel(lambda x: repeat(x, np.int64(2), axis)).trace((x,)).roots
     assert term.extents == expected.shape
     assert np.array_equal(evaluate([term], {"x": x}, NumPyArithmetic(np.float64))[0], expected)
 
@@ -165,6 +165,7 @@ def test_repeat(axis):
     [
         (lambda x, s: x @ repeat(s, 0, -2), ValueError, "count must be a positive integer"),
         (lambda x, s: x @ repeat(s, s, -2), ValueError, "count must be a positive integer"),
+        (lambda x, s: x @ repeat(s, 2, None), TypeError, "repeats columns, axis=-1, or rows, axis=-2, got axis=None"),
         (lambda x, s: x @ repeat(s, 2, -3), TypeError, "repeats columns, axis=-1, or rows, axis=-2, got axis=-3"),
         (lambda x, s: x @ repeat(s, 100, -2), ValueError, "takes"),
     ],

@@ -364,7 +364,7 @@ def test_nan_and_infinity_go_through():
 # ---- no room ---------------------------------------------------------------------------------------------------------
 FULL = {
     "lengths: sequence 2 has room for 9 keys: lengths[2]=8, 2 new tokens": dict(lengths=(3, 0, 8)),
-    "lengths: sequence 0 has room for 9 keys: lengths[0]=-1, 2 new tokens": dict(lengths=(-1, 0, 8)),
+    "lengths: must not be negative: lengths[0]=-1, 2 new tokens": dict(lengths=(-1, 0, 8)),
     "rotary: has 12 positions: sequence 0 begins at 11": dict(lengths=(11,), rotary=16, size=20),
 }
 
@@ -386,7 +386,7 @@ def test_unused_rows_of_a_paged_cache_are_not_written():
     rows = (bits(arguments["k"]) != before).any((2, 3)).sum()
     assert rows == arguments["k_new"].shape[1]
     arguments["pages"][0, 0] = 0  # a page to write to
-    with pytest.raises(ValueError, match="lengths: sequence 0 has room for"):
+    with pytest.raises(ValueError, match="lengths: must not be negative"):
         attention.append(**arguments)
 
 

@@ -268,10 +268,19 @@ def test_outputs_and_options():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+def test_no_sequences(decay):
+    """No gradient has elements but that of gates of heads, a sum of nothing."""
+    args = {name: x if name == "decay" and decay == "head" else x[:0].copy() for name, x in delta_case(3, decay).items()}
+    for name, x in run(OnInterpreter(), args).items():
+        assert x.shape == args[name[1:]].shape and not x.any()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"decay": None, "ddecay": True}, "ddecay: must be None where there is no decay"),
+        ({"decay": None, "ddecay": True}, "ddecay: must be None where there is no decay: ddecay=True"),
+        ({"decay": None, "ddecay": np.zeros((2, 3), f32)}, "where there is no decay: ddecay.shape=(2, 3)"),
         ({"dstate": np.zeros((1, 2, 16, 17), f32)}, "dstate: value_dim must equal"),
         ({"dout": None}, "dout: must be an array"),
         ({"beta": None}, "beta: must be an array"),

@@ -149,8 +149,9 @@ def test_what_is_refused(change, error, words):
     args = {name: x for name, x in case(64).items() if name != "dout"}
     with pytest.raises(error, match=words):
         attention.gated_rms_norm(**args | change)
-    with pytest.raises(ValueError, match="^dgate: must be None where there is no gate"):
-        attention.gated_rms_norm_backward(args["x"], args["x"], args["weight"], dgate=True)
+    for dgate in True, args["x"]:
+        with pytest.raises(ValueError, match="^dgate: must be None where there is no gate: dgate"):
+            attention.gated_rms_norm_backward(args["x"], args["x"], args["weight"], dgate=dgate)
 
 
 @pytest.mark.parametrize(("columns", "heads", "options"), [

@@ -266,6 +266,19 @@ def test_what_accumulates():
     np.testing.assert_array_equal(into["dinitial_state"], args["dstate"] + f32(1))
 
 
+@pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
+def test_no_sequences(decay):
+    """No gradient has elements but that of gates of heads, a sum of nothing, to which nothing is added."""
+    args = {name: x if name == "decay" and decay == "head" else x[:0].copy() for name, x in case(3, decay).items()}
+    for name, x in run(OnInterpreter(), args).items():
+        assert x.shape == args[name[1:]].shape and not x.any()
+    into = {"d" + name: np.ones(x.shape, f32) for name, x in args.items() if not name.startswith("d")}
+    if decay == "head":
+        into["ddecay"] = np.ones(2, f32)
+        attention.linear_backward(**args, **into, accumulate=True)
+        assert (into["ddecay"] == 1).all()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -303,6 +303,10 @@ def test_bad_gates():
         linear(q, k, v, decay=gates.softplus(a.astype(np.float64)))
     with pytest.raises(ValueError, match="decay: must have an axis of channels"):
         gla(q, k, v, gates.softplus(a))
+    with pytest.raises(TypeError, match="^decay: must be an array or a gate, .* not gates.beta"):
+        delta_rule(q, k, v, b, decay=gates.beta(b))
+    with pytest.raises(TypeError, match="^beta: must be an array or gates.beta, not a gate: gates.softplus belongs in decay"):
+        delta_rule(q, k, v, gates.softplus(a))
     with pytest.raises(TypeError, match="qk_l2norm: must be a bool"):
         linear(q, k, v, qk_l2norm=1)
     with pytest.raises(TypeError, match="beta"):
