@@ -1,5 +1,6 @@
-"""KDA on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (kda_hopper.py has the equations).
-U = T (V - k' S') occurs in two products, whose other factors have T in them already (kda_transform_hopper.py):
+"""The delta rule on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (KDA; kda_hopper.py has
+the equations), or over factors with decays of tokens. U = T (V - k' S') occurs in two products, whose other factors have T in
+them already (kda_transform_hopper.py, delta_factors_hopper.py):
 
     D = V - k' S'        O = scale q' S' + P~ D           S = exp(b_last) S + k~^T D
     S' = exp(r) S        P~ = scale tril(q' k*^T) T       k~ = exp(b_last - r) T^T k*
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import columns, hstack, load, subtile, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from ops import columns, hstack, warpgroup, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.chunk_factors import ChannelFactors, TokenFactors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 from .kda_hopper import KEY_DIMS
@@ -33,11 +35,13 @@ WARPS = warpgroup.WARPGROUP
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? token_decays:
+    are decays those of tokens, or none, and not those of channels?"""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
+    token_decays: bool = False
     threads = warpgroup.THREADS * (LOADER + 1)
 
     @property
@@ -66,12 +70,13 @@ class Config:
         return st(CHUNK, CHUNK, self.dtype)
 
     @property
-    def state_decays(self):
-        """The vectors exp(r) and exp(b_last), a number for each channel."""
-        return sv(2 * self.key_dim, fp32)
+    def factors(self):
+        """What is read of a chunk."""
+        return TokenFactors() if self.token_decays else ChannelFactors(self.key_dim)
 
     def __str__(self):
-        return f"walk of KDA, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
+        flags = f"{', varlen' * self.varlen}{', decays of tokens' * self.token_decays}"
+        return f"walk of KDA, Dk {self.key_dim} {self.dtype}{flags}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -79,30 +84,25 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield Config(key_dim, input_dtype, varlen)
+                yield from (Config(key_dim, input_dtype, varlen, token_decays) for token_decays in (False, True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
-    seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
+    factors, seq_layout, stages = config.factors, SequenceLayout(config.varlen), STAGES[config.key_dim]
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    CHUNK_KEYS, CHUNK_SQUARE = tiled(config.key, rows=2), tiled(config.square, rows=2)
-    KEY_DIM, PANELS, DECAY_TO_REFERENCE, DECAY = config.key_dim, config.key_dim // CHUNK, 0, 1
+    KEYS, CHUNK_SQUARE, PARAMS = factors.keys_argument(config.key), tiled(config.square, rows=2), factors.params()
+    PANELS = config.key_dim // CHUNK
     smem = shared(
         decayed=ring(config.decayed, stages, WARPS),
         solved=ring(config.solved, stages, WARPS),
         v=ring(config.value, stages, WARPS),
-        state_decays=ring(config.state_decays, stages, WARPS),
+        vectors=ring(factors.vectors, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
     )
-
-    @inlined
-    def load_decay(decays, index):
-        """One of the vectors of `state_decays`."""
-        return load(subtile(decays, KEY_DIM, index), STATE.row_vec)
 
     @inlined
     def all_but_last(x):
@@ -114,14 +114,14 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS, gSolvedKeys: CHUNK_SQUARE, gSolvedScores: CHUNK_SQUARE,
-        gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
+        gQueries: KEYS, gDecayedKeys: KEYS, gSolvedKeys: CHUNK_SQUARE, gSolvedScores: CHUNK_SQUARE,
+        gVectors: tiled(factors.vectors, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, scale: FLOAT,
+        length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
-        kda_transform_hopper.py stores them. Each of the value `heads` is `blocks` blocks of columns wide."""
-        decayed, solved, v, state_decays, out = smem.open()
+        """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. Each of the value
+        `heads` is `blocks` blocks of columns wide."""
+        decayed, solved, v, vectors, out = smem.open()
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -132,9 +132,10 @@ def make(config: Config):
             if warpgroup.rank() == 0:
                 for j in range(n):
                     chunk = int32(first + j)
-                    decayed.fill(j, gDecayedKeys, (chunk, head), 0, 2)
-                    decayed.fill(j, gQueries, (chunk, head), 1, 2)
-                    state_decays.fill(j, gStateDecays, (chunk, head))
+                    at = factors.keys_coord(params, seq, j, chunk, head)
+                    decayed.fill(j, gDecayedKeys, at, 0, 2)
+                    decayed.fill(j, gQueries, at, 1, 2)
+                    vectors.fill(j, gVectors, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     for panel in range(PANELS):
                         solved.fill(j, gSolvedKeys, (chunk, head, 0, panel), panel, PANELS + 1)
@@ -152,21 +153,21 @@ def make(config: Config):
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             outputs = INPUT(zeros(OUTPUTS))
             for j in range(n):
-                decays = state_decays.wait(j)
-                rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
+                vector_tile = vectors.wait(j)
+                rounded = INPUT(factors.to_reference(s_t, vector_tile))
                 read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
                 warpgroup.store_transposed(out.claim(j), outputs)  # of the chunk before
                 values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
-                decay = load_decay(decays, DECAY)
+                decay, key_factors, query_factors = factors.load_decays(vector_tile)
                 out.publish(j)  # its fence is also that of the loads from V and the decays
                 v.release(j)
-                state_decays.release(j, fenced=True)
-                values = seq_layout.zero_other_columns(fp32(values), seq.remaining(j))
+                vectors.release(j, fenced=True)
                 read = warpgroup.wait(read)
-                d = INPUT(values - columns(read, CHUNK, 0))
+                d = fp32(values) - columns(read, CHUNK, 0) * key_factors
+                d = INPUT(seq_layout.zero_other_columns(d, seq.remaining(j)))
                 decayed.release(j)
                 # Scaled here: half of an accumulator as it is, in the next product, makes ptxas serialise both
-                both = hstack(s_t * decay, columns(read, CHUNK, 1) * scale)
+                both = hstack(s_t * decay, columns(read, CHUNK, 1) * query_factors * scale)
                 both = warpgroup.wait(warpgroup.mma_AB(both, d, solved.wait(j)))  # the state and O
                 solved.release(j)
                 s_t, o = all_but_last(both), columns(both, CHUNK, PANELS)

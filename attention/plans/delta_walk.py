@@ -1,7 +1,8 @@
 """The plans of the delta rule on few long sequences. One launch computes everything that does not depend on the state, for all
-chunks at once (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
-along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two
-more launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
+chunks at once (delta_transform_hopper.py, delta_factors_hopper.py, kda_transform_hopper.py). Then a thread block for each 64
+columns of a head walks along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be
+cut into segments: two more launches then compute the state before each (delta_walk_states_hopper.py,
+delta_compose_states_hopper.py)."""
 
 import functools
 import math
@@ -16,12 +17,14 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_compose_states_hopper,
+    delta_factors_hopper,
     delta_transform_hopper,
     delta_walk_hopper,
     delta_walk_states_hopper,
     kda_transform_hopper,
     kda_walk_hopper,
 )
+from ..parts.recurrent.chunk_factors import TokenFactors
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .raw_inputs import RawOptions
@@ -31,7 +34,9 @@ from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
+MIN_FACTOR_OCCUPANCY = math.inf  # the least part of the multiprocessors that a walk over factors must fill; not measured
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
+WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk over factors takes
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
 # step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
@@ -49,6 +54,11 @@ def serves_channel_walk(problem: Problem) -> bool:
     (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
     return serves_walk(problem) and blocks >= MIN_OCCUPANCY * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
+
+
+def serves_factor_walk(problem: Problem) -> bool:
+    """Does one walk that reads factors (chunk_factors.py) take less time than one that reads T, in segments?"""
+    return _count_blocks(problem)[0] >= MIN_FACTOR_OCCUPANCY * machine(problem.device).processors
 
 
 def _count_blocks(problem: Problem) -> tuple[int, int]:
@@ -85,6 +95,8 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     length, heads, key_heads, key_dim, columns, sequences = problem(
         "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
+    if serves_factor_walk(problem):
+        return _plan_factor_walk(problem, arrays, scale, raw, scratch)
     items, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments = choose_segments(items, width, first_width, chunks, processors)
@@ -178,10 +190,44 @@ def compose_states(
     return step, segment_states
 
 
+def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
+    """The launches of a walk over factors, with decays of tokens. arrays, raw: see plan_walk."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    chunks, input_dtype, varlen = count_chunk_indices(problem), DTYPES[problem.dtype], is_varlen(problem)
+    key_dim, group = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), heads // key_heads
+    gates = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
+    buffers: Arrays = {"gSolvedKeys": scratch(chunks, heads, CHUNK, key_dim, dtype=problem.dtype)}
+    buffers["gSolvedScores"] = scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)
+    buffers["gVectors"] = scratch(chunks, heads, TokenFactors().vectors.length)
+    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
+    config = intern_value(delta_factors_hopper.Config, key_dim, input_dtype, gates is not None, varlen, **options)
+    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
+    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
+    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | {"gGates": gates} | buffers
+    inputs |= {"gQ": arrays["gQ"], "gCuSeqlens": arrays["gCuSeqlens"]}
+    transform = kernel_for(delta_factors_hopper, config, problem.device).bind(
+        sequences * heads * parts, length=length, parts=parts, heads=key_heads, group=group, scale=scale, **inputs
+    )
+    buffers |= {"gQueries": arrays["gQ"], "gDecayedKeys": arrays["gK"]}
+    walk_config = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen, True)
+    return [transform, _plan_walk_over(problem, arrays, buffers, walk_config, scale, group=group)]
+
+
+def _plan_walk_over(
+    problem: Problem, arrays: Arrays, buffers: Arrays, config: kda_walk_hopper.Config, scale: float, **extents: int
+) -> Step:
+    """The launch that walks along sequences and reads the factors of chunks in `buffers`."""
+    length, heads, columns, sequences = problem("seqlen", "heads", "value_dim", "sequences")
+    width, walk_arrays = -(-columns // COLUMNS), {name: arrays[name] for name in WALK_ARRAYS} | buffers
+    return kernel_for(kda_walk_hopper, config, problem.device).bind(
+        sequences * heads * width, length=length, blocks=width, heads=heads, scale=scale, **extents, **walk_arrays
+    )
+
+
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    length, heads, key_heads, columns, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
-    items, width, chunks = sequences * heads, -(-columns // COLUMNS), count_chunk_indices(problem)
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    items, chunks = sequences * heads, count_chunk_indices(problem)
     gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
     key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
@@ -195,15 +241,17 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     parts = count_parts(items, _count_blocks(problem)[1], resident_ctas)
-    walk_names = "gV", "gO", "gInitialState", "gFinalState"
-    inputs = {name: x for name, x in arrays.items() if name not in walk_names} | buffers
-    walk_arrays = {name: arrays[name] for name in (*walk_names, "gCuSeqlens")} | buffers
+    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | buffers
+    transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
+        items * parts,
+        length=length,
+        parts=parts,
+        heads=key_heads,
+        group=heads // key_heads,
+        scale=scale,
+        gCuSeqlens=arrays["gCuSeqlens"],
+        **inputs,
+    )
+    buffers["gVectors"] = buffers.pop("gStateDecays")
     walk = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen)
-    return [
-        kernel_for(kda_transform_hopper, config, problem.device).bind(
-            items * parts, length=length, parts=parts, heads=key_heads, group=heads // key_heads, scale=scale, **inputs
-        ),
-        kernel_for(kda_walk_hopper, walk, problem.device).bind(
-            items * width, length=length, blocks=width, heads=heads, scale=scale, **walk_arrays
-        ),
-    ]
+    return [transform, _plan_walk_over(problem, arrays, buffers, walk, scale)]
