@@ -149,6 +149,13 @@ def _rows(x: torch.Tensor, groups: int) -> torch.Tensor:
     return x if adjacent else x.contiguous()
 
 
+def check_cache_class(cache: Any, expected: type) -> None:
+    """TypeError: the cache is of another class, for instance that of another kind of layer."""
+    if not isinstance(cache, expected):
+        made = f"must be what the layer's new_cache returns, of the class {expected.__name__}"
+        raise TypeError(f"cache: {made}, not {type(cache).__name__}")
+
+
 def check_no_gradient(layer: nn.Module, *tensors: torch.Tensor) -> None:
     """RuntimeError: a layer is called with a cache while gradients of its parameters, or of these tensors, are recorded."""
     if torch.is_grad_enabled() and any(y.requires_grad for y in (*tensors, *layer.parameters())):

@@ -12,7 +12,7 @@ from torch import nn
 import attention
 from attention import gates
 
-from .layers import ShortConv, check_no_gradient
+from .layers import ShortConv, check_cache_class, check_no_gradient
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 
@@ -82,8 +82,9 @@ class RecurrentLayer(nn.Module):
         return RecurrentCache(window, torch.zeros(batch_size, *self.state_shape, device=like.device))
 
     def check_cache(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache) -> None:
-        """ValueError: the cache is one of another number of sequences or of another layer. RuntimeError: gradients are
-        recorded."""
+        """ValueError: the cache is one of another number of sequences or of another layer. TypeError: it is none of a
+        recurrent layer. RuntimeError: gradients are recorded."""
+        check_cache_class(cache, RecurrentCache)
         sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
         if cache.state.shape != (sequences, *self.state_shape):
             raise ValueError(

@@ -20,7 +20,7 @@ from ..plans.call_options import window_ends
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..public.projected_qkv import projected, projected_backward
 from .attention_cache import AttentionCache
-from .layers import check_no_gradient
+from .layers import check_cache_class, check_no_gradient
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
@@ -120,6 +120,7 @@ class Attention(nn.Module):
             if name in NO_OPTION:
                 raise TypeError(f"{name}: is not an argument of the module, which chooses layout and results itself")
         if cache is not None:
+            check_cache_class(cache, AttentionCache)
             cache.check(x, (self.kv_heads, self.head_dim), self.rotary, self.options | options, positions)
             check_no_gradient(self, x)
         if positions is not None:

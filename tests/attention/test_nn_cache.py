@@ -202,6 +202,8 @@ def test_what_fits_no_call():
         module(x, cache=cache)
     with torch.no_grad(), pytest.raises(TypeError, match="^lengths: must not be passed with a cache, which sets it"):
         module(x, cache=cache, lengths=cache.lengths)
+    with torch.no_grad(), pytest.raises(TypeError, match="^cache: must be what .* of the class AttentionCache, not tuple"):
+        module(x, cache=(cache.k, cache.v))
     with torch.no_grad(), pytest.raises(TypeError, match="return_lse: is not an argument of the module"):
         module(x, cache=cache, return_lse=True)
     for sizes in (0, 8), (1, 0), (1, 2.0), (True, 8):

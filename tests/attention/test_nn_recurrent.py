@@ -370,6 +370,8 @@ def test_calls_that_are_refused():
         layer(x, cache=layer.new_cache(3))
     with torch.no_grad(), pytest.raises(ValueError, match=r"^cache: window must be \(2, 192, 3\), .*: cache.window=None"):
         layer(x, cache=layer.new_cache(2)._replace(window=None))
+    with torch.no_grad(), pytest.raises(TypeError, match="^cache: must be what .* of the class RecurrentCache, not dict"):
+        layer(x, cache={})
 
 
 @pytest.mark.gpu
