@@ -55,7 +55,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    GATED, BETA_FORMULA, INPUT = config.gated, config.beta, config.dtype
+    GATED, BETA_FORMULA, INPUT, PANELS = config.gated, config.beta, config.dtype, config.key_dim // CHUNK
     chunk_vectors, decay, seq_layout, factors = config.vectors, config.decay, SequenceLayout(config.varlen), TokenFactors()
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
     KEYS, CHUNK_KEYS, CHUNK_SQUARE = tiled(config.key, unit=1), tiled(config.key, rows=2), tiled(config.square, rows=2)
@@ -86,8 +86,9 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: array(3), gSolvedKeys: CHUNK_KEYS, gSolvedScores: CHUNK_SQUARE,
         gVectors: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gSolvedKeys .. gVectors: of each chunk
-        and head, k~, P~^T and the vectors of TokenFactors. `group` value heads share a key head."""
+        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gSolvedKeys, gSolvedScores: the same
+        array, which has k~ and beside it P~^T, of each chunk and head. gVectors: those of TokenFactors. `group` value heads
+        share a key head."""
         tiles = smem.open()
         q, k, vectors, high, low, solved_keys, square = tiles[:7]
         norm_rings = tiles[7:]
@@ -141,7 +142,7 @@ def make(config: Config):
                 k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
             warpgroup.store(solved_keys, solved)
             warpgroup.tma_store(gSolvedKeys, (chunk, head), solved_keys)
-            warpgroup.tma_store(gSolvedScores, (chunk, head), square)
+            warpgroup.tma_store(gSolvedScores, (chunk, head, 0, PANELS), square)
         warpgroup.store_wait()
 
     return transform, smem

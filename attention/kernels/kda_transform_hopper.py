@@ -205,7 +205,7 @@ def make(config: Config):
             warpgroup.store(solved_keys, solved * load(subtile(state_decays, KEY_DIM, 0), decay.channel_vec))
             warpgroup.store(square, solved_scores * scale)
             warpgroup.tma_store(gSolvedKeys, at, solved_keys)
-            warpgroup.tma_store(gSolvedScores, at, square)
+            warpgroup.tma_store(gSolvedScores, (*at, 0, KEY_DIM // CHUNK), square)
         warpgroup.store_wait()
 
     return transform, smem

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import columns, hstack, warpgroup, zeros
+from ops import cluster, columns, hstack, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -36,12 +36,14 @@ WARPS = warpgroup.WARPGROUP
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? token_decays:
-    are decays those of tokens, or none, and not those of channels?"""
+    are decays those of tokens, or none, and not those of channels? cluster: blocks, for columns of a head side by side, that
+    load together what they share."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
     token_decays: bool = False
+    cluster: int = 1
     threads = warpgroup.THREADS * (LOADER + 1)
 
     @property
@@ -65,17 +67,13 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
-    def square(self):
-        """The tile of P~^T for a chunk, or of 64 channels of k~."""
-        return st(CHUNK, CHUNK, self.dtype)
-
-    @property
     def factors(self):
         """What is read of a chunk."""
         return TokenFactors() if self.token_decays else ChannelFactors(self.key_dim)
 
     def __str__(self):
         flags = f"{', varlen' * self.varlen}{', decays of tokens' * self.token_decays}"
+        flags += f", {self.cluster} blocks share" * (self.cluster > 1)
         return f"walk of KDA, Dk {self.key_dim} {self.dtype}{flags}"
 
 
@@ -85,6 +83,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
                 yield from (Config(key_dim, input_dtype, varlen, token_decays) for token_decays in (False, True))
+        yield from (Config(max(KEY_DIMS), bf16, False, token_decays, 2) for token_decays in (False, True))
 
 
 @functools.cache
@@ -94,11 +93,12 @@ def make(config: Config):
     factors, seq_layout, stages = config.factors, SequenceLayout(config.varlen), STAGES[config.key_dim]
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    KEYS, CHUNK_SQUARE, PARAMS = factors.keys_argument(config.key), tiled(config.square, rows=2), factors.params()
-    PANELS = config.key_dim // CHUNK
+    KEYS, PARAMS, PANELS, CLUSTER = factors.keys_argument(config.key), factors.params(), config.key_dim // CHUNK, config.cluster
+    solved_ring = ring(config.solved, stages, WARPS, blocks=CLUSTER)
+    SOLVED = tiled(solved_ring.part, rows=2)
     smem = shared(
-        decayed=ring(config.decayed, stages, WARPS),
-        solved=ring(config.solved, stages, WARPS),
+        decayed=ring(config.decayed, stages, WARPS, blocks=CLUSTER),
+        solved=solved_ring,
         v=ring(config.value, stages, WARPS),
         vectors=ring(factors.vectors, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
@@ -114,8 +114,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQueries: KEYS, gDecayedKeys: KEYS, gSolvedKeys: CHUNK_SQUARE, gSolvedScores: CHUNK_SQUARE,
-        gVectors: tiled(factors.vectors, 3, None, 2), gV: tiled(config.value, unit=1),
+        gQueries: KEYS, gDecayedKeys: KEYS, gSolved: SOLVED, gVectors: tiled(factors.vectors, 3, None, 2),
+        gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
@@ -137,9 +137,7 @@ def make(config: Config):
                     decayed.fill(j, gQueries, at, 1, 2)
                     vectors.fill(j, gVectors, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
-                    for panel in range(PANELS):
-                        solved.fill(j, gSolvedKeys, (chunk, head, 0, panel), panel, PANELS + 1)
-                    solved.fill(j, gSolvedScores, (chunk, head), PANELS, PANELS + 1)
+                    solved.fill(j, gSolved, (chunk, head))
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             out.wait(int32(0))  # of no chunk
@@ -175,5 +173,7 @@ def make(config: Config):
             warpgroup.store_transposed(out.claim(n), outputs)
             out.publish(n)
             warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
+        if CLUSTER > 1:
+            cluster.sync()  # the other block may still release tiles
 
     return walk, smem

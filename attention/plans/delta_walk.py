@@ -190,35 +190,40 @@ def compose_states(
     return step, segment_states
 
 
+def count_sharers(width: int) -> int:
+    """The blocks of a cluster, which load together what the `width` blocks of a head share."""
+    return 1
+
+
 def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches of a walk over factors, with decays of tokens. arrays, raw: see plan_walk."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     chunks, input_dtype, varlen = count_chunk_indices(problem), DTYPES[problem.dtype], is_varlen(problem)
     key_dim, group = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), heads // key_heads
     gates = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
-    buffers: Arrays = {"gSolvedKeys": scratch(chunks, heads, CHUNK, key_dim, dtype=problem.dtype)}
-    buffers["gSolvedScores"] = scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)
-    buffers["gVectors"] = scratch(chunks, heads, TokenFactors().vectors.length)
+    solved = scratch(chunks, heads, CHUNK, key_dim + CHUNK, dtype=problem.dtype)
+    vectors = scratch(chunks, heads, TokenFactors().vectors.length)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     config = intern_value(delta_factors_hopper.Config, key_dim, input_dtype, gates is not None, varlen, **options)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
-    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | {"gGates": gates} | buffers
-    inputs |= {"gQ": arrays["gQ"], "gCuSeqlens": arrays["gCuSeqlens"]}
+    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | {"gGates": gates}
+    inputs |= {"gCuSeqlens": arrays["gCuSeqlens"], "gSolvedKeys": solved, "gSolvedScores": solved, "gVectors": vectors}
     transform = kernel_for(delta_factors_hopper, config, problem.device).bind(
         sequences * heads * parts, length=length, parts=parts, heads=key_heads, group=group, scale=scale, **inputs
     )
-    buffers |= {"gQueries": arrays["gQ"], "gDecayedKeys": arrays["gK"]}
-    walk_config = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen, True)
-    return [transform, _plan_walk_over(problem, arrays, buffers, walk_config, scale, group=group)]
+    factors = {"gQueries": arrays["gQ"], "gDecayedKeys": arrays["gK"], "gSolved": solved, "gVectors": vectors}
+    return [transform, _plan_walk_over(problem, arrays, factors, True, scale, group=group)]
 
 
 def _plan_walk_over(
-    problem: Problem, arrays: Arrays, buffers: Arrays, config: kda_walk_hopper.Config, scale: float, **extents: int
+    problem: Problem, arrays: Arrays, factors: Arrays, token_decays: bool, scale: float, **extents: int
 ) -> Step:
-    """The launch that walks along sequences and reads the factors of chunks in `buffers`."""
-    length, heads, columns, sequences = problem("seqlen", "heads", "value_dim", "sequences")
-    width, walk_arrays = -(-columns // COLUMNS), {name: arrays[name] for name in WALK_ARRAYS} | buffers
+    """The launch that walks along sequences and reads the factors of chunks."""
+    length, heads, key_dim, columns, sequences = problem("seqlen", "heads", "key_dim", "value_dim", "sequences")
+    width, walk_arrays = -(-columns // COLUMNS), {name: arrays[name] for name in WALK_ARRAYS} | factors
+    config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), token_decays
+    config = intern_value(kda_walk_hopper.Config, *config_fields, count_sharers(width))
     return kernel_for(kda_walk_hopper, config, problem.device).bind(
         sequences * heads * width, length=length, blocks=width, heads=heads, scale=scale, **extents, **walk_arrays
     )
@@ -235,13 +240,13 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     def chunk_scratch(extent: int) -> Operand:
         return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
 
-    buffers: Arrays = {name: chunk_scratch(key_dim) for name in ("gQueries", "gDecayedKeys", "gSolvedKeys")}
-    buffers |= {"gSolvedScores": chunk_scratch(CHUNK), "gStateDecays": scratch(chunks, heads, 2 * key_dim)}
+    factors: Arrays = {"gQueries": chunk_scratch(key_dim), "gDecayedKeys": chunk_scratch(key_dim)}
+    solved, vectors = chunk_scratch(key_dim + CHUNK), scratch(chunks, heads, 2 * key_dim)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     parts = count_parts(items, _count_blocks(problem)[1], resident_ctas)
-    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | buffers
+    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
         items * parts,
         length=length,
@@ -250,8 +255,9 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         group=heads // key_heads,
         scale=scale,
         gCuSeqlens=arrays["gCuSeqlens"],
+        gSolvedKeys=solved,
+        gSolvedScores=solved,
+        gStateDecays=vectors,
         **inputs,
     )
-    buffers["gVectors"] = buffers.pop("gStateDecays")
-    walk = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen)
-    return [transform, _plan_walk_over(problem, arrays, buffers, walk, scale)]
+    return [transform, _plan_walk_over(problem, arrays, factors | {"gSolved": solved, "gVectors": vectors}, False, scale)]

@@ -89,7 +89,7 @@ class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
     determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
     TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond.
-    overlaps_previous: see `launch`."""
+    overlaps_previous: see `launch`. Where rings are shared, so many blocks are a cluster."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
@@ -121,6 +121,7 @@ class Kernel:
         self.format, self.frames = struct.Struct(codes), FramePool(slots, [*maps.values()], ranks)
         self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
+        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
         self.codes: dict[
             tuple, LoadedKernel
         ] = {}  # {((parameter, dtype), ...) of the arrays with other dtypes than declared: code}
@@ -163,8 +164,8 @@ class Kernel:
             self._check_numbers(operands)
             raise
         code = self.codes.get(other_dtypes) or self._load(other_dtypes)
-        threads = self.threads, 1, 1
-        kernel = BoundKernel(code, self.title, threads, None, self.nbytes, self.frames, plain, maps, self.overlaps_previous)
+        shape = (self.threads, 1, 1), self.cluster
+        kernel = BoundKernel(code, self.title, *shape, self.nbytes, self.frames, plain, maps, self.overlaps_previous)
         return watched_call(BoundLaunch, kernel, grid, block)
 
     def read_arguments(self, bound: "BoundLaunch") -> dict[str, Any]:
@@ -222,7 +223,7 @@ class Kernel:
             elif value is not None and elements is TILES:
                 encode_map(name, declared_type, value.form)
             bound.append((value, declared_type.spec if elements is TILES else None))
-        launch = Launch(self.kernel, grid, self.threads, self.shared, None, None, self.overlaps_previous)
+        launch = Launch(self.kernel, grid, self.threads, self.shared, None, self.cluster, self.overlaps_previous)
         return InterpretedLaunch(launch, bound, None if self.ordinal is None else device(self.ordinal))
 
 

@@ -20,7 +20,8 @@ from tiles.launching.arguments import signature
 @pytest.fixture(autouse=True)
 def always_over_factors(monkeypatch, nothing_known):
     """All calls take this walk, and no other."""
-    monkeypatch.setattr(module, "serves_walk", lambda _: True)
+    for serves in "serves_walk", "serves_channel_walk":
+        monkeypatch.setattr(module, serves, lambda _: True)
     monkeypatch.setattr(delta_walk, "serves_factor_walk", lambda _: True)
     monkeypatch.setattr(delta_walk, "choose_segments", lambda *_: pytest.fail("another walk was planned"))
 
@@ -36,6 +37,14 @@ def test_sizes_of_keys_and_values(place, key_dim, value_dim, dtype):
     args, start = inputs(1, 130, 2, key_dim, value_dim, dtype, key_heads=1), start_for(2, key_dim, value_dim)
     once, twice = (agree(place, *args, initial_state=start, scale=0.7) for _ in range(2))
     assert all((a == b).all() for a, b in zip(once, twice, strict=True))
+
+
+@pytest.mark.parametrize("channels", [False, True])
+def test_blocks_that_share(place, monkeypatch, channels):
+    """Two blocks of a cluster load together what both read of a chunk."""
+    monkeypatch.setattr(delta_walk, "count_sharers", lambda width: width)
+    *args, decay = inputs(1, 330, 2, 64, 128)
+    agree(place, *args, np.repeat(decay[..., None], 64, axis=-1) if channels else decay, initial_state=start_for(2, 64, 128))
 
 
 @pytest.mark.smoke
@@ -110,6 +119,7 @@ SHIPPED = [
     (delta_factors_hopper, delta_factors_hopper.Config(128, bf16, True, l2norm=True)),
     pytest.param(delta_factors_hopper, delta_factors_hopper.Config(128, fp16, True, True), marks=pytest.mark.release),
     pytest.param(kda_walk_hopper, kda_walk_hopper.Config(128, bf16, True, True), marks=pytest.mark.release),
+    (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, False, True, 2)),
 ]
 
 
