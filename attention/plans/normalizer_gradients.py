@@ -41,11 +41,13 @@ def plan_normalized_gradients(
     gradient_arrays |= inputs | {"gDInitialZ": arrays["dinitial_z"]}
     grid = problem.extents["sequences"] * heads
     linear_arrays = arrays | {"dout": dnumerators, "decay": decay, "ddecay": token_gradient, "dq": dq, "dk": dk}
-    steps: list[Step] = [
-        kernel_for(sum_kernel, sum_kernel, problem.device).bind(grid, **sum_arrays, **shared),
-        *plan_linear_gradients(problem, linear_arrays, scale, vector_bytes, scratch),
-        kernel_for(gradient_kernel, gradient_kernel, problem.device).bind(grid, **gradient_arrays, **shared),
-    ]
+    steps: list[Step] = []
+    if problem.extents["sequences"]:
+        steps = [
+            kernel_for(sum_kernel, sum_kernel, problem.device).bind(grid, **sum_arrays, **shared),
+            *plan_linear_gradients(problem, linear_arrays, scale, vector_bytes, scratch),
+            kernel_for(gradient_kernel, gradient_kernel, problem.device).bind(grid, **gradient_arrays, **shared),
+        ]
     if by_head and gradient:
         assert token_gradient is not None
         rows = token_gradient._replace(form=c_ordered((batch * length, heads), "float32", problem.device))

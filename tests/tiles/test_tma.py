@@ -51,6 +51,7 @@ def test_an_axis_of_extent_1_may_have_any_stride():
     assert encoded(odd, TILE).strides == (128, 128)
     column = np.lib.stride_tricks.as_strided(x, (8, 1), (128, 6))
     assert encoded(column, TILE).strides == (128,)
+    assert encoded(np.zeros((1, 4), bf16.np), TILE).strides == (16,)
 
 
 class Box:
@@ -105,6 +106,7 @@ REFUSED = {
     "rank": (lambda: of(4, 2, 3, form=describe(BASE, "x").form), TypeError, r"4 axes, got shape \(4, 64, 128\)"),
     "empty": (lambda: encoded(BASE[:0], TILE), ValueError, r"got shape \(0, 64, 128\)"),
     "rows": (lambda: encoded(BASE, st(264, 64, bf16)), ValueError, r"at most 256 rows.*264"),
+    "two columns": (lambda: encoded(BASE[..., :4:2], TILE), ValueError, r"axis 2.*contiguous.*\(16384, 256, 4\)"),
     "columns": (lambda: encoded(BASE[..., ::2], TILE), ValueError, r"axis 2.*contiguous.*\(16384, 256, 4\)"),
     "stride": (lambda: encoded(np.zeros((4, 64, 132), bf16.np), TILE), ValueError, r"multiples of 16.*264, 2"),
     "negative": (lambda: encoded(BASE[:, ::-1], TILE), ValueError, r"multiples of 16 bytes below.*-256"),
@@ -113,6 +115,10 @@ REFUSED = {
     "form": (lambda: of(2, 0, 1, form=LATE), ValueError, "multiple of 16 bytes, and is 8 past one"),
     "address": (lambda: tensor_maps.refuse_address(4104), ValueError, "multiple of 16 bytes, got 0x1008"),
 }
+
+
+def test_the_longest_axis():
+    assert of(2, 0, 1, form=c_ordered((2**32 - 1, 64), "bfloat16", 0)).extents == (64, 2**32 - 1)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -272,6 +272,11 @@ def test_no_sequences(decay):
     args = {name: x if name == "decay" and decay == "head" else x[:0].copy() for name, x in case(3, decay).items()}
     for name, x in run(OnInterpreter(), args).items():
         assert x.shape == args[name[1:]].shape and not x.any()
+    normalized = args | {name: (args[name], args[name][..., 0]) for name in ("initial_state", "dstate")}
+    for name, x in zip(
+        filter(args.__contains__, ("q", "k", "v", "decay")), attention.linear_backward(**normalized, normalize=True)
+    ):
+        assert x.shape == args[name].shape and not x.any()
     into = {"d" + name: np.ones(x.shape, f32) for name, x in args.items() if not name.startswith("d")}
     if decay == "head":
         into["ddecay"] = np.ones(2, f32)
