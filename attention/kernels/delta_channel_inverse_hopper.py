@@ -3,9 +3,9 @@ channel of the keys has a decay (parts/recurrent/delta_channels.py has the equat
 multiplied by, exp(b) Q, exp(b) K and exp(b_last - b) K, the chunk's decay exp(b_last), the scores P / scale, and -L^T in two
 parts.
 
-A block is one warpgroup, and has some chunks of a head, one after the other. Chunks are treated as
-kda_transform_hopper.py treats strong ones: by blocks of 16 tokens with a reference each (block_scores.py), or halved. The next
-chunk is loaded while this one's triangle is inverted."""
+A block is one warpgroup, and has some chunks of a head, one after the other. A chunk is two blocks of 32 tokens with a
+reference each (two_block_scores.py), or it is halved (anchored_scores.py). The next chunk is loaded while this one's triangle
+is inverted."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup
+from ops import divmod, exp2, load, store, store_wait, subtile, tma_store, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import bf16, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -23,12 +23,12 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.block_scores import KdaBlockScores
-from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
+from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
 from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
-from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout, block_coord
+from ..parts.recurrent.two_block_scores import ScoreTiles, TwoBlockScores
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def make(config: Config):
     INPUT, IN_PLACE, LEAST, KEY = config.dtype, config.gates is fp32, LEAST_BETA[config.dtype], config.key
     SQUARE = st(CHUNK, CHUNK, INPUT, width=KEY.width)  # as wide as KEY, which gives it room
     seq_layout, two_parts = SequenceLayout(config.varlen), TwoParts(INPUT)
-    decay, channel_gates = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates
-    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    decay, channel_gates = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), TwoBlockScores(config.key_dim, INPUT)
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
         q=ring(KEY, 1, 1),
@@ -72,7 +72,6 @@ def make(config: Config):
         triangles=TRIANGLES,
         state_decay=config.state_decay,
         gate_sums=config.gate_sums,
-        block_decays=decay.block_decays,
         chunk_beta=sv(CHUNK, fp32),
     )
 
@@ -131,7 +130,7 @@ def make(config: Config):
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
         each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ
         .. gTailGates: see packed_tails.py. `group` value heads share one of the key `heads`."""
-        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, block_decays, chunk_beta = smem.open()
+        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, chunk_beta = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
@@ -139,42 +138,48 @@ def make(config: Config):
         rings, arrays, sent_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores)
         tails = gTailQ, gTailK, gTailGates
         fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
-        betas, ((high, low), blocks) = truncate(gBeta, 1, seq.end), decay.open_triangles(triangles, block_decays)
+        (high, low), (writes, _) = decay.open_triangles(triangles, ())
+        far_writes, betas = block_scores.open_far_writes(square), truncate(gBeta, 1, seq.end)
+        beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
         for j in range(n):
-            chunk, token = int32(first + j), seq.chunk_start(j)
-            if warp == 0:
-                beta = load(betas, CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
-                store(chunk_beta, away_from_zero(beta, LEAST))
+            chunk = int32(first + j)
             queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
             if IN_PLACE:
                 sums, decayed_keys = gates, k_decayed
             else:
                 sums, decayed_keys = gate_sums, viewed(gates, KEY)
+            tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
+            scores_tile = subtile(tiles.reads, CHUNK, 0, CHUNK, 0)  # a warp's rows of it are those of its Q^
             channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
-            b_last = decay.load_last_sums(sums, warp)
+            block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
+            references = block_scores.find_references(*block_sums)
             if warp == 0:
                 store_wait()  # the chunk before has left the tiles that are written from here on
-            _, halved = decay.vote(sums, b_last, warp)
+            halved = block_scores.vote(references)
+            store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(references.last))
+            warpgroup.store(chunk_beta, away_from_zero(beta, LEAST))
             if halved:
-                warpgroup.store(square, halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp))
+                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
                 warpgroup.sync()  # all have read what is decayed now
-            decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, True, halved)
-            store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(b_last))
-            if halved:
+                b_last = decay.load_last_sums(sums, warp)
+                decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
+                warpgroup.sync()  # all have read the sums, whose place scores take
                 a = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
             else:
+                block_scores.factor(tiles, block_sums, references, warp)
                 warpgroup.sync()
-                scores = block_scores.compute((queries, decayed_keys), blocks, warp)
-                warpgroup.store(square, INPUT(warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0)))
-                a = rows(scores, TOKEN_GROUP, 1)
+                scores, a = block_scores.compute(tiles, warp)
+                scores = INPUT(warpgroup.causal(scores, 0, 0.0))
+            warpgroup.store(scores_tile, scores)
             warpgroup.sync()
             if warp == 0:
-                send_chunk((queries, decayed_keys, keys, state_decay, chunk_beta, square), sent_arrays, (chunk, head))
+                send_chunk((queries, decayed_keys, keys, state_decay, chunk_beta, scores_tile), sent_arrays, (chunk, head))
                 q.release(j)
                 k.release(j)
                 g.release(j)
             fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
             a = a * load(chunk_beta, ROW_VEC)
+            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
             x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / warpgroup.load(chunk_beta, COL_VEC)
             send_solution(gSolutions, (chunk, head), two_parts.split(x), square, decayed_keys, warp)
         if warp == 0:

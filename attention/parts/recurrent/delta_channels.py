@@ -16,7 +16,7 @@ keys,
     dS before = exp(b_last) dS + Q~^T dO - K^^T dV
 
 so that the walks need no gates, and no factor is greater than 1. N and P are computed by recursive halving
-(anchored_scores.py), on Hopper by blocks (block_scores.py) where numbers hold the decays of a block. There E and Z share one
+(anchored_scores.py), on Hopper by blocks (two_block_scores.py) where numbers hold a block's decays. There E and Z share one
 inverse, L = N (I + beta N)^-1 (delta_chunks.py). With dP = scale tril(dO U^T) and G = -stril(dV U^T),
 
     dq_i = scale exp(b_i) (S dO_i) + sum_(j <= i) dP_ij exp(b_i - b_j) k_j

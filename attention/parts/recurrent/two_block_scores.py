@@ -1,0 +1,197 @@
+"""The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py). r is
+the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
+
+    Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k        P_ij = Q^_i . (exp(r_i - r_j) K*_j)
+
+and the scores of keys with keys likewise, from K^. A token and channel take two exponentials. Within a block there is no factor
+between references, and the first block's K* are stored once more, decayed to the second block's reference: by a power of 2,
+which rounds nothing, and whose root they are multiplied by twice, as it may be out of the dtype's range. What goes through
+states follows by a factor for each channel,
+
+    q~ = exp(r) Q^        k^ = exp(r) K^        k~ = exp(b_last - r) K*
+
+Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
+
+A warp has a quarter of the channels of all tokens. Its tiles are channels by tokens, so that references are numbers of a
+lane."""
+
+from typing import Any, NamedTuple
+
+from ops import (
+    column,
+    columns,
+    exp2,
+    hstack,
+    less,
+    load,
+    minimum,
+    ones,
+    store,
+    subtile,
+    tile_any,
+    turned,
+    viewed,
+    warpgroup,
+)
+from tiles import bf16, fp16, fp32, inlined, rt, st, static
+
+from .channel_decay import WarpChannels
+from .gates import LOG2_E
+from .tokens import CHUNK
+
+BLOCK = CHUNK // 2  # tokens with one reference
+HALF = 64  # channels that lie side by side in the tile of K*, the `block_keys` of channel_decay.py
+MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # what b - r may be, in powers of 2
+
+
+class BlockReferences(NamedTuple):
+    """The references of a chunk's channels, in powers of 2, b of its last token, and is the chunk to be halved, in each
+    channel?"""
+
+    first: Any
+    second: Any
+    last: Any
+    halved: Any
+
+
+class ScoreTiles(NamedTuple):
+    """Shared tiles of a chunk: q and k, which q~ and k~ overwrite; k^; Q^ above K^; K*, each half of the channels in rows of
+    its own; K* of the first block at the second one's reference."""
+
+    queries: Any
+    keys: Any
+    decayed_keys: Any
+    reads: Any
+    writes: Any
+    far_writes: Any
+
+
+@static
+class TwoBlockScores(WarpChannels):
+    """The scores of a chunk that is not halved."""
+
+    @property
+    def min_log2_decay(self):
+        """The sum of a block's gates, in powers of 2, below which the chunk is halved."""
+        return 2 * MIN_LOG2_DECAY[self.dtype]
+
+    @property
+    def channel_tile(self):
+        """A register tile of a warp's channels and a block's tokens."""
+        return rt(self.warp_tile.cols, BLOCK, fp32)
+
+    @property
+    def reads(self):
+        """The tile of Q^ above K^, in the memory of sums."""
+        return st(2 * CHUNK, self.key_dim, self.dtype, width=self._panel)
+
+    @property
+    def far_writes(self):
+        """The tile of K* of the first block at the second one's reference, in the memory of a tile of scores."""
+        return st(BLOCK, self.key_dim, self.dtype, width=self._panel)
+
+    @property
+    def _panel(self):
+        return self.warp_tile.cols * self.dtype.itemsize
+
+    @inlined
+    def open_far_writes(self, square):
+        """The tile `far_writes`. square: of scores."""
+        if self.key_dim == HALF:
+            return subtile(square, BLOCK, 0)
+        else:
+            return viewed(square, self.far_writes)
+
+    @inlined
+    def load_sums(self, sums, block, warp):
+        """b of a block in powers of 2."""
+        channels = self.warp_tile.cols
+        part = subtile(sums, BLOCK, block, channels, warp)
+        return turned(load(part, rt(BLOCK, channels, fp32, "col"), fenced=False)) * LOG2_E
+
+    @inlined
+    def find_references(self, b_0, b_1):
+        """The BlockReferences of a chunk."""
+        first_0, last_0, first_1, last = column(b_0, 0), column(b_0, BLOCK - 1), column(b_1, 0), column(b_1, BLOCK - 1)
+        halved = less(minimum(last_0 - first_0, last - first_1), self.min_log2_decay)
+        return BlockReferences((first_0 + last_0) * 0.25 // 1 * 2.0, (first_1 + last) * 0.25 // 1 * 2.0, last, halved)
+
+    @inlined
+    def vote(self, references):
+        """Is the chunk halved? The warps vote."""
+        return warpgroup.reduce_any(tile_any(references.halved))
+
+    @inlined
+    def factor(self, tiles, sums, references, warp):
+        """Write all of the ScoreTiles. sums: b of both blocks."""
+        (b_0, b_1), (r_0, r_1, last, _) = sums, references
+        keys = self.factor_block(tiles, b_0, r_0, last, 0, warp)
+        root = self.dtype(ones(self.channel_tile) * exp2((r_1 - r_0) * 0.5))
+        self.store(tiles.far_writes, keys * root * root, 0, warp)
+        self.factor_block(tiles, b_1, r_1, last, 1, warp)
+
+    @inlined
+    def factor_block(self, tiles, b, r, last, block, warp):
+        """Write a block's tokens to all tiles but the last. Returns their K*."""
+        c, to_start, to_end = b - r, exp2(r), exp2(last - r)
+        query, decay = self.load(tiles.queries, block, warp), exp2(c)
+        query = self.dtype(query * decay)
+        self.store(tiles.reads, query, block, warp)
+        self.store(tiles.queries, self.rescale(query, to_start), block, warp)
+        key = self.load(tiles.keys, block, warp)
+        read_key, key = self.dtype(key * decay), key * exp2(-c)
+        self.store(tiles.reads, read_key, CHUNK // BLOCK + block, warp)
+        self.store(tiles.decayed_keys, self.rescale(read_key, to_start), block, warp)
+        self.store(tiles.keys, self.dtype(key * to_end), block, warp)
+        key = self.dtype(key)
+        self.store_writes(tiles.writes, key, block, warp)
+        return key
+
+    @inlined
+    def load(self, tile, block, warp):
+        """A block's tokens of a shared tile, in float32."""
+        channels = self.warp_tile.cols
+        part = subtile(tile, BLOCK, block, channels, warp)
+        return fp32(turned(load(part, rt(BLOCK, channels, self.dtype, "col"), fenced=False)))
+
+    @inlined
+    def store(self, tile, x, block, warp):
+        """Write BLOCK rows of a shared tile, from the block-th ones on."""
+        store(subtile(tile, BLOCK, block, self.warp_tile.cols, warp), turned(x))
+
+    @inlined
+    def store_writes(self, writes, x, block, warp):
+        """Write a block's K*."""
+        warps = HALF // self.warp_tile.cols
+        self.store(writes, x, CHUNK // BLOCK * (warp // warps) + block, warp % warps)
+
+    @inlined
+    def rescale(self, x, factor):
+        """x times a power of 2 for each channel, exactly, but for what becomes too small."""
+        if self.dtype is fp16:  # which does not hold all of them
+            return self.dtype(fp32(x) * factor)
+        else:
+            return x * self.dtype(ones(self.channel_tile) * factor)
+
+    @inlined
+    def compute(self, tiles, warp):
+        """(scores of queries, scores of keys) with keys, of a warp's rows. What stands above the diagonal is not for use."""
+        near_p, far_p = self.issue(tiles, 0)
+        near_n, far_n = self.issue(tiles, 1)
+        near_p, far_p = warpgroup.wait(near_p, newer=3), warpgroup.wait(far_p, newer=2)
+        near_n, far_n = warpgroup.wait(near_n, newer=1), warpgroup.wait(far_n)
+        return self.join(near_p, far_p, warp), self.join(near_n, far_n, warp)
+
+    @inlined
+    def issue(self, tiles, index):
+        """(scores within blocks, scores of the second block with the first one), of queries (index 0) or keys (1), pending."""
+        near = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index, HALF, 0), subtile(tiles.writes, CHUNK, 0))
+        if self.key_dim > HALF:
+            near = warpgroup.mma_ABt(near, subtile(tiles.reads, CHUNK, index, HALF, 1), subtile(tiles.writes, CHUNK, 1))
+        return near, warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index), tiles.far_writes)
+
+    @inlined
+    def join(self, near, far, warp):
+        """The scores of a warp's rows with all keys."""
+        left = columns(near, BLOCK, 0) if warp < 2 else far
+        return hstack(left, columns(near, BLOCK, 1))
