@@ -34,6 +34,8 @@ class GatedLinearAttention(RecurrentLayer):
 
     forward: see RecurrentLayer. ValueError: heads or columns do not fit."""
 
+    column_arguments = "expand_k", "expand_v"
+
     @suggests_argument_names
     def __init__(
         self,

@@ -38,6 +38,8 @@ class Mamba2(RecurrentLayer):
 
     forward: see RecurrentLayer; the cache's state is (N, heads, d_state, headdim). ValueError: heads or columns do not fit."""
 
+    column_arguments = "d_state", "headdim"
+
     @suggests_argument_names
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,10 @@ class RecurrentCache(NamedTuple):
 
 class RecurrentLayer(nn.Module):
     """A layer of x (B, S, hidden_size): `mix`, which a subclass has, and out_proj. conv1d: the convolution of `channels`
-    channels, or None. state_shape: (heads, key columns, value columns) of a sequence's state."""
+    channels, or None. state_shape: (heads, key columns, value columns) of a sequence's state. column_arguments: the arguments
+    that decide the columns of keys and values."""
+
+    column_arguments: ClassVar[tuple[str, str]] = "head_dim", "expand_v"
 
     def __init__(
         self,
@@ -47,10 +50,10 @@ class RecurrentLayer(nn.Module):
     ):
         super().__init__()
         heads, key_dim, value_dim = self.state_shape = state_shape
-        for name, columns in (("keys", key_dim), ("values", value_dim)):
+        for argument, name, columns in zip(self.column_arguments, ("keys", "values"), (key_dim, value_dim)):
             if columns % HEAD_DIM_STEP or not HEAD_DIM_STEP <= columns <= MAX_HEAD_DIM:
                 limits = f"a multiple of {HEAD_DIM_STEP}, from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
-                raise ValueError(f"head dims: heads of {name} must have {limits} columns, not {columns}")
+                raise ValueError(f"{argument}: heads of {name} must have {limits} columns, not {columns}")
         self.hidden_size, self.channels = hidden_size, channels
         self.conv1d = ShortConv(channels, **conv, **factory) if conv else None
         self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=bias, **factory)

@@ -334,8 +334,10 @@ def test_without_memory():
         (lambda: nn.GatedDeltaNet(32, num_heads=4, num_v_heads=6), "num_v_heads: must be a multiple of num_heads: num_heads=4"),
         (
             lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=24),
-            "heads of keys must have a multiple of 16, .* not 24",
+            "head_dim: heads of keys must have a multiple of 16, .* not 24",
         ),
+        (lambda: nn.GatedLinearAttention(64, num_heads=4), "expand_k: heads of keys must have .* not 8"),
+        (lambda: nn.Mamba2(32, headdim=16, d_state=24), "d_state: heads of keys must have .* not 24"),
         (lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=16, expand_v=1.3), "expand_v: must make a whole number of columns"),
         (lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=16, conv_size=5), "kernel_size: must be from 2 to 4"),
         (

@@ -54,6 +54,11 @@ def test_an_axis_of_extent_1_may_have_any_stride():
     assert encoded(np.zeros((1, 4), bf16.np), TILE).strides == (16,)
 
 
+def test_rows_may_be_one():
+    x = np.broadcast_to(np.zeros((1, 64), bf16.np), (8, 64))
+    assert encoded(x, TILE).strides == (0,)
+
+
 class Box:
     """TMA, by the encoding: the elements of the box at some coordinates, zeros outside the array."""
 
