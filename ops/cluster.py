@@ -27,7 +27,7 @@ from tiles.ring import elected
 from tiles.types import barrier, remote, rt, rv, st, sv
 from tiles.values import Remote, SharedTile
 
-from .memory import shared_tiles, shared_vectors
+from .memory import lane_order, shared_tiles, shared_vectors
 
 BLOCK_ADDRESS = 2**18 - 1  # the bits of an address within a block's shared memory
 
@@ -141,6 +141,16 @@ def store_async(target, value, bar):
     current_warp().write_async(target.item, value.array.reshape(-1, *target.shape[1:]), bar.item)
 
 
+@op(takes_operands=True)
+def store_fragment_async(target, value, bar):
+    """Store a warp's fp32 tile to a peer as `store_async` does, but in the order in which its lanes hold it, 16 bytes at a
+    time. target: rows of a tile of 32 columns, from which the peer's warp of the same number in its warpgroup gets it by
+    warpgroup.load_shared_fragment."""
+    if bar.block is not target.block:
+        raise current_warp().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
+    current_warp().write_async(target.item, lane_order.in_lane_order(value), bar.item)
+
+
 def _check(name, verb, target, value):
     if not (isinstance(target, remote) and isinstance(target.item, (st, sv))):
         raise TypeError(f"{name}: takes a peer's shared tile or vector (cluster.map), got {target}")
@@ -194,6 +204,22 @@ def _(target, value, bar):
     if _step(value) * target.item.dtype.itemsize < 4:
         raise TypeError(f"cluster.store_async: stores no less than 4 bytes, and lanes hold {_step(value)} of {value} together")
     return void, _lower_store(target.item, value, "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes")
+
+
+@lowers(store_fragment_async)
+def _(target, value, bar):
+    name = "cluster.store_fragment_async"
+    if not (isinstance(target, remote) and isinstance(bar, remote) and isinstance(bar.item, barrier)):
+        raise TypeError(f"{name}: takes a peer's shared tile and barrier (cluster.map), got {target} and {bar}")
+    lane_order.check_shared(name, target.item, value, 1)
+    text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+
+    def emit(b, address, registers, bar_address):
+        registers = b.unpack(registers)
+        for four, at in lane_order.shared_places(b, target.item, value, address, lambda b: b.u32(0)):
+            b.do(text, at, *registers[four], bar_address)
+
+    return void, emit
 
 
 @lowers(load)

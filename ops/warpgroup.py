@@ -19,7 +19,7 @@ from .matmul.steps import finish, give_back, issue_AB, issue_ABt, step_AB, step_
 from .matmul.wgmma import ROWS, mm_AB, mm_ABt, mm_AtB, mm_AtBt, mma_AB, mma_ABt, mma_AtB, mma_AtBt, wait
 from .matmul.zipped import transpose_zipped
 from .memory import load_store
-from .memory.lane_order import store_fragment
+from .memory.lane_order import load_shared_fragment, store_fragment
 from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_first_rows, zero_rows
@@ -31,12 +31,12 @@ from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
     "ROWS", "THREADS", "causal", "claim_registers", "diagonal_block", "finish", "give_back", "id", "issue_AB", "issue_ABt",
-    "load", "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt",
-    "named_barrier", "on_diagonal", "outside_fill", "ping_pong", "quarter", "rank", "reduce_all", "reduce_any", "reduce_max",
-    "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index", "send", "step_AB", "step_ABt", "steps_AB",
-    "steps_ABt", "store", "store_fragment", "store_transposed", "store_wait", "sync", "sync_several", "tma_add", "tma_max",
-    "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill", "wait", "warp_rows", "zero_first_rows",
-    "zero_rows",
+    "load", "load_shared_fragment", "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB",
+    "mma_ABt", "mma_AtB", "mma_AtBt", "named_barrier", "on_diagonal", "outside_fill", "ping_pong", "quarter", "rank",
+    "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index",
+    "send", "step_AB", "step_ABt", "steps_AB", "steps_ABt", "store", "store_fragment", "store_transposed", "store_wait",
+    "sync", "sync_several", "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill",
+    "wait", "warp_rows", "zero_first_rows", "zero_rows",
 ]  # fmt: skip
 
 

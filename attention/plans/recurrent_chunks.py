@@ -18,6 +18,7 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     chunk_ampere,
+    chunk_cluster_hopper,
     chunk_hopper,
     compose_segment_states,
     gla_hopper,
@@ -35,6 +36,8 @@ MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
 COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
 BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
+PREFERS_CLUSTERS = False  # are few long sequences scanned by clusters of thread blocks? Not yet measured
+MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
 SEGMENT_RESULTS = """
     local_state  (sequences, heads, segments, value_dim, key_dim)  float32
@@ -142,6 +145,8 @@ def plan_token_decay(
     states: Arrays = {"states": chunk_states} if chunk_states else {}
     result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
+    if serves_clusters(problem, config, width, dict(arrays, normalizer=normalizer)):
+        return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
@@ -306,6 +311,42 @@ def count_segments(problem: Problem, config: chunk_hopper.Config, width: int) ->
     chunks = length * batch // sequences // chunk_hopper.CHUNK
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
+
+
+def serves_clusters(problem: Problem, config: chunk_hopper.Config, width: int, arrays: Mapping[str, Any]) -> bool:
+    """Does chunk_cluster_hopper.py's kernel compute what chunk_hopper.py's does with this configuration, in less time?"""
+    plain = config.result == ScanOutputs() and not (config.varlen or config.gate.weighted)
+    if isinstance(config, chunk_ampere.Config) or config.key_dim not in chunk_cluster_hopper.KEY_DIMS or not plain:
+        return False
+    if arrays.get("gLocalStates") or arrays.get("normalizer"):
+        return False
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    return prefers_clusters(sequences * heads * width, length // chunk_hopper.CHUNK, machine(problem.device).processors)
+
+
+@watched_function
+def prefers_clusters(clusters: int, chunks: int, processors: int) -> bool:
+    """Are long sequences scanned by clusters? So many of them run at the same time, if each multiprocessor has a block."""
+    blocks = chunk_cluster_hopper.BLOCKS * clusters
+    return PREFERS_CLUSTERS and 0.75 * processors <= blocks <= processors and chunks >= MIN_CLUSTER_CHUNKS
+
+
+def _scan_in_clusters(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int, scale: float) -> Step:
+    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate)
+    chunks = chunk_cluster_hopper.BLOCKS * chunk_cluster_hopper.RUN  # of a round
+    names = "gQ", "gK", "gV", "gGates", "gA", "gDtBias", "gO", "gInitialState", "gFinalState"
+    return kernel_for(chunk_cluster_hopper, config, problem.device).bind(
+        chunk_cluster_hopper.BLOCKS * sequences * heads * width,
+        length=length,
+        rounds=-(-length // (chunks * chunk_hopper.CHUNK)),
+        heads=heads,
+        group=heads // key_heads,
+        width=width,
+        scale=scale,
+        **{name: arrays[name] for name in names if name in arrays},
+    )
 
 
 def _scan_shared_heads(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int) -> Step:

@@ -11,7 +11,11 @@ A warpgroup's tile can go through a shared tile, from which TMA adds it. There a
 bytes:
 
     warpgroup.store_fragment(tile, part)
-    part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0), 4)"""
+    part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0), 4)
+
+Another warpgroup, or with `cluster.store_fragment_async` one of a peer, gets it from there, 16 bytes at a time:
+
+    part = warpgroup.load_shared_fragment(tile, rt(16, 64, fp32))"""
 
 import numpy as np
 
@@ -82,10 +86,26 @@ def load_fragment(source, spec, at, vector_elements=1):
 def store_fragment(tile, value):
     """A shared tile = the warps' fp32 tiles in the order in which their lanes hold them, one below the other. TMA then copies
     it to an array with the same columns, from which `load_fragment` loads. tile: fp32, 32 columns."""
+    current_warp().write(tile, in_lane_order(value), _rows_of_warp(tile))
+
+
+@op
+def load_shared_fragment(tile, spec):
+    """The tile of type `spec` of each of the four warps, from a shared tile that store_fragment, or a peer's
+    cluster.store_fragment_async, has stored. No fence follows: TMA does not write there."""
+    return current_warp().read(tile, _rows_of_warp(tile), fence=False).reshape(-1)[_places(spec, QUAD)]
+
+
+def in_lane_order(value):
+    """The rows of a shared tile that a warp's fp32 tile in registers takes in store_fragment."""
     values = np.empty(value.array.size, np.float32)
     values[_places(value.spec, QUAD)] = value.array
+    return values.reshape(-1, ROW)
+
+
+def _rows_of_warp(tile):
     rows = tile.shape[0] // WARPGROUP
-    current_warp().write(tile, values.reshape(rows, ROW), range(rows * current_warp().rank, rows * (current_warp().rank + 1)))
+    return range(rows * current_warp().rank, rows * (current_warp().rank + 1))
 
 
 def _check(name, array, spec, at):
@@ -151,22 +171,50 @@ def _(source, spec: type, at, vector_elements: int):
     return spec, emit
 
 
+def check_shared(name, tile, spec, warps):
+    """TypeError if a shared tile does not take the fp32 tiles of so many warps in the order of their lanes."""
+    if not isinstance(spec, rt) or spec.dtype is not fp32:
+        raise TypeError(f"{name}: takes a register tile of fp32, got {spec}")
+    rows = spec.rows * spec.cols * warps // ROW
+    if not isinstance(tile, st) or tile.dtype is not fp32 or tile.shape != (rows, ROW):
+        raise TypeError(f"{name}: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {spec}, got {tile}")
+
+
+def shared_places(b, tile, spec, address, first_row):
+    """The elements of a lane that are adjacent in a shared tile, and their address. first_row(b): of the warp's rows."""
+    lane = b.lane()
+    row, chunk = b.lshr(lane, b.u32(3)), b.and_(lane, b.u32(7))  # eight lanes to a row, which has all banks
+    start = b.add(address, b.mul(b.add(first_row(b), row), b.u32(tile.width)))
+    even = b.mul(b.xor(chunk, row), b.u32(16))  # the swizzle: XORed by the row's number; four rows on, by 4 more
+    places = [b.add(start, even), b.add(start, b.xor(even, b.u32(64)))]
+    for n, k in enumerate(range(0, spec.elements, QUAD)):
+        yield slice(k, k + QUAD), b.add(places[n % 2], b.u32(4 * tile.width * n))
+
+
+def _first_row(tile):
+    return lambda b: b.mul(FOUR_WARPS.emit_rank(b), b.u32(tile.rows // WARPGROUP))
+
+
 @lowers(store_fragment)
 def _(tile, value):
-    if not isinstance(value, rt) or value.dtype is not fp32:
-        raise TypeError(f"store_fragment: takes a register tile of fp32, got {value}")
-    rows = value.rows * value.cols * WARPGROUP // ROW
-    if not isinstance(tile, st) or tile.dtype is not fp32 or tile.shape != (rows, ROW):
-        raise TypeError(f"store_fragment: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {value}, got {tile}")
+    check_shared("store_fragment", tile, value, WARPGROUP)
 
     def emit(b, address, registers):
-        lane, registers = b.lane(), b.unpack(registers)
-        row, chunk = b.lshr(lane, b.u32(3)), b.and_(lane, b.u32(7))  # eight lanes to a row, which has all banks
-        start = b.add(address, b.mul(b.add(b.mul(FOUR_WARPS.emit_rank(b), b.u32(rows // WARPGROUP)), row), b.u32(tile.width)))
-        even = b.mul(b.xor(chunk, row), b.u32(16))  # the swizzle: XORed by the row's number; four rows on, by 4 more
-        places = [b.add(start, even), b.add(start, b.xor(even, b.u32(64)))]
-        for n, k in enumerate(range(0, value.elements, QUAD)):
-            at = b.add(places[n % 2], b.u32(4 * tile.width * n))
-            b.do("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", at, *registers[k : k + QUAD])
+        registers = b.unpack(registers)
+        for four, at in shared_places(b, tile, value, address, _first_row(tile)):
+            b.do("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", at, *registers[four])
 
     return void, emit
+
+
+@lowers(load_shared_fragment)
+def _(tile, spec: type):
+    check_shared("load_shared_fragment", tile, spec, WARPGROUP)
+
+    def emit(b, address, _):
+        four, elements = struct([f32] * QUAD), []
+        for _, at in shared_places(b, tile, spec, address, _first_row(tile)):
+            elements += b.unpack(b.asm(four, "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", at))
+        return b.pack(elements)
+
+    return spec, emit

@@ -4,10 +4,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from banks import ways
 from numba import cuda
 
 import tiles
-from ops import cluster, load, raw, store, warpgroup, zeros
+from ops import cluster, load, raw, store, subtile, warpgroup, zeros
 from ops.cluster_sum import max_over_cluster, sum_over_cluster
 from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, shared, st, sv, tensor, tf32
 from tiles.compiling import sass
@@ -116,6 +117,31 @@ def test_messages(run, sample, dtype, side):
     y = blank(x.shape, dtype)
     run(body, x, y, shared=smem, cluster=2)
     assert (wide(y) == wide(x[::-1])).all()
+
+
+@pytest.mark.parametrize("cols", [16, 48])
+def test_messages_in_the_order_of_lanes(run, sample, cols):
+    """Four warps of each block send the peer a tile by 16 bytes a lane, without bank conflicts where it is loaded."""
+    T, S = rt(16, cols, fp32), st(2 * cols, 32, fp32)
+    smem = shared(a=S, full=barrier(4))
+
+    @cuda.jit
+    def body(x, y):
+        a, full = smem.open()
+        rank, warp = cluster.rank(), warpgroup.rank()
+        cluster.sync()
+        raw.expect(full, S.nbytes // 4)
+        part = cluster.map(subtile(a, cols // 2, warp), 1 - rank)
+        cluster.store_fragment_async(part, load(x, T, (rank, 16 * warp, 0)), cluster.map(full, 1 - rank))
+        cluster.receive(full, 1)
+        store(y, warpgroup.load_shared_fragment(a, T), (rank, 16 * warp, 0))
+        cluster.sync()
+
+    x, y = sample((2, 64, cols)), blank((2, 64, cols))
+    run(body, x, y, warps=4, shared=smem, cluster=2)
+    assert (y == x[::-1]).all()
+    counts = ptx(body, x, y, warps=4, shared=smem, cluster=2, arch="sm_90a")
+    assert ways(counts, "ld.shared.v4") == {1}
 
 
 def test_what_a_signal_says(run, sample):
@@ -230,6 +256,14 @@ REFUSED = {
     ),
     "no remote barrier": (lambda a, v, f: cluster.store_async(peer(a), zeros(R), f), "takes a peer's barrier .* got barrier"),
     "2 bytes": (lambda a, v, f: cluster.store_async(peer(a), zeros(C), peer(f)), "stores no less than 4 bytes, and lanes hold"),
+    "a fragment and no remote barrier": (
+        lambda a, v, f: cluster.store_fragment_async(peer(a), zeros(rt(16, 64, fp32)), f),
+        "takes a peer's shared tile and barrier .* got remote st.* and barrier",
+    ),
+    "a fragment for another tile": (
+        lambda a, v, f: cluster.store_fragment_async(peer(a), zeros(rt(16, 64, fp32)), peer(f)),
+        "store_fragment_async: takes a shared tile of 32 rows and 32 columns of fp32",
+    ),
     "a signal": (
         lambda a, v, f: cluster.signal(f),
         r"cluster.signal: takes a peer's barrier \(cluster.map\), got barrier\(1\)",

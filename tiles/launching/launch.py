@@ -89,9 +89,9 @@ class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
     determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
     TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond.
-    overlaps_previous: see `launch`. Where rings are shared, so many blocks are a cluster."""
+    overlaps_previous: see `launch`. cluster: the number of blocks of a cluster; where rings are shared, it is that of the ring."""
 
-    def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False):
+    def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False, cluster: int = 1):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
         self.overlaps_previous = overlaps_previous
         self.interpreted = ordinal is None or interprets_all()
@@ -121,7 +121,8 @@ class Kernel:
         self.format, self.frames = struct.Struct(codes), FramePool(slots, [*maps.values()], ranks)
         self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
-        self.cluster = (shared.blocks, 1, 1) if shared and shared.blocks > 1 else None
+        blocks = max(cluster, shared.blocks if shared else 1)
+        self.cluster = (blocks, 1, 1) if blocks > 1 else None
         self.codes: dict[
             tuple, LoadedKernel
         ] = {}  # {((parameter, dtype), ...) of the arrays with other dtypes than declared: code}
@@ -229,7 +230,8 @@ class Kernel:
 
 def kernel_for(family, config, ordinal: int | None) -> Kernel:
     """The Kernel of a module's configuration: `family.make(config)` gives a kernel and its shared memory, or None. One whose
-    `overlaps_previous` is true is launched so. Every thread gets the same Kernel for a configuration."""
+    `overlaps_previous` is true is launched so, one with a `cluster` in clusters of so many blocks. Every thread gets the same
+    Kernel for a configuration."""
     with _planning:
         return _kernel_for(family, config, ordinal)
 
@@ -240,7 +242,8 @@ _planning = threading.RLock()
 @functools.lru_cache(KERNELS)
 def _kernel_for(family, config, ordinal):
     kernel, smem = family.make(config)
-    return Kernel(kernel, config.threads, smem, ordinal, getattr(config, "overlaps_previous", False))
+    options = getattr(config, "overlaps_previous", False), getattr(config, "cluster", 1)
+    return Kernel(kernel, config.threads, smem, ordinal, *options)
 
 
 class Launch:

@@ -1,0 +1,219 @@
+"""Linear attention for Hopper, for few long sequences: blocks of a cluster share a sequence, and each token is read once. A
+decay is one number for a token and head, or for a head.
+
+    S_t = exp(g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
+
+A sequence is cut into runs of two chunks of 64 tokens, which the two blocks of a cluster have in turn: block 0 the first run of
+each round, block 1 the second. Both have the same head and the same 64 columns of its values. Where b is the cumulative sum of
+gates from the beginning of a run on, a block's warpgroups are
+
+    a producer, whose first warp loads Q, K and V; others compute b
+    one for states:   N^T = (exp(b_last - b) V)^T K       the local state of a run: the state after it if that before it is 0
+                      N and b_last go to the peer, and those of the peer's run come
+                      S^T = exp(b_last) S^T + N^T         from run to run of both blocks, so each has the whole state
+    two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before the run
+
+What blocks send each other depends on no state, so it is under way while outputs of earlier runs are computed. From run to run
+a state takes one multiplication and addition in registers. Every exponent that is used is a sum of gates, so never positive."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from numba import cuda
+from numpy import int32
+
+from ops import cluster, divmod, last_element, log2, raw, subtile, warpgroup, zeros
+from tiles import barrier, bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.targets import Target
+
+from ..parts.recurrent.gates import COL_VEC, TILE, DecayGate, Gate, HeadGate, TokenGate
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+
+BLOCKS = 2  # of a cluster. Of clusters of four not 32 run at once on 132 multiprocessors, as a cluster lies in one GPC
+RUN = 2  # chunks of a run
+STAGES = 2  # runs of keys and values in shared memory: while outputs of one are computed, the next one's state is
+QUERY_STAGES = 4  # chunks of queries in shared memory; a multiple of the two warpgroups that take turns at them
+STATES, PRODUCER = RUN, RUN + 1  # the warpgroups after those that compute outputs
+STATE_REGISTERS, PRODUCER_REGISTERS = 208, 48  # those that compute outputs keep the 128 of a launch of 512 threads
+CUMSUM_WARPS = 2  # warps of the producer that compute b, a chunk each in turn
+NUMBERS = rt(16, 16, fp32).row_vec  # a vector in which a warp sends a number
+KEY_DIMS = 64, 128  # as padded
+KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's configuration. key_dim: the channels of keys, rounded up to one of KEY_DIMS. gate: the kind of gates."""
+
+    key_dim: int
+    dtype: dtype
+    gate: Gate
+
+    @property
+    def threads(self):
+        """Threads of a block: two warpgroups for outputs, one for states, and the producer."""
+        return warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def cluster(self):
+        """The number of blocks of a cluster."""
+        return BLOCKS
+
+    def __str__(self):
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", str(self.gate))))
+
+
+def space(target: Target, everything: bool) -> Iterator[Config]:
+    """The configurations. everything: fp16 as well, whose code takes as many registers as bf16's."""
+    if target.has_wgmma:
+        for input_dtype, key_dim, kind in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, KINDS):
+            yield Config(key_dim, input_dtype, kind())
+            if issubclass(kind, DecayGate) and everything:
+                yield Config(key_dim, input_dtype, kind(scale_at_end=True))
+
+
+@functools.cache
+def make(config: Config):
+    """(kernel, shared memory) of a configuration."""
+    KEYS, INPUT, gate = config.key_dim, config.dtype, config.gate
+    KEY, VALUE, QUERY = st(RUN * CHUNK, KEYS, INPUT), st(RUN * CHUNK, COLUMNS, INPUT), st(CHUNK, KEYS, INPUT)
+    OUT, STATE, TRANSPOSED = st(CHUNK, COLUMNS, INPUT), rt(16, KEYS, fp32), rt(16, CHUNK, INPUT)
+    PART = STATE.rows * STATE.cols // 32  # rows of what a warp sends
+    WARPS, CONSUMERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * (RUN + 1)
+    SENT_BYTES, TOKEN_BYTES = STATE.rows * STATE.cols * fp32.itemsize + 16 * fp32.itemsize, 16 * fp32.itemsize  # of a warp
+    smem = shared(
+        k=ring(KEY, STAGES, CONSUMERS),
+        v=ring(VALUE, STAGES, CONSUMERS),
+        q=ring(QUERY, QUERY_STAGES, WARPS),
+        b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
+        start=ring(st(COLUMNS, KEYS, INPUT), 1, RUN * WARPS, writers=WARPS),
+        out=st(RUN * CHUNK, COLUMNS, INPUT),
+        state=st(WARPS * PART, 32, fp32),
+        decay=sv(16 * WARPS, fp32),
+        token=sv(16 * WARPS, fp32),
+        full=barrier(WARPS),
+        free=barrier(WARPS),
+    )
+
+    @inlined
+    def send_state(smem, n_t, run_decay, r):
+        """Send this warp's part of a run's local state and its decay to the peer, once it has read those of the last round."""
+        warp, peer = warpgroup.rank(), 1 - cluster.rank()
+        if r > 0:
+            raw.expect(smem.free, TOKEN_BYTES)
+            cluster.receive(smem.free, r)
+        full = cluster.map(smem.full, peer)
+        cluster.store_fragment_async(cluster.map(subtile(smem.state, PART, warp), peer), n_t, full)
+        cluster.store_async(cluster.map(subtile(smem.decay, 16, warp), peer), zeros(NUMBERS) + run_decay, full)
+
+    @inlined
+    def add_peer(smem, s_t, phase):
+        """The state after the peer's next run, from the one before it, once what the peer sends in this phase is there."""
+        raw.expect(smem.full, SENT_BYTES)
+        cluster.receive(smem.full, phase)
+        decay = last_element(subtile(smem.decay, 16, warpgroup.rank()))
+        return gate.decay(s_t, decay) + warpgroup.load_shared_fragment(smem.state, STATE)
+
+    @inlined
+    def allow_next(smem):
+        """Tell the peer that this warp has read what it sent: by a store, as an arrival that releases to a cluster waits for
+        all of the GPU's memory."""
+        warp, peer = warpgroup.rank(), 1 - cluster.rank()
+        cuda.syncwarp()  # all lanes have read
+        cluster.store_async(cluster.map(subtile(smem.token, 16, warp), peer), zeros(NUMBERS), cluster.map(smem.free, peer))
+
+    @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
+    def scan_in_turn(
+        gQ: tiled(QUERY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gGates: array(gate.rank), gA: array(2),
+        gDtBias: array(2), gO: tiled(OUT, unit=1), gInitialState: array(4), gFinalState: array(4), length: INT, rounds: INT,
+        heads: INT, group: INT, width: INT, scale: FLOAT,
+    ):  # fmt: skip
+        """The outputs of a block's runs. `group` of the value heads share a key head, and each is `width` blocks of 64 columns
+        wide."""
+        memory = smem.open()
+        k, v, q, b, start = memory.k, memory.v, memory.q, memory.b, memory.start
+        cluster.sync()
+        wg, block = warpgroup.id(), cluster.rank()
+        index, column = divmod(cuda.blockIdx.x // BLOCKS, width)
+        sequence, head = divmod(index, heads)
+        key_head, _ = divmod(head, group)
+        if wg == PRODUCER:
+            warpgroup.release_registers(PRODUCER_REGISTERS)
+            warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
+            if warp == 0:
+                for r in range(rounds):
+                    token = int32(CHUNK * RUN * (BLOCKS * r + block))
+                    k.fill(r, gK, (sequence, token, key_head, 0))
+                    v.fill(r, gV, (sequence, token, head, column))
+                    for i in range(RUN):
+                        q.fill(RUN * r + i, gQ, (sequence, int32(token + CHUNK * i), key_head, 0))
+            elif gate.per_token and warp <= CUMSUM_WARPS:
+                for j in range(warp - 1, RUN * rounds, CUMSUM_WARPS):
+                    r, i = divmod(j, RUN)
+                    token = int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
+                    gate.produce_cumsum(b, b, j, gGates, gA, gDtBias, sequence, token, length, head)
+        elif wg == STATES:
+            warpgroup.claim_registers(STATE_REGISTERS)
+            at = sequence, head, int32(COLUMNS * column), 0
+            s_t, g = warpgroup.load(gInitialState, STATE, at, aligned=False), gate.load_head_gate(gGates, head)
+            for r in range(rounds):
+                remaining = int32(length - CHUNK * RUN * (BLOCKS * r + block))
+                keys, values = k.wait(r), v.wait(r)
+                _, a_first, b_first = gate.consume_cumsum(b, b, RUN * r, g, max(remaining, int32(0)))
+                _, a_second, b_second = gate.consume_cumsum(b, b, RUN * r + 1, g, max(int32(remaining - CHUNK), int32(0)))
+                run_decay = b_first + b_second
+                v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 0), TRANSPOSED, fenced=False))
+                v_t = INPUT(gate.decay_values(v_t, a_first, run_decay))
+                n_t = warpgroup.mm_AB(v_t, cluster.unmap(subtile(keys, CHUNK, 0)))
+                v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 1), TRANSPOSED))
+                v_t = INPUT(gate.decay_values(v_t, a_second, b_second))
+                n_t = warpgroup.wait(warpgroup.mma_AB(n_t, v_t, cluster.unmap(subtile(keys, CHUNK, 1))))
+                k.release(r)
+                v.release(r)
+                if block == 0 or r + 1 < rounds:
+                    send_state(memory, n_t, run_decay, r)
+                if block + r > 0:
+                    s_t = add_peer(memory, s_t, block + r)
+                    if r + 1 < rounds:
+                        allow_next(memory)
+                warpgroup.store(start.claim(r), s_t)
+                start.publish(r)
+                s_t = gate.decay(s_t, run_decay) + n_t
+            if block == BLOCKS - 1:
+                warpgroup.store(gFinalState, s_t, at, aligned=False)
+        else:
+            g, log2_scale = gate.load_head_gate(gGates, head), log2(zeros(COL_VEC) + scale)
+            out = subtile(memory.out, CHUNK, wg)
+            for r in range(rounds):
+                token = int32(CHUNK * (RUN * (BLOCKS * r + block) + wg))
+                remaining = max(int32(length - token), int32(0))
+                b_rows, a_cols, _ = gate.consume_cumsum(b, b, int32(RUN * r + wg), g, remaining)
+                if gate.folds_scale:
+                    b_rows = b_rows + log2_scale
+                _, a_other, b_other = gate.consume_cumsum(b, b, int32(RUN * r + 1 - wg), g, CHUNK)
+                queries, keys, values = q.wait(int32(RUN * r + wg)), k.wait(r), v.wait(r)
+                s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, wg)))
+                p = INPUT(gate.decay_scores(s, b_rows, a_cols))
+                earlier = INPUT(zeros(TILE))
+                if wg > 0:
+                    b_rows = b_rows + b_other
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, 0)))
+                    earlier = INPUT(gate.decay_all_scores(s, b_rows, a_other))
+                o = gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(r))), b_rows)
+                start.release(r)
+                q.release(int32(RUN * r + wg))
+                o = warpgroup.wait(warpgroup.mma_AB(o, p, subtile(values, CHUNK, wg)))
+                if wg > 0:
+                    o = warpgroup.wait(warpgroup.mma_AB(o, earlier, subtile(values, CHUNK, 0)))
+                k.release(r)
+                v.release(r)
+                if not gate.folds_scale:
+                    o = o * scale
+                warpgroup.send(gO, (sequence, token, head, column), out, o)
+            warpgroup.store_wait()
+        cluster.sync()
+
+    return scan_in_turn, smem
