@@ -89,7 +89,7 @@ class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
     determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
     TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond.
-    overlaps_previous: see `launch`. cluster: the number of blocks of a cluster; where rings are shared, it is that of the ring."""
+    overlaps_previous: see `launch`. cluster: the number of blocks of a cluster; rings that blocks share say it, too."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False, cluster: int = 1):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
