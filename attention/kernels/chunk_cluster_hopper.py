@@ -86,7 +86,7 @@ def make(config: Config):
     SENT_BYTES, TOKEN_BYTES = STATE.rows * STATE.cols * fp32.itemsize + 16 * fp32.itemsize, 16 * fp32.itemsize  # of a warp
     smem = shared(
         k=ring(KEY, STAGES, CONSUMERS),
-        v=ring(VALUE, STAGES, CONSUMERS),
+        v=ring(VALUE, STAGES, CONSUMERS, once=True),
         q=ring(QUERY, QUERY_STAGES, WARPS),
         b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
         start=ring(st(COLUMNS, KEYS, INPUT), 1, RUN * WARPS, writers=WARPS),
@@ -195,21 +195,20 @@ def make(config: Config):
                     b_rows = b_rows + log2_scale
                 _, a_other, b_other = gate.consume_cumsum(b, b, int32(RUN * r + 1 - wg), g, CHUNK)
                 queries, keys, values = q.wait(int32(RUN * r + wg)), k.wait(r), v.wait(r)
+                o, b_run = zeros(TILE), b_rows
+                if wg > 0:
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, 0)))
+                    b_run = b_rows + b_other
+                    p = INPUT(gate.decay_all_scores(s, b_run, a_other))
+                    o = warpgroup.wait(warpgroup.mm_AB(p, subtile(values, CHUNK, 0)))
                 s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, wg)))
                 p = INPUT(gate.decay_scores(s, b_rows, a_cols))
-                earlier = INPUT(zeros(TILE))
-                if wg > 0:
-                    b_rows = b_rows + b_other
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, 0)))
-                    earlier = INPUT(gate.decay_all_scores(s, b_rows, a_other))
-                o = gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(r))), b_rows)
-                start.release(r)
-                q.release(int32(RUN * r + wg))
                 o = warpgroup.wait(warpgroup.mma_AB(o, p, subtile(values, CHUNK, wg)))
-                if wg > 0:
-                    o = warpgroup.wait(warpgroup.mma_AB(o, earlier, subtile(values, CHUNK, 0)))
                 k.release(r)
                 v.release(r)
+                o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(r))), b_run)
+                start.release(r)
+                q.release(int32(RUN * r + wg))
                 if not gate.folds_scale:
                     o = o * scale
                 warpgroup.send(gO, (sequence, token, head, column), out, o)
