@@ -198,7 +198,10 @@ class Extents(tuple):
         return result
 
     def __getitem__(self, place: Any) -> Any:
-        axis = self.axes[place]
+        try:
+            axis = self.axes[place]
+        except IndexError:
+            raise IndexError(f"shape: there is no axis {place} of an array of {len(self)}") from None
         TABLES[-1].extents_read.update(axis if isinstance(place, slice) else [axis])
         return super().__getitem__(place)
 

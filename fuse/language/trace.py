@@ -148,7 +148,7 @@ def _call_definition(definition: Callable, arguments: Sequence[Term]) -> tuple[A
     try:
         result = definition(*arguments)
         return result, {name: x for frame in table.frames for name, x in frame.f_locals.items() if isinstance(x, Term)}
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, TypeError, ValueError) as error:
         line = _error_line(error, code)
         if not line:
             raise

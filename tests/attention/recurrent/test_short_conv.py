@@ -1,5 +1,7 @@
 """attention.short_conv and its gradients against the reference in float64."""
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from poison import Packing, as_on_a_device, edges, poisoned, unaligned
 
 import attention
 from attention import reference
+from attention.kernels import short_conv_backward
 from attention.plans.short_conv import choose_block_tokens
+from tiles.targets import HOPPER
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 OPTIONAL = "bias", "initial_state", "dstate"
@@ -290,6 +294,15 @@ def test_torch():
         torch.autograd.grad(out.float().sum(), leaves[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="^out: is not supported for tensors that require grad"):
         attention.short_conv(leaves[0], weight, out=torch.empty_like(x))
+
+
+def test_space_of_gradients():
+    """Packed sequences with a final window's gradient are inspected, the others with everything; so are sums of each width."""
+    few, many = (list(short_conv_backward.space(HOPPER, everything)) for everything in (False, True))
+    kinds = [{(x.varlen, x.window) for x in some if isinstance(x, short_conv_backward.Config)} for some in (few, many)]
+    assert kinds == [{(False, False), (True, False), (True, True)}, {*itertools.product((False, True), repeat=2)}]
+    sums = [[x.width for x in some if isinstance(x, short_conv_backward.SumConfig)] for some in (few, many)]
+    assert sums == [[4], [2, 3, 4]] and len(many) == len(set(many))
 
 
 def test_jax():
