@@ -48,7 +48,7 @@ from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipp
 from .matmul.zipped import zipped
 from .memory import gather as _gather  # arrays take vectors of indices  # noqa: F401
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
-from .memory.counts import count_stored, count_up, wait_count
+from .memory.counts import count_stored, count_up, reset_count, wait_count
 from .memory.global_elements import truncate
 from .memory.lane_order import add_fragment, load_fragment
 from .memory.load_store import load, store
@@ -92,17 +92,17 @@ __all__ = [
     "abs", "add_fragment", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
     "col_prod", "col_sum", "column", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored",
     "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
-    "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum", "lane_moment",
-    "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_fragment",
-    "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill",
-    "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB",
-    "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product",
-    "rasterize", "raw", "reciprocal", "relu", "rescale", "reverse_cumsum_columns", "rezipped", "right_fill", "row_index",
-    "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus", "sqrt",
-    "store", "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor",
-    "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril",
-    "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warp_index",
-    "warpgroup", "where", "zeros", "zipped",
+    "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum", "lane_moment", "lane_sum",
+    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_fragment", "load_number",
+    "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul",
+    "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty",
+    "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw",
+    "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill", "row_index", "row_max",
+    "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus", "sqrt", "store",
+    "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all",
+    "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu",
+    "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warp_index", "warpgroup",
+    "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

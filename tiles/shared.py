@@ -3,8 +3,11 @@
 smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8), full=barrier(1))     # offsets, barriers, nbytes
 q, k, full = smem.open()                                                                  # in the kernel
 memory = smem.open()                                                                      # or so: memory.q, memory.k
-"""
 
+smem.per_warpgroup(2) is the plan of a block of two warpgroups, each of which opens a copy of its own. They are as two blocks,
+but sure to run on one multiprocessor, and to leave it together."""
+
+import copy
 from collections import namedtuple
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -12,7 +15,7 @@ from functools import lru_cache, partial
 from .compiling import ptx
 from .compiling.numba_types import compile_time, numba_type
 from .interpreter import Mbarrier, Slot, current_warp
-from .layout import LANES
+from .layout import LANES, WARPGROUP
 from .op import lowers, op
 from .pipeline import pipeline
 from .ring import BARRIER_BYTES, check_unsliced, empty_barrier, full_barrier, ring, tile_of
@@ -33,7 +36,9 @@ def memory_class(names):
 class shared:
     """A block's dynamic shared memory: named rings, pipelines, shared tiles, vectors and barriers, one after the other, with
     tiles aligned for their swizzle. `nbytes` is what a launch must reserve, `blocks` the number of blocks that a cluster
-    must have."""
+    must have, `copies` how many warpgroups have a copy each (1: one for the block), `copy_bytes` from one to the next."""
+
+    copies, copy_bytes = 1, 0
 
     def __init__(self, **items):
         self.items, at = {}, 0
@@ -65,14 +70,38 @@ class shared:
         if any(isinstance(item, ring) and item.blocks not in (1, self.blocks) for item in items.values()):
             raise ValueError(f"shared: a ring is for all blocks of a cluster or for one, got {self}")
 
+    def per_warpgroup(self, count):
+        """The plan of a block of `count` warpgroups, each of which opens a copy of this one; of one, this plan."""
+        if count == 1:
+            return self
+        if self.blocks > 1 or self.copies > 1 or count < 1:
+            raise ValueError(f"shared: copies of warpgroups are of one block's memory, once, 1 or more; got {count} of {self}")
+        plan = copy.copy(self)
+        plan.copies, plan.barriers = count, count * self.barriers
+        plan.copy_bytes = -(-(self.nbytes - ALIGN) // ALIGN) * ALIGN
+        plan.nbytes = self.nbytes + (count - 1) * plan.copy_bytes
+        return plan
+
+    def copied_items(self, n):
+        """(name, item, start) of the n-th copy's items, in their order. No two copies have a name in common."""
+        offset = n * self.copy_bytes
+        for own_name, item in self.items.items():
+            name, start = own_name + f" of warpgroup {n}" * (n > 0), self.starts[own_name] + offset
+            if isinstance(item, ring):
+                item = replace(item, name=name, start=start, barriers=item.barriers + offset)
+            elif isinstance(item, pipeline):
+                item = replace(item, name=name, start=start)
+            yield name, item, start
+
     def __str__(self):
-        return f"shared({', '.join(f'{name}={item}' for name, item in self.items.items())})"
+        copies = f", {self.copies} times" * (self.copies > 1)
+        return f"shared({', '.join(f'{name}={item}' for name, item in self.items.items())}){copies}"
 
     def __eq__(self, other):
-        return isinstance(other, shared) and self.items == other.items
+        return isinstance(other, shared) and (self.items, self.copies) == (other.items, other.copies)
 
     def __hash__(self):
-        return hash(tuple(self.items.items()))
+        return hash((tuple(self.items.items()), self.copies))
 
     @op
     def open(self):
@@ -84,7 +113,7 @@ class shared:
             raise warp.hazard(f"the kernel opens {self}; the launch reserved {smem}", "plan")
         if block.shared_members is None:
             block.shared_members = {}
-            for name, item in self.items.items():
+            for name, item, start in (member for n in range(self.copies) for member in self.copied_items(n)):
                 if isinstance(item, ring):
                     block.shared_members[name] = [
                         Slot(block, item, s, partial(tile_of, block, item)) for s in range(item.stages)
@@ -95,7 +124,7 @@ class shared:
                 elif isinstance(item, pipeline):
                     block.shared_members[name] = item
                 else:
-                    block.shared_members[name] = SharedTile(item, self.starts[name], f"shared tile {name!r}")
+                    block.shared_members[name] = SharedTile(item, start, f"shared tile {name!r}")
         if warp.index == 0:
             block.ready = warp.agent, warp.tick()
         threads = LANES * block.size
@@ -106,7 +135,10 @@ class shared:
                 raise warp.hazard(cause, "plan")
             block.cluster.barrier.arrive(warp)
             block.cluster.barrier.wait(warp)
-        return self.pack(item if isinstance(item, STAGED) else block.shared_members[name] for name, item in self.items.items())
+        if self.copies > 1 and block.size != WARPGROUP * self.copies:
+            raise warp.hazard(f"a block of {block.size} warps opens {self}, which is for {self.copies} warpgroups", "plan")
+        members = self.copied_items(warp.group if self.copies > 1 else 0)
+        return self.pack(item if isinstance(item, STAGED) else block.shared_members[name] for name, item, _ in members)
 
     def pack(self, values):
         """The named tuple of these values, one for each item."""
@@ -118,9 +150,9 @@ def _(smem):
     def emit(b, _):
         base = b.dynamic_shared(ALIGN)
         with b.if_then(b.icmp_unsigned("==", b.special("tid.x"), b.u32(0))):
-            for name, item in smem.items.items():
+            for _, item, start in (member for n in range(smem.copies) for member in smem.copied_items(n)):
                 if isinstance(item, barrier):
-                    ptx.mbarrier_init(b, b.add(base, b.u32(smem.starts[name])), item.count)
+                    ptx.mbarrier_init(b, b.add(base, b.u32(start)), item.count)
                 elif isinstance(item, ring):
                     for s in range(item.stages):
                         ptx.mbarrier_init(b, full_barrier(b, item, base, b.u32(s)), item.writers or 1)
@@ -131,6 +163,8 @@ def _(smem):
         if smem.blocks > 1:
             ptx.cluster_arrive(b)
             ptx.cluster_wait(b)
+        if smem.copies > 1:
+            base = b.add(base, b.mul(ptx.uniform(b, b.warpgroup()), b.u32(smem.copy_bytes)))
         at = [base if isinstance(i, STAGED) else b.add(base, b.u32(smem.starts[n])) for n, i in smem.items.items()]
         return b.context.make_tuple(b, numba_type(items), at)
 

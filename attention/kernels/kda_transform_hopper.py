@@ -5,17 +5,18 @@ q' and k' of channel_decay.py, and, as U = T (V - k' S') occurs in two products 
 
 kda_walk_hopper.py reads them.
 
-A block is one warpgroup and has some chunks of a head, one after the other. q' and k* take the place of q and k in shared
-memory. The next chunk is loaded while this one's triangle is inverted, but for its keys, which k* is in the way of."""
+A warpgroup has some chunks, one after the other, in one of two orders (parts/recurrent/chunk_order.py). q' and k* take the
+place of q and k in shared memory. The next chunk is loaded while this one's triangle is inverted, but for its keys, which k* is
+in the way of."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, rows, store, subtile, truncate, viewed, warpgroup
+from ops import exp2, load, rows, store, subtile, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -25,22 +26,30 @@ from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.block_scores import KdaBlockScores
 from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
+from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from .kda_hopper import KEY_DIMS
 
+CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
 WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
 class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py. There are no consumers."""
+    """A kernel's configuration: that of channel_config.py. There are no consumers. order: of the chunks."""
+
+    order: HeadMajor = field(default=HeadMajor(), kw_only=True)
+
+    @property
+    def threads(self):
+        return warpgroup.THREADS * self.order.copies
 
     @property
     def ctas_per_sm(self):
         """How many thread blocks shared memory has room for."""
-        return 2
+        return CTAS_PER_SM // self.order.copies
 
     @property
     def decayed_keys(self):
@@ -63,7 +72,7 @@ class Config(channel_config.Config):
         return sv(2 * self.key_dim, fp32)
 
     def __str__(self):
-        return f"UT transforms, {super().__str__()}"
+        return ", ".join(filter(None, (f"UT transforms, {super().__str__()}", str(self.order))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -71,15 +80,17 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     sizes = tuple((key_dim, 0) for key_dim in KEY_DIMS)
     for config in channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0)):
         yield replace(config, consumers=0)
+        if not config.varlen and (everything or config.key_dim == max(KEY_DIMS)):
+            yield replace(config, consumers=0, order=ChunkMajor())
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
-    COL_VEC, seq_layout = SCORES.col_vec, SequenceLayout(config.varlen)
+    COL_VEC, seq_layout, chunk_order = SCORES.col_vec, SequenceLayout(config.varlen), config.order
     decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates, config.beta
-    PARAMS = channel_gates.params()
+    PARAMS, ORDER = channel_gates.params(), chunk_order.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
@@ -96,21 +107,21 @@ def make(config: Config):
         block_decays=decay.block_decays,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
-    )
+    ).per_warpgroup(chunk_order.copies)
 
     @inlined
-    def fill(rings, arrays, j, n, seq, head, key_head):
-        """Have TMA load the queries and gates of the j-th of a sequence's n chunks, if there is one."""
+    def fill(rings, arrays, j, n, at):
+        """Have TMA load the queries and gates of the j-th of n chunks, if there is one."""
         (q, g), (gQ, gGates) = rings, arrays
         if j < n:
-            g.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
-            q.fill(j, gQ, (seq.batch, seq.chunk_start(j), key_head))
+            g.fill(j, gGates, (at.seq.batch, at.token, at.head))
+            q.fill(j, gQ, (at.seq.batch, at.token, at.key_head))
 
     @inlined
-    def fill_keys(k, gK, j, n, seq, key_head):
-        """Have TMA load the keys of the j-th of a sequence's n chunks, if there is one."""
+    def fill_keys(k, gK, j, n, at):
+        """Have TMA load the keys of the j-th of n chunks, if there is one."""
         if j < n:
-            k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
+            k.fill(j, gK, (at.seq.batch, at.token, at.key_head))
 
     @inlined
     def store_state_decays(state_decays, b_last, warp, strong):
@@ -130,34 +141,35 @@ def make(config: Config):
     def transform(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
-        gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT,
-        scale: FLOAT, params: PARAMS,
+        gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order: ORDER, heads: INT,
+        group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gQueries .. gStateDecays: of each chunk
-        and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r) and exp(b_last). `group` value heads share a
-        key head."""
+        """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
+        and exp(b_last). order: see chunk_order.py. `group` value heads share a key head."""
         q, k, g, k_decayed, square, triangles, state_decays, gate_sums, block_decays, biases, rates = smem.open()
-        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
-        key_head, _ = divmod(head, group)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
-        n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
+        chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order)
+        n, chunk, warp = chunks.n, chunks.first(), warpgroup.rank()
         rings, arrays = (q, g), (gQ, gGates)
         decayed_arrays = gQueries, gDecayedKeys, gStateDecays
-        fill(rings, arrays, int32(0), n, seq, head, key_head)
-        fill_keys(k, gK, int32(0), n, seq, key_head)
+        fill(rings, arrays, int32(0), n, chunk)
+        fill_keys(k, gK, int32(0), n, chunk)
+        chunks.release()
         constants, ((high, low), blocks) = (biases, rates), decay.open_triangles(triangles, block_decays)
-        channel_gates.load_constants(constants, params, head, warp)
-        betas = truncate(gBeta, 1, seq.end)
-        beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
+        channel_gates.load_constants(constants, params, chunk.head, warp)
+        betas = truncate(gBeta, 1, chunks.end())
+        beta = warpgroup.load(betas, COL_VEC, (chunk.seq.batch, chunk.token, chunk.head), cols=1)
         for j in range(n):
-            queries, gates, at = q.wait(j), g.wait(j), (int32(first + j), head)
+            chunk = chunks.next_chunk(j, chunk)
+            queries, gates, at = q.wait(j), g.wait(j), (chunk.number, chunk.head)
+            if j > 0 and chunks.changes_head(chunk):
+                channel_gates.load_constants(constants, params, chunk.head, warp)
             sums = gates if IN_PLACE else gate_sums
             warpgroup.store_wait()  # of the chunk before, from the place of sums among others
             warpgroup.sync()
-            seq_layout.zero_other_rows(gates, seq.remaining(j))
-            channel_gates.cumsum(sums, gates, constants, warp, seq.remaining(j))
+            seq_layout.zero_other_rows(gates, chunk.remaining)
+            channel_gates.cumsum(sums, gates, constants, warp, chunk.remaining)
             keys = k.wait(j)
-            seq_layout.zero_other_rows(keys, seq.remaining(j))
+            seq_layout.zero_other_rows(keys, chunk.remaining)
             norm.normalize(queries, warp)
             norm.normalize(keys, warp)
             norm.sync()
@@ -176,6 +188,7 @@ def make(config: Config):
                 warpgroup.sync()  # all warps have read what they overwrite now
             decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
             store_state_decays(state_decays, b_last, warp, strong)
+            chunks.count_previous(chunk, warp)
             if halved:
                 send_decayed(decayed, decayed_arrays, at)
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
@@ -194,18 +207,19 @@ def make(config: Config):
             warpgroup.sync()
             q.release(j)
             g.release(j)
-            fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+            next_chunk = chunks.next_chunk(int32(j + 1), chunk)
+            fill(rings, arrays, int32(j + 1), n, next_chunk)
             t_transposed = INPUT(inverse_transposed(a * beta, high, low) * beta)
-            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
+            beta = warpgroup.load(betas, COL_VEC, (next_chunk.seq.batch, next_chunk.token, next_chunk.head), cols=1)
             solved, solved_scores = warpgroup.mm_AB(t_transposed, keys), warpgroup.mm_ABt(t_transposed, square)
             solved, solved_scores = warpgroup.wait(solved, newer=1), warpgroup.wait(solved_scores)
             warpgroup.sync()
             k.release(j)
-            fill_keys(k, gK, int32(j + 1), n, seq, key_head)
+            fill_keys(k, gK, int32(j + 1), n, next_chunk)
             warpgroup.store(solved_keys, solved * load(subtile(state_decays, KEY_DIM, 0), decay.channel_vec))
             warpgroup.store(square, solved_scores * scale)
             warpgroup.tma_store(gSolvedKeys, at, solved_keys)
             warpgroup.tma_store(gSolvedScores, (*at, 0, KEY_DIM // CHUNK), square)
-        warpgroup.store_wait()
+        chunks.finish(warp)
 
     return transform, smem

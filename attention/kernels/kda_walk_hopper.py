@@ -11,7 +11,7 @@ last two: the right ones lie side by side in shared memory, and each pair is one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -22,9 +22,10 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.chunk_factors import ChannelFactors, TokenFactors
+from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
+from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from .kda_hopper import KEY_DIMS
 
 CONSUMER, SENDER, LOADER = range(3)  # warpgroups
 REGISTERS = 40, 40, 240  # of a thread of loader, sender and consumer
@@ -37,13 +38,14 @@ WARPS = warpgroup.WARPGROUP
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? token_decays:
     are decays those of tokens, or none, and not those of channels? cluster: blocks, for columns of a head side by side, that
-    load together what they share."""
+    load together what they share. order: in which the grid before computes what this one reads."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
     token_decays: bool = False
     cluster: int = 1
+    order: HeadMajor = field(default=HeadMajor())
     threads = warpgroup.THREADS * (LOADER + 1)
 
     @property
@@ -71,9 +73,14 @@ class Config:
         """What is read of a chunk."""
         return TokenFactors() if self.token_decays else ChannelFactors(self.key_dim)
 
+    @property
+    def overlaps_previous(self) -> bool:
+        """Does the kernel begin while the grid before still runs?"""
+        return self.order.overlaps
+
     def __str__(self):
         flags = f"{', varlen' * self.varlen}{', decays of tokens' * self.token_decays}"
-        flags += f", {self.cluster} blocks share" * (self.cluster > 1)
+        flags += f", {self.cluster} blocks share" * (self.cluster > 1) + f", {self.order}" * self.order.overlaps
         return f"walk of KDA, Dk {self.key_dim} {self.dtype}{flags}"
 
 
@@ -83,6 +90,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
                 yield from (Config(key_dim, input_dtype, varlen, token_decays) for token_decays in (False, True))
+            if not varlen and (everything or key_dim == max(KEY_DIMS)):
+                yield Config(key_dim, input_dtype, order=ChunkMajor())
         yield from (Config(max(KEY_DIMS), bf16, False, token_decays, 2) for token_decays in (False, True))
 
 
@@ -91,6 +100,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     factors, seq_layout, stages = config.factors, SequenceLayout(config.varlen), STAGES[config.key_dim]
+    chunk_order, ORDER = config.order, config.order.walk_params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, PARAMS, PANELS, CLUSTER = factors.keys_argument(config.key), factors.params(), config.key_dim // CHUNK, config.cluster
@@ -118,9 +128,10 @@ def make(config: Config):
         gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
+        order: ORDER,
     ):  # fmt: skip
-        """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. Each of the value
-        `heads` is `blocks` blocks of columns wide."""
+        """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. order: see
+        chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
         decayed, solved, v, vectors, out = smem.open()
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
@@ -131,6 +142,7 @@ def make(config: Config):
             first = seq_layout.chunk_index(seq.start, sequence, length)
             if warpgroup.rank() == 0:
                 for j in range(n):
+                    chunk_order.wait_for_chunk(order, int32(heads * sequence + head), j)
                     chunk = int32(first + j)
                     at = factors.keys_coord(params, seq, j, chunk, head)
                     decayed.fill(j, gDecayedKeys, at, 0, 2)
@@ -138,6 +150,7 @@ def make(config: Config):
                     vectors.fill(j, gVectors, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
+                chunk_order.end_walk()
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             out.wait(int32(0))  # of no chunk

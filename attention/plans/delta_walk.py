@@ -25,8 +25,10 @@ from ..kernels import (
     kda_walk_hopper,
 )
 from ..parts.recurrent.chunk_factors import TokenFactors
+from ..parts.recurrent.chunk_order import HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .chunk_schedule import ChunkCosts, ChunkSchedule, count_parts, schedule_chunks
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
@@ -40,6 +42,8 @@ WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a c
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
 # step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
+# With decays of channels: 4.5 for gentle ones, 5.7 for -5 sigmoid(normal); the walk. And may it run beside the launch before?
+CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(5.1, 1.02), False
 
 
 def serves_walk(problem: Problem) -> bool:
@@ -82,12 +86,6 @@ def choose_segments(items: int, width: int, first_width: int, chunks: int, proce
         return walk + waves * segment_chunks + LAUNCHES + segments * COMPOSE
 
     return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1), key=time)
-
-
-@watched_function
-def count_parts(items: int, chunks: int, resident_ctas: int) -> int:
-    """The number of blocks for the chunks of each of `items` heads."""
-    return max(1, min(resident_ctas // items, chunks))
 
 
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
@@ -217,13 +215,22 @@ def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
 
 
 def _plan_walk_over(
-    problem: Problem, arrays: Arrays, factors: Arrays, token_decays: bool, scale: float, **extents: int
+    problem: Problem,
+    arrays: Arrays,
+    factors: Arrays,
+    token_decays: bool,
+    scale: float,
+    schedule: ChunkSchedule | None = None,
+    **extents: int,
 ) -> Step:
-    """The launch that walks along sequences and reads the factors of chunks."""
+    """The launch that walks along sequences and reads the factors of chunks. schedule: of the launch before; None: the walk
+    begins when that one has ended."""
     length, heads, key_dim, columns, sequences = problem("seqlen", "heads", "key_dim", "value_dim", "sequences")
     width, walk_arrays = -(-columns // COLUMNS), {name: arrays[name] for name in WALK_ARRAYS} | factors
     config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), token_decays
-    config = intern_value(kda_walk_hopper.Config, *config_fields, count_sharers(width))
+    order = schedule.order if schedule else intern_value(HeadMajor)
+    config = intern_value(kda_walk_hopper.Config, *config_fields, count_sharers(width), order)
+    extents |= schedule.walk_args if schedule else {}
     return kernel_for(kda_walk_hopper, config, problem.device).bind(
         sequences * heads * width, length=length, blocks=width, heads=heads, scale=scale, **extents, **walk_arrays
     )
@@ -231,7 +238,7 @@ def _plan_walk_over(
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    length, heads, key_heads, columns, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     items, chunks = sequences * heads, count_chunk_indices(problem)
     gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
     assert gates is not None
@@ -243,14 +250,15 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     factors: Arrays = {"gQueries": chunk_scratch(key_dim), "gDecayedKeys": chunk_scratch(key_dim)}
     solved, vectors = chunk_scratch(key_dim + CHUNK), scratch(chunks, heads, 2 * key_dim)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    config = intern_value(kda_transform_hopper.Config, key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen, **options)
-    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(items, _count_blocks(problem)[1], resident_ctas)
+    fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
+    resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
+    costs = CHANNEL_COSTS if CHANNEL_BESIDE else None
+    schedule = schedule_chunks(problem, items * -(-columns // COLUMNS), costs, resident_ctas, scratch)
+    config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
-        items * parts,
+        schedule.blocks,
         length=length,
-        parts=parts,
         heads=key_heads,
         group=heads // key_heads,
         scale=scale,
@@ -258,6 +266,8 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         gSolvedKeys=solved,
         gSolvedScores=solved,
         gStateDecays=vectors,
+        **schedule.args,
         **inputs,
     )
-    return [transform, _plan_walk_over(problem, arrays, factors | {"gSolved": solved, "gVectors": vectors}, False, scale)]
+    factors |= {"gSolved": solved, "gVectors": vectors}
+    return [transform, _plan_walk_over(problem, arrays, factors, False, scale, schedule)]

@@ -7,7 +7,10 @@
 
 A block may only wait for what blocks with lower numbers do, or its own other warps: blocks begin in the order of their numbers,
 but nobody knows how many of them there is room for at a time. In the interpreter, which runs blocks one after the other, a wait
-for a later one is a deadlock at once. The numbers must be 0 before the grid begins, and only these ops may access them."""
+for a later one is a deadlock at once. The numbers must be 0 before the grid begins, and only these ops may access them.
+
+A grid that begins while the one before it runs (ops/grid.py) may wait for what that one counts: `grid.wait_count`. Where nobody
+could set such a number to 0 before, the block that counts it does so itself, before it releases that grid: `reset_count`."""
 
 import numpy as np
 
@@ -33,6 +36,11 @@ def _check_device(counts, at):
 @op
 def wait_count(counts, at, n):
     """Wait until counts[at] is n or more. What those that counted wrote before is then visible to this warp, and to TMA."""
+    wait_for_count(counts, at, n)
+
+
+def wait_for_count(counts, at, n):
+    """What `wait_count` means to the interpreter."""
     count = _check_device(counts, at)
     description = (
         f"the count at {tuple(map(int, at))}, which is to be {n}; blocks that come later in the grid may not be waited for"
@@ -41,6 +49,13 @@ def wait_count(counts, at, n):
     note(AccessStep, count, False)
     current_warp().block.cluster.waits_for_count = True
     current_warp().fence_async()
+
+
+@op
+def reset_count(counts, at):
+    """counts[at] = 0, for the whole GPU before whatever this warp does next. For a count that only this warp, or those that
+    synchronise with it now, will count up."""
+    current_warp().put(_check_device(counts, at), 0)
 
 
 @op
@@ -92,12 +107,25 @@ def _check(name, counts, at, *integers):
 
 
 @lowers(wait_count)
-def _(counts, at, n):
+def lower_wait_count(counts, at, n):
+    """How `wait_count` is typed and lowered."""
     _check("wait_count", counts, at, n)
 
     def emit(b, value, vat, vn):
         with b.if_then(elected(b, LANES)):
             ptx.wait_global(b, _address(b, counts, value, vat), b.u32(vn))
+        ptx.warp_sync(b)
+
+    return void, emit
+
+
+@lowers(reset_count)
+def _(counts, at):
+    _check("reset_count", counts, at)
+
+    def emit(b, value, vat):
+        with b.if_then(elected(b, LANES)):
+            ptx.reset_global(b, _address(b, counts, value, vat))
         ptx.warp_sync(b)
 
     return void, emit

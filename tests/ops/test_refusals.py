@@ -54,6 +54,8 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.count_stored, [COUNTS, N], "count_stored: `at` must be 2 integers"),
     (ops.count_stored, [LENGTHS, TWO], "count_stored: `at` must be 1 integers"),
     (ops.count_stored, [COUNTS, types.UniTuple(X, 2)], "count_stored: `at` must be 2 integers"),
+    (ops.reset_count, [A, TWO], "reset_count: takes a global array of int32"),
+    (grid.wait_count, [COUNTS, TWO, X], "wait_count: takes an integer, got float32"),
     (ops.wait_count, [COUNTS, TWO, X], "wait_count: takes an integer, got float32"),
     (ops.truncate, [T, 0, N], "truncate: takes a global array, one of its axes and an integer"),
     (ops.truncate, [A, 0, X], "truncate: takes a global array, one of its axes and an integer"),

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from numba import cuda
+from numpy import float32, int32
 
-from ops import load, store
-from tiles import Hazard, barrier, bf16, fp32, inlined, ring, rt, shared, st, sv
+from ops import load, store, warpgroup, zeros
+from tiles import Hazard, barrier, bf16, fp32, inlined, ring, rt, shared, st, sv, tensor
 from tiles.shared import ALIGN, BARRIER_BYTES
 from tiles.testing import meaning, ptx
 
@@ -132,3 +133,42 @@ def test_items_have_their_names(backend):
     x, y = np.arange(256, dtype=np.float32).reshape(16, 16), np.zeros((16, 16), np.float32)
     backend(body, x, y, shared=plan)
     assert (y == 4 * x).all()
+
+
+@pytest.mark.parametrize("backend", [meaning, ptx])
+def test_a_copy_for_each_warpgroup(backend):
+    """What one stores in its tile, or brings to its ring, the other does not see."""
+    TILE, T = st(64, 16, fp32), rt(16, 16, fp32)
+    plan = shared(x=TILE, r=ring(TILE, 1), full=barrier(1)).per_warpgroup(2)
+
+    @cuda.jit
+    def body(x, y):
+        tile, r, _ = plan.open()
+        group = warpgroup.id()
+        r.fill(0, x, (group, 0))
+        warpgroup.store(tile, zeros(T) + float32(group))
+        warpgroup.sync()
+        total = warpgroup.load(tile, T) + warpgroup.load(r.wait(0), T)
+        r.release(0)
+        warpgroup.store(y, total, (int32(64 * group), 0))
+
+    x = np.arange(128 * 16, dtype=np.float32).reshape(128, 16)
+    y = np.zeros_like(x)
+    backend(body, tensor(x, TILE), y, warps=8, shared=plan)
+    assert (y[:64] == x[:64]).all() and (y[64:] == x[64:] + 1).all()
+    with pytest.raises(Hazard, match="a block of 4 warps opens .* 2 times, which is for 2 warpgroups"):
+        meaning(body, tensor(x, TILE), y, warps=4, shared=plan)
+
+
+def test_copies_do_not_overlap():
+    plan = shared(x=st(16, 16, fp32), r=ring(sv(16, fp32), 3), full=barrier(1))
+    copies = plan.per_warpgroup(3)
+    starts = [[start for *_, start in copies.copied_items(n)] for n in range(3)]
+    assert all(b - a == copies.copy_bytes for x, y in itertools.pairwise(starts) for a, b in zip(x, y, strict=True))
+    assert copies.copy_bytes % ALIGN == 0 and plan.nbytes - ALIGN <= copies.copy_bytes
+    assert copies.nbytes == plan.nbytes + 2 * copies.copy_bytes and copies.barriers == 3 * plan.barriers
+    assert plan.per_warpgroup(1) is plan and copies != plan and copies == plan.per_warpgroup(3) != plan.per_warpgroup(2)
+    with pytest.raises(ValueError, match="1 or more; got 0 of"):
+        plan.per_warpgroup(0)
+    with pytest.raises(ValueError, match="got 2 of shared.* 3 times"):
+        copies.per_warpgroup(2)

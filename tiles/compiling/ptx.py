@@ -181,6 +181,11 @@ def count_global(b, address, order):
     b.do(f"red.{order}.gpu.global.add.u32 [$0], 1;", address)
 
 
+def reset_global(b, address):
+    """Write 0 to 4 bytes of global memory; it is there, for the whole GPU, before whatever this thread does next."""
+    b.do("st.relaxed.gpu.global.u32 [$0], 0;\nfence.acq_rel.gpu;", address)
+
+
 def wait_global(b, address, n):
     """Until 4 bytes of global memory hold n or more; what was written before they did is then visible, to TMA, too."""
     b.do(

@@ -116,6 +116,11 @@ def _(_, w, instr):
                 bar.fences.append((w.first + int(lane), time))
 
 
+@means(r"fence\.acq_rel\.gpu")
+def _(_, w, instr):
+    """Does nothing: what one block writes to global memory the next ones see."""
+
+
 @means(r"fence\.proxy\.async(\.shared::cta|\.global)?")
 def _(match, w, instr):
     if match[1] != ".global":  # accesses to global memory are not checked

@@ -149,7 +149,7 @@ def _(match, w, instr):
         write_register(w, dst, np.ascontiguousarray(result[:, k * size : (k + 1) * size]).view(dtype)[:, 0])
 
 
-@means(rf"st(\.global|\.local|\.shared(?:::cta|::cluster)?)?{QUALIFIERS}{VECTOR_TYPE}")
+@means(rf"st{QUALIFIERS}(\.global|\.local|\.shared(?:::cta|::cluster)?)?{QUALIFIERS}{VECTOR_TYPE}")
 def _(match, w, instr):
     space, vector, name = match.groups()
     dst, values = instr.operands[0], _as_list(instr.operands[1])

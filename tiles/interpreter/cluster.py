@@ -36,9 +36,9 @@ class Cluster:
 
     accesses: where accesses to global arrays are noted (accesses.py). tick: called now and then, to show progress.
     waits_for_count: has it waited for a count, and so for other clusters' stores? must_wait: may the grid before still run, for
-    which no warp has waited yet?"""
+    which no warp has waited yet? must_end_after: has it waited for counts of the grid before only, and not for its end?"""
 
-    accesses, tick, waits_for_count, must_wait = None, staticmethod(lambda: None), False, False
+    accesses, tick, waits_for_count, must_wait, must_end_after = None, staticmethod(lambda: None), False, False, False
 
     def __init__(self, indices, grid, warps, smem, rng, source, ctas_per_sm=1):
         self.grid, self.size, self.warps, self.smem, self.rng, self.source = grid, len(indices), warps, smem, rng, source
@@ -86,6 +86,9 @@ class Cluster:
                 if not self.in_flight:
                     raise self.deadlock(live)
                 self.finish(self.rng.choice(self.in_flight) if self.rng else self.in_flight[0])
+        if self.must_end_after:
+            cause = "ends, and has waited for counts of the grid before it, but not for that grid's end: grid.wait() comes last"
+            raise Hazard("unfinished", f"block {self.blocks[0].index} {cause}")
         for block in self.blocks:
             block.close()
 

@@ -1,0 +1,238 @@
+"""The order in which a grid computes what depends on no state, of all chunks (kda_transform_hopper.py), and how the next grid,
+which walks along the sequences with the states (kda_walk_hopper.py), follows it. Both kernels have one of these objects:
+
+HeadMajor: a block, one warpgroup, has consecutive chunks of one head. The walk is launched when all chunks are there.
+
+ChunkMajor: the walk runs beside the end of the grid before it (programmatic dependent launch). All heads' first chunks come
+first. That grid has a block on each multiprocessor. The first ones, as many as the walk has blocks, end early, so that the walk
+finds room; the others go on, ahead of it. The unit of work is an item, some consecutive chunks of a head. Workers, the blocks'
+warpgroups, take turns at items, all of them for some rounds, then those of the late blocks only:
+
+    worker          0    1    2    3    4    5      0, 1: of early blocks, for two rounds
+    items           0    1    2    3    4    5
+                    6    7    8    9   10   11
+                             12   13   14   15      of n heads: item % n says whose chunks, item // n which of them
+                             16   17   18   19
+
+Each worker counts its items in memory. The walk knows whose item it needs next, and waits until that worker has counted so
+far."""
+
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numpy import int32
+
+from ops import block, count_up, divmod, grid, reset_count, stores_done, warpgroup
+from tiles import inlined, static
+from tiles.launching.arguments import ENDS, INT, record
+
+from .tokens import CHUNK, TokenRange, block_coord
+
+
+class HeadChunk(NamedTuple):
+    """A chunk of a head. number: its SequenceLayout.chunk_index. token: its first one. remaining: the tokens from there on that
+    its range `seq` has. item, step: which of the worker's items it belongs to, and which of that item's chunks it is."""
+
+    number: Any
+    head: Any
+    key_head: Any
+    token: Any
+    remaining: Any
+    seq: Any
+    item: Any
+    step: Any
+
+
+class SegmentChunks(NamedTuple):
+    """The n chunks of a block in HeadMajor order. chunk: the first one's index. seq: their tokens."""
+
+    n: Any
+    chunk: Any
+    head: Any
+    key_head: Any
+    seq: Any
+
+    @inlined
+    def end(self):
+        """The end of the tokens that may be read."""
+        return self.seq.end
+
+    @inlined
+    def first(self):
+        """Locate the chunk that comes first."""
+        return self.next_chunk(int32(0), 0)
+
+    @inlined
+    def next_chunk(self, j, previous):
+        """The j-th chunk, which comes after `previous`."""
+        token, remaining = self.seq.chunk_start(j), self.seq.remaining(j)
+        return HeadChunk(int32(self.chunk + j), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
+
+    @inlined
+    def changes_head(self, at):
+        """Has this chunk, which is not the first one, another head than the one before?"""
+        return False
+
+    @inlined
+    def release(self):
+        """The next grid may begin, if it runs beside this one."""
+
+    @inlined
+    def count_previous(self, at, warp):
+        """If this is the first chunk of its item, count the item before. All that was stored for that one is on its way, and
+        nothing yet of this chunk. warp: one of the worker's four."""
+
+    @inlined
+    def finish(self, warp):
+        """Wait until the last stores are done, as far as that is needed, and count the last item."""
+        warpgroup.store_wait()
+
+
+class WorkerChunks(NamedTuple):
+    """The n chunks of a worker in ChunkMajor order. heads: of values, `group` of which share a key head. length: of each
+    sequence. order: ChunkMajor.params."""
+
+    n: Any
+    worker: Any
+    heads: Any
+    group: Any
+    length: Any
+    order: Any
+
+    @inlined
+    def end(self):
+        """The end of the tokens that may be read."""
+        return self.length
+
+    @inlined
+    def first(self):
+        """Locate the chunk that comes first."""
+        return self.locate(int32(0), int32(0))
+
+    @inlined
+    def next_chunk(self, j, previous):
+        """The j-th chunk, which comes after `previous`."""
+        item, step = divmod(j, self.order.item_chunks)
+        return self.locate(item, step)
+
+    @inlined
+    def locate(self, item, step):
+        """A chunk of one of the worker's items."""
+        order = self.order
+        number = int32(order.workers * item + self.worker)
+        if item >= order.rounds:
+            late = int32(order.workers - order.early_workers)
+            number = int32(order.workers * order.rounds + late * (item - order.rounds) + self.worker - order.early_workers)
+        chunks, lane = divmod(number, order.lanes)
+        sequence, head = divmod(lane, self.heads)
+        key_head, _ = divmod(head, self.group)
+        chunk = int32(order.item_chunks * chunks + step)
+        token, seq = int32(CHUNK * chunk), TokenRange(int32(0), int32(self.length), sequence)
+        index = int32(chunk + sequence * ((self.length + CHUNK - 1) // CHUNK))
+        return HeadChunk(index, head, key_head, token, int32(self.length - token), seq, item, step)
+
+    @inlined
+    def changes_head(self, at):
+        """Has this chunk, which is not the first one, another head than the one before?"""
+        return at.step == 0
+
+    @inlined
+    def release(self):
+        """The next grid may begin, once all blocks of this one have set their counts to 0."""
+        if warpgroup.rank() == 0:
+            reset_count(self.order.gCounts, (self.worker,))
+        block.sync()
+        grid.release()
+
+    @inlined
+    def count_previous(self, at, warp):
+        """If this is the first chunk of its item, count the item before. All that was stored for that one is on its way, and
+        nothing yet of this chunk. warp: one of the worker's four."""
+        if at.step == 0 and at.item > 0:
+            self.finish(warp)
+
+    @inlined
+    def finish(self, warp):
+        """Wait until all that is on its way is stored, and count an item."""
+        if warp == 0:
+            stores_done()
+            count_up(self.order.gCounts, (self.worker,))
+
+
+@static
+class HeadMajor:
+    """The order in which a block, one warpgroup, has consecutive chunks of one head. The walk begins when all is done."""
+
+    overlaps = False
+    copies: int = 1  # warpgroups of a block, each a worker with shared memory of its own
+
+    def params(self):
+        """The parameters of the kernel that computes the chunks, as a record. parts: the blocks of a head."""
+        return record(parts=INT)
+
+    def walk_params(self):
+        """The parameters of the kernel that walks, as a record."""
+        return record()
+
+    def __str__(self):
+        return ""
+
+    @inlined
+    def begin(self, seq_layout, gCuSeqlens, length, heads, group, order):
+        """The chunks of this block. heads: of keys. order: `params`."""
+        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, order.parts, heads * group)
+        key_head, _ = divmod(head, group)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, order.parts)
+        return SegmentChunks(seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), head, key_head, seq)
+
+    @inlined
+    def wait_for_chunk(self, order, lane, j):
+        """Wait until the j-th chunk of a sequence may be read. lane: sequence * heads + head. order: `walk_params`."""
+
+    @inlined
+    def end_walk(self):
+        """Wait for the end of the grid before, as far as that is needed, at the end of the walk."""
+
+
+@static
+class ChunkMajor(HeadMajor):
+    """The order of all heads' first chunks first, beside whose end the walk runs. Sequences are not packed."""
+
+    overlaps = True
+    copies: int = 2
+
+    def params(self):
+        """The parameters of the kernel that computes the chunks, as a record. gCounts: how many items each worker has counted.
+        workers: how many there are. early_workers: how many of them end early, after `rounds` items each. lanes: sequences
+        times heads. item_chunks: the chunks of an item, a divisor of a sequence's. items: how many there are."""
+        return record(**self.walk_params().fields, items=INT)
+
+    def walk_params(self):
+        return record(gCounts=ENDS, workers=INT, early_workers=INT, rounds=INT, lanes=INT, item_chunks=INT)
+
+    def __str__(self):
+        return "chunk-major"
+
+    @inlined
+    def begin(self, seq_layout, gCuSeqlens, length, heads, group, order):
+        worker, items = int32(self.copies * cuda.blockIdx.x + warpgroup.id()), order.rounds
+        if worker >= order.early_workers:
+            late = int32(order.workers - order.early_workers)
+            left, _ = divmod(int32(order.items - order.workers * order.rounds + order.workers - 1 - worker), late)
+            items = int32(order.rounds + left)
+        return WorkerChunks(int32(items * order.item_chunks), worker, int32(heads * group), group, length, order)
+
+    @inlined
+    def wait_for_chunk(self, order, lane, j):
+        chunks, step = divmod(j, order.item_chunks)
+        if step == 0:
+            item, worker = divmod(int32(chunks * order.lanes + lane), order.workers)
+            if item >= order.rounds:
+                late = int32(order.workers - order.early_workers)
+                item, worker = divmod(int32((item - order.rounds) * order.workers + worker), late)
+                item, worker = int32(item + order.rounds), int32(worker + order.early_workers)
+            grid.wait_count(order.gCounts, (worker,), int32(item + 1))
+
+    @inlined
+    def end_walk(self):
+        grid.wait()

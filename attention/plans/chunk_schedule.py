@@ -1,0 +1,94 @@
+"""The schedule of two launches: one that computes what depends on no state, of all chunks, and a walk along the sequences that
+reads it, after the first one's end or beside it (parts/recurrent/chunk_order.py)."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from tiles.calls.schema import Problem
+from tiles.launching.devices import machine
+from tiles.launching.lengths import watched_function
+
+from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
+from ..parts.recurrent.tokens import CHUNK
+from .recurrent_checks import is_varlen
+from .recurrent_chunks import ScratchAllocator, intern_value
+
+ITEM_CHUNKS = 4  # chunks of an item, at most; with a wait for each chunk the gated delta rule's walk took 4 % more time
+MIN_GAIN = 0.02  # the least part of the time that a walk beside the grid before it must save
+
+
+class ChunkCosts(NamedTuple):
+    """Microseconds of a chunk on one multiprocessor: in the first launch, where several warpgroups have one each, divided by
+    how many these are; in the walk."""
+
+    chunk: float
+    walk: float
+
+
+class ChunkSchedule(NamedTuple):
+    """The order of chunks; the first launch's number of blocks; what the order takes in the first launch, and in the walk."""
+
+    order: HeadMajor
+    blocks: Any
+    args: dict[str, Any]
+    walk_args: dict[str, Any]
+
+
+@watched_function
+def count_parts(lanes: int, chunks: int, resident_ctas: int) -> int:
+    """The number of blocks for the chunks of each of `lanes` heads of sequences."""
+    return max(1, min(resident_ctas // lanes, chunks))
+
+
+@watched_function
+def count_item_chunks(chunks: int) -> int:
+    """The chunks of an item, of a sequence's."""
+    return math.gcd(chunks, ITEM_CHUNKS)
+
+
+@watched_function
+@functools.lru_cache(1024)
+def choose_rounds(
+    lanes: int, chunks: int, item_chunks: int, walk_blocks: int, processors: int, copies: int, costs: ChunkCosts
+) -> int:
+    """The number of rounds of all workers before the walk's blocks take the places of some, so that both launches take the
+    shortest time; 0 if the walk had better begin when all is done. chunks: of each of `lanes` heads of sequences."""
+    workers, late, items = copies * processors, copies * (processors - walk_blocks), lanes * chunks // item_chunks
+    item_time, walk = item_chunks * copies * costs.chunk, chunks * costs.walk
+
+    def time(rounds: int) -> float:
+        chunks_done = item_time * (rounds + math.ceil((items - rounds * workers) / late))
+        return max(item_time * rounds + walk, chunks_done + item_chunks * costs.walk)
+
+    best = min(range(1, items // workers + 1) if late > 0 else (), key=time, default=0)
+    one_by_one = lanes * chunks * costs.chunk / processors + walk
+    return best if best and time(best) < (1 - MIN_GAIN) * one_by_one else 0
+
+
+def schedule_chunks(
+    problem: Problem, walk_blocks: int, costs: ChunkCosts | None, resident_ctas: int, scratch: ScratchAllocator, copies: int = 2
+) -> ChunkSchedule:
+    """The schedule of a problem. walk_blocks: of the walk. costs: None if the walk is not to run beside the first launch.
+    resident_ctas: for how many blocks of one warpgroup the GPU has room in that one. copies: the warpgroups of a block there
+    that has a multiprocessor to itself."""
+    length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
+    lanes, processors = sequences * heads, machine(problem.device).processors
+    chunks = -(-length // CHUNK)
+    item_chunks = count_item_chunks(chunks)
+    rounds = 0
+    if costs and not is_varlen(problem):
+        rounds = choose_rounds(lanes, chunks, item_chunks, walk_blocks, processors, copies, costs)
+    if rounds == 0:
+        parts = count_parts(lanes, length * batch // sequences // CHUNK, resident_ctas)
+        return ChunkSchedule(intern_value(HeadMajor), lanes * parts, {"parts": parts}, {})
+    args = {
+        "gCounts": scratch(copies * processors, dtype="int32"),
+        "workers": copies * processors,
+        "early_workers": copies * walk_blocks,
+        "rounds": rounds,
+        "lanes": lanes,
+        "item_chunks": item_chunks,
+    }
+    items = lanes * chunks // item_chunks
+    return ChunkSchedule(intern_value(ChunkMajor, copies), processors, args | {"items": items}, args)

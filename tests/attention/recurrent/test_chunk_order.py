@@ -1,0 +1,178 @@
+"""A walk beside the end of the grid that it reads from: attention.delta_rule with decays of channels."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from delta_cases import BF16, agree, inputs
+from numpy import int32
+from poison import poison_new_memory
+
+from attention.kernels import kda_transform_hopper, kda_walk_hopper
+from attention.parts.recurrent.chunk_order import ChunkMajor
+from attention.plans import chunk_schedule, delta_walk
+from attention.plans.chunk_schedule import ChunkCosts, choose_rounds
+from attention.public import delta_rules
+from attention.public.delta_rules import delta_rule
+from ops import grid as grid_ops
+from ops.memory.counts import wait_for_count
+from tiles import Hazard, bf16, fp32, inlined, static
+from tiles.calls import program
+from tiles.calls.program import LruTable
+from tiles.compiling.compiler import compile_kernel
+from tiles.interpreter import interpret
+from tiles.launching.arguments import signature
+from tiles.launching.interpreted_launch import run_by
+
+COSTS = ChunkCosts(5.1, 1.02)
+READ = "gQueries", "gDecayedKeys", "gSolved", "gVectors"  # what a walk reads of chunks
+
+
+def draw(length, heads, batch=1, key_dim=64, key_heads=None):
+    """q, k (of length 1), v, beta and decays of channels."""
+    q, k, v, beta, _ = inputs(batch, length, heads, key_dim, 64, BF16, key_heads)
+    gates = np.random.default_rng(1).standard_exponential((batch, length, heads, key_dim), np.float32)
+    return q, k, v, beta, -0.05 * gates
+
+
+@pytest.fixture
+def beside(monkeypatch, nothing_known):
+    """beside(rounds): from then on calls walk beside the grid before, which has 2 workers a processor, after so many rounds; 0:
+    after its end."""
+    monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
+    monkeypatch.setattr(delta_walk, "CHANNEL_BESIDE", True)
+
+    def beside(rounds, processors=3):
+        monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
+        monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
+        for table in ("GUARDED_CALLS", "REMEMBERED"):
+            monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
+        monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))
+
+    return beside
+
+
+@pytest.mark.parametrize(("length", "batch", "rounds", "processors"), [(10 * 64 - 20, 2, 1, 3), (16 * 64, 1, 1, 2)])
+def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, processors):
+    """Items of 2 and 4 chunks."""
+    beside(rounds, processors)
+    agree(place, *draw(length, 1, batch))
+
+
+def test_the_order_changes_no_bit(place, beside, monkeypatch):
+    """Nor does what lay in memory before. Items of one chunk."""
+    poison_new_memory(monkeypatch)
+    args = [place.put(x) for x in draw(5 * 64 - 9, 2, key_heads=1)]
+    results = []
+    for rounds in (0, 1):
+        beside(rounds)
+        results.append([place.get(x) for x in delta_rule(*args[:4], decay=args[4], return_state=True)])
+    assert all((x == y).all() for x, y in zip(*results, strict=True))
+
+
+# ---- as if both grids ran at once ------------------------------------------------------------------------------------
+def numbers_of_worker(worker, workers, early_workers, rounds, items):
+    """The items of a worker, in its order."""
+    early, late = range(worker, workers * rounds, workers), range(workers * rounds, items)
+    return [*early, *(late[worker - early_workers :: workers - early_workers] if worker >= early_workers else ())]
+
+
+@static
+class FirstChunkAwaited(ChunkMajor):
+    """A walk that waits for the first chunk of its sequence only."""
+
+    whole: ChunkMajor = ChunkMajor()
+
+    @inlined
+    def wait_for_chunk(self, order, lane, j):
+        self.whole.wait_for_chunk(order, lane, int32(0))
+
+
+@static
+class EndNotAwaited(ChunkMajor):
+    """A walk that may end before the grid before it."""
+
+    @inlined
+    def end_walk(self):
+        pass
+
+
+@static
+class NothingAwaited(EndNotAwaited):
+    """A walk that waits for nothing."""
+
+    @inlined
+    def wait_for_chunk(self, order, lane, j):
+        pass
+
+
+@pytest.fixture
+def arriving(monkeypatch):
+    """From then on what a walk reads is NaN until it has waited for its count."""
+    monkeypatch.setenv("TILES_JOBS", "1")
+
+    def run(kernel, grid, threads, args, *more):
+        named = dict(zip(inspect.signature(kernel.py_func).parameters, args, strict=True))
+        if "gSolved" not in named:
+            return interpret(kernel, grid, threads, args, *more)
+        order = named["order"]
+        arrays = [np.asarray(named[name].array) for name in READ]
+        copies = [x.copy() for x in arrays]
+        for x in arrays:
+            x[...] = np.nan
+        numbers = order.workers, order.early_workers, order.rounds, len(copies[0]) // order.item_chunks * order.lanes
+
+        def wait(counts, at, n):
+            for item in numbers_of_worker(at[0], *numbers)[:n]:
+                chunks, head = divmod(item, order.lanes)
+                chunks = slice(order.item_chunks * chunks, order.item_chunks * (chunks + 1))
+                for x, copied in zip(arrays, copies, strict=True):
+                    x[chunks, head] = copied[chunks, head]
+            wait_for_count(counts, at, n)
+
+        monkeypatch.setattr(grid_ops, "wait_for_count", wait)
+        interpret(kernel, grid, threads, args, *more, overlaps_previous=True)
+
+    with run_by(run):
+        yield
+
+
+@pytest.mark.parametrize("order", [ChunkMajor, FirstChunkAwaited, NothingAwaited, EndNotAwaited])
+def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, order):
+    """Were the waits fewer, outputs would be NaN, or the interpreter would refuse."""
+    beside(1, 2)
+    monkeypatch.setattr(chunk_schedule, "ChunkMajor", order)
+    q, k, v, beta, decay = draw(5 * 64, 1)
+    faults = {NothingAwaited: "grid.wait.. comes first", EndNotAwaited: "has waited for counts of the grid before it, but not"}
+    if order in faults:
+        with pytest.raises(Hazard, match=faults[order]):
+            delta_rule(q, k, v, beta, decay=decay)
+    else:
+        assert np.isnan(delta_rule(q, k, v, beta, decay=decay).astype(np.float32)).any() == (order is FirstChunkAwaited)
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("lanes", "chunks", "rounds"), [(32, 512, 9), (16, 512, 1), (32, 128, 2), (66, 512, 0), (64, 512, 0), (2, 512, 0)]
+)
+def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
+    """Two blocks a head, 132 multiprocessors."""
+    assert choose_rounds(lanes, chunks, 4, 2 * lanes, 132, 2, COSTS) == rounds
+
+
+@pytest.mark.release
+@pytest.mark.parametrize(
+    ("kernels", "config"),
+    [
+        (kda_transform_hopper, kda_transform_hopper.Config(128, 0, fp32, bf16, order=ChunkMajor())),
+        (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, order=ChunkMajor())),
+    ],
+    ids=lambda x: str(x) if hasattr(x, "threads") else "",
+)
+def test_machine_code(kernels, config):
+    """No spills, no wgmma serialised by ptxas, and shared memory for a block."""
+    kernel, smem = kernels.make(config)
+    compiled = compile_kernel(kernel, signature(kernel), "sm_90a")
+    assert (compiled.spill_bytes, compiled.local_bytes, compiled.warnings) == (0, 0, [])
+    assert smem.nbytes <= 227 * 1024
