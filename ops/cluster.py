@@ -19,6 +19,7 @@ import numpy as np
 
 from tiles.compiling import ptx
 from tiles.compiling.numba_types import void
+from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES
 from tiles.numba_names import types
@@ -143,9 +144,9 @@ def store_async(target, value, bar):
 
 @op(takes_operands=True)
 def store_fragment_async(target, value, bar):
-    """Store a warp's fp32 tile to a peer as `store_async` does, but in the order in which its lanes hold it, 16 bytes at a
-    time. target: rows of a tile of 32 columns, from which the peer's warp of the same number in its warpgroup gets it by
-    warpgroup.load_shared_fragment."""
+    """Store a warp's tile to a peer as `store_async` does, but in the order in which its lanes hold it, 16 bytes at a time.
+    target: rows of a tile of its dtype (fp32, bf16, fp16) whose rows have 128 bytes, from which the peer's warp of the same
+    number in its warpgroup gets it by warpgroup.load_shared_fragment."""
     if bar.block is not target.block:
         raise current_warp().hazard(f"stores to {target}, and counts on {bar.item.name} of block {bar.block.index}", "bytes")
     current_warp().write_async(target.item, lane_order.in_lane_order(value), bar.item)
@@ -211,8 +212,9 @@ def _(target, value, bar):
     name = "cluster.store_fragment_async"
     if not (isinstance(target, remote) and isinstance(bar, remote) and isinstance(bar.item, barrier)):
         raise TypeError(f"{name}: takes a peer's shared tile and barrier (cluster.map), got {target} and {bar}")
-    lane_order.check_shared(name, target.item, value, 1)
-    text = "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];"
+    lane_order.check_shared(name, target.item, value, 1, lane_order.FRAGMENT_DTYPES)
+    kind = "f32" if value.dtype is fp32 else "b32"
+    text = f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.{kind} [$0], {{$1, $2, $3, $4}}, [$5];"
 
     def emit(b, address, registers, bar_address):
         registers = b.unpack(registers)

@@ -9,7 +9,7 @@ gates from the beginning of a run on, a block's warpgroups are
 
     a producer, whose first warp loads Q, K and V; others compute b
     one for states:   N^T = (exp(b_last - b) V)^T K       the local state of a run: the state after it if that before it is 0
-                      N and b_last go to the peer, and those of the peer's run come
+                      N, in 16 bits, and b_last go to the peer, and those of the peer's run come
                       S^T = exp(b_last) S^T + N^T         from run to run of both blocks, so each has the whole state
     two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before the run
 
@@ -81,41 +81,43 @@ def make(config: Config):
     KEYS, INPUT, gate = config.key_dim, config.dtype, config.gate
     KEY, VALUE, QUERY = st(RUN * CHUNK, KEYS, INPUT), st(RUN * CHUNK, COLUMNS, INPUT), st(CHUNK, KEYS, INPUT)
     OUT, STATE, TRANSPOSED = st(CHUNK, COLUMNS, INPUT), rt(16, KEYS, fp32), rt(16, CHUNK, INPUT)
-    PART = STATE.rows * STATE.cols // 32  # rows of what a warp sends
     WARPS, CONSUMERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * (RUN + 1)
-    SENT_BYTES, TOKEN_BYTES = STATE.rows * STATE.cols * fp32.itemsize + 16 * fp32.itemsize, 16 * fp32.itemsize  # of a warp
+    SENT = rt(16, KEYS, INPUT)
+    PART = st(SENT.rows * SENT.cols // 64, 64, INPUT)  # of what is received, by a warp
+    NUMBER_BYTES = NUMBERS.length * fp32.itemsize
     smem = shared(
         k=ring(KEY, STAGES, CONSUMERS),
         v=ring(VALUE, STAGES, CONSUMERS, once=True),
         q=ring(QUERY, QUERY_STAGES, WARPS),
         b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
-        start=ring(st(COLUMNS, KEYS, INPUT), 1, RUN * WARPS, writers=WARPS),
+        start=ring(st(COLUMNS, KEYS, INPUT), 2, RUN * WARPS, writers=WARPS),
         out=st(RUN * CHUNK, COLUMNS, INPUT),
-        state=st(WARPS * PART, 32, fp32),
-        decay=sv(16 * WARPS, fp32),
-        token=sv(16 * WARPS, fp32),
+        state=st(WARPS * PART.rows, PART.cols, INPUT),
+        decay=sv(WARPS * NUMBERS.length, fp32),
+        token=sv(WARPS * NUMBERS.length, fp32),
         full=barrier(WARPS),
         free=barrier(WARPS),
     )
 
     @inlined
     def send_state(smem, n_t, run_decay, r):
-        """Send this warp's part of a run's local state and its decay to the peer, once it has read those of the last round."""
+        """Send this warp's part of a run's local state and its decay to the peer, once it has read those of the last round. The
+        state is rounded: its error is that of the values' products, which are of 16 bits, too."""
         warp, peer = warpgroup.rank(), 1 - cluster.rank()
         if r > 0:
-            raw.expect(smem.free, TOKEN_BYTES)
+            raw.expect(smem.free, NUMBER_BYTES)
             cluster.receive(smem.free, r)
         full = cluster.map(smem.full, peer)
-        cluster.store_fragment_async(cluster.map(subtile(smem.state, PART, warp), peer), n_t, full)
+        cluster.store_fragment_async(cluster.map(subtile(smem.state, PART.rows, warp), peer), INPUT(n_t), full)
         cluster.store_async(cluster.map(subtile(smem.decay, 16, warp), peer), zeros(NUMBERS) + run_decay, full)
 
     @inlined
     def add_peer(smem, s_t, phase):
         """The state after the peer's next run, from the one before it, once what the peer sends in this phase is there."""
-        raw.expect(smem.full, SENT_BYTES)
+        raw.expect(smem.full, PART.nbytes + NUMBER_BYTES)
         cluster.receive(smem.full, phase)
         decay = last_element(subtile(smem.decay, 16, warpgroup.rank()))
-        return gate.decay(s_t, decay) + warpgroup.load_shared_fragment(smem.state, STATE)
+        return gate.decay(s_t, decay) + fp32(warpgroup.load_shared_fragment(smem.state, SENT))
 
     @inlined
     def allow_next(smem):

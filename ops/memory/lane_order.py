@@ -20,9 +20,9 @@ Another warpgroup, or with `cluster.store_fragment_async` one of a peer, gets it
 import numpy as np
 
 from tiles.compiling import ptx
-from tiles.compiling.builder import f32, i64, struct
+from tiles.compiling.builder import f32, i32, i64, struct
 from tiles.compiling.numba_types import SCALARS, void
-from tiles.dtypes import fp32
+from tiles.dtypes import bf16, fp16, fp32
 from tiles.interpreter import AccessStep, current_warp, note
 from tiles.interpreter.accesses import READ
 from tiles.layout import LANES, WARPGROUP
@@ -33,8 +33,9 @@ from tiles.types import rt, st
 from ..threads.warps import FOUR_WARPS
 from .shared_tiles import describe_index
 
-QUAD = 4  # elements of a lane that are adjacent in shared memory
-ROW = 8 * QUAD  # columns of the shared tile of store_fragment: eight lanes' elements, a row of all banks
+QUAD = 4  # registers of a lane that are adjacent in shared memory
+FRAGMENT_DTYPES = fp32, bf16, fp16  # of what goes from one warpgroup or block to another
+ROW_BYTES = 128  # of a row of the shared tile of store_fragment: eight lanes' elements, a row of all banks
 
 
 def _line(array, spec, at, vector_elements):
@@ -91,16 +92,17 @@ def store_fragment(tile, value):
 
 @op
 def load_shared_fragment(tile, spec):
-    """The tile of type `spec` of each of the four warps, from a shared tile that store_fragment, or a peer's
+    """The tile of type `spec` of each of the four warps, from a shared tile of its dtype that store_fragment, or a peer's
     cluster.store_fragment_async, has stored. No fence follows: TMA does not write there."""
-    return current_warp().read(tile, _rows_of_warp(tile), fence=False).reshape(-1)[_places(spec, QUAD)]
+    values = current_warp().read(tile, _rows_of_warp(tile), fence=False)
+    return values.reshape(-1)[_places(spec, 16 // spec.dtype.itemsize)]
 
 
 def in_lane_order(value):
-    """The rows of a shared tile that a warp's fp32 tile in registers takes in store_fragment."""
-    values = np.empty(value.array.size, np.float32)
-    values[_places(value.spec, QUAD)] = value.array
-    return values.reshape(-1, ROW)
+    """The rows of a shared tile that a warp's tile in registers takes in store_fragment."""
+    values, itemsize = np.empty(value.array.size, np.float32), value.spec.dtype.itemsize
+    values[_places(value.spec, 16 // itemsize)] = value.array
+    return values.reshape(-1, ROW_BYTES // itemsize)
 
 
 def _rows_of_warp(tile):
@@ -171,23 +173,26 @@ def _(source, spec: type, at, vector_elements: int):
     return spec, emit
 
 
-def check_shared(name, tile, spec, warps):
-    """TypeError if a shared tile does not take the fp32 tiles of so many warps in the order of their lanes."""
-    if not isinstance(spec, rt) or spec.dtype is not fp32:
-        raise TypeError(f"{name}: takes a register tile of fp32, got {spec}")
-    rows = spec.rows * spec.cols * warps // ROW
-    if not isinstance(tile, st) or tile.dtype is not fp32 or tile.shape != (rows, ROW):
-        raise TypeError(f"{name}: takes a shared tile of {rows} rows and {ROW} columns of fp32 for {spec}, got {tile}")
+def check_shared(name, tile, spec, warps, dtypes=(fp32,)):
+    """TypeError if a shared tile does not take the tiles of so many warps, of one of these dtypes, in the order of their
+    lanes."""
+    if not isinstance(spec, rt) or spec.dtype not in dtypes:
+        raise TypeError(f"{name}: takes a register tile of {' or '.join(map(str, dtypes))}, got {spec}")
+    cols = ROW_BYTES // spec.dtype.itemsize
+    rows = spec.rows * spec.cols * warps // cols
+    if not isinstance(tile, st) or tile.dtype is not spec.dtype or tile.shape != (rows, cols):
+        wanted = f"a shared tile of {rows} rows and {cols} columns of {spec.dtype}"
+        raise TypeError(f"{name}: takes {wanted} for {spec}, got {tile}")
 
 
 def shared_places(b, tile, spec, address, first_row):
-    """The elements of a lane that are adjacent in a shared tile, and their address. first_row(b): of the warp's rows."""
+    """The registers of a lane that are adjacent in a shared tile, and their address. first_row(b): of the warp's rows."""
     lane = b.lane()
     row, chunk = b.lshr(lane, b.u32(3)), b.and_(lane, b.u32(7))  # eight lanes to a row, which has all banks
     start = b.add(address, b.mul(b.add(first_row(b), row), b.u32(tile.width)))
     even = b.mul(b.xor(chunk, row), b.u32(16))  # the swizzle: XORed by the row's number; four rows on, by 4 more
     places = [b.add(start, even), b.add(start, b.xor(even, b.u32(64)))]
-    for n, k in enumerate(range(0, spec.elements, QUAD)):
+    for n, k in enumerate(range(0, spec.elements * spec.dtype.itemsize // 4, QUAD)):
         yield slice(k, k + QUAD), b.add(places[n % 2], b.u32(4 * tile.width * n))
 
 
@@ -209,12 +214,14 @@ def _(tile, value):
 
 @lowers(load_shared_fragment)
 def _(tile, spec: type):
-    check_shared("load_shared_fragment", tile, spec, WARPGROUP)
+    check_shared("load_shared_fragment", tile, spec, WARPGROUP, FRAGMENT_DTYPES)
 
     def emit(b, address, _):
-        four, elements = struct([f32] * QUAD), []
+        kind, name, constraint = (f32, "f32", "=f,") if spec.dtype is fp32 else (i32, "b32", "=r,")
+        four, registers = struct([kind] * QUAD), []
         for _, at in shared_places(b, tile, spec, address, _first_row(tile)):
-            elements += b.unpack(b.asm(four, "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", at))
-        return b.pack(elements)
+            text = f"ld.shared.v4.{name} {{$0, $1, $2, $3}}, [$4];"
+            registers += b.unpack(b.asm(four, text, QUAD * constraint + "r", at))
+        return b.pack(registers)
 
     return spec, emit

@@ -119,11 +119,12 @@ def test_messages(run, sample, dtype, side):
     assert (wide(y) == wide(x[::-1])).all()
 
 
-@pytest.mark.parametrize("cols", [16, 48])
-def test_messages_in_the_order_of_lanes(run, sample, cols):
+@pytest.mark.parametrize(("dtype", "cols"), [(fp32, 16), (fp32, 48), (bf16, 32), (fp16, 64)])
+def test_messages_in_the_order_of_lanes(run, sample, dtype, cols):
     """Four warps of each block send the peer a tile by 16 bytes a lane, without bank conflicts where it is loaded."""
-    T, S = rt(16, cols, fp32), st(2 * cols, 32, fp32)
-    smem = shared(a=S, full=barrier(4))
+    T, width = rt(16, cols, dtype), 128 // dtype.itemsize
+    S = st(64 * cols // width, width, dtype)
+    smem, rows = shared(a=S, full=barrier(4)), S.rows // 4
 
     @cuda.jit
     def body(x, y):
@@ -131,15 +132,15 @@ def test_messages_in_the_order_of_lanes(run, sample, cols):
         rank, warp = cluster.rank(), warpgroup.rank()
         cluster.sync()
         raw.expect(full, S.nbytes // 4)
-        part = cluster.map(subtile(a, cols // 2, warp), 1 - rank)
+        part = cluster.map(subtile(a, rows, warp), 1 - rank)
         cluster.store_fragment_async(part, load(x, T, (rank, 16 * warp, 0)), cluster.map(full, 1 - rank))
         cluster.receive(full, 1)
         store(y, warpgroup.load_shared_fragment(a, T), (rank, 16 * warp, 0))
         cluster.sync()
 
-    x, y = sample((2, 64, cols)), blank((2, 64, cols))
+    x, y = sample((2, 64, cols), dtype), blank((2, 64, cols), dtype)
     run(body, x, y, warps=4, shared=smem, cluster=2)
-    assert (y == x[::-1]).all()
+    assert (wide(y) == wide(x[::-1])).all()
     counts = ptx(body, x, y, warps=4, shared=smem, cluster=2, arch="sm_90a")
     assert ways(counts, "ld.shared.v4") == {1}
 
