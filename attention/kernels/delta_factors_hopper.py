@@ -7,39 +7,51 @@ with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. No exponent 
 them the kernel stores exp(b), and the factors of k S and q S: exp(b), times the inverse norm of the key or query if these are
 divided by their L2 norms (l2norm.py).
 
-A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
-in four. The next chunk's queries are loaded while this one's triangle is inverted, its keys when T^T K is there."""
+A worker is one warpgroup and has some chunks, one after the other (chunk_order.py). Each of its warps computes the vectors of
+one chunk in four. The next chunk's queries are loaded while this one's triangle is inverted, its keys when T^T K is there."""
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
+from ops import exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE, inverse_transposed
 from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.chunk_factors import TokenFactors
+from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM
 from ..parts.recurrent.delta_tiles import RawTiles, delta_sizes
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
-CTAS_PER_SM = 3
+CTAS_PER_SM = 3  # blocks of one warpgroup for which shared memory has room
 WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
 class Config(RawTiles):
-    """A kernel's configuration, whose fields are those of RawTiles."""
+    """A kernel's configuration, whose fields are those of RawTiles, and order: of the chunks."""
 
-    label, threads, ctas_per_sm = "factors of chunks", warpgroup.THREADS, CTAS_PER_SM
+    order: HeadMajor = field(default=HeadMajor(), kw_only=True)
+    label = "factors of chunks"
+
+    @property
+    def threads(self):
+        """The threads of a block, those of its workers."""
+        return warpgroup.THREADS * self.order.copies
+
+    @property
+    def ctas_per_sm(self):
+        """How many thread blocks shared memory has room for."""
+        return CTAS_PER_SM // self.order.copies
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -50,6 +62,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield from (Config(*size, gated, varlen) for gated in (False, True))
         yield from (Config(max(KEY_DIMS), bf16, True, formula=formula, beta=BetaFormula(1.0)) for formula in FORMULAS)
         yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
+        yield from (Config(max(KEY_DIMS), bf16, gated, order=ChunkMajor(CTAS_PER_SM)) for gated in (False, True))
 
 
 @functools.cache
@@ -58,6 +71,7 @@ def make(config: Config):
     GATED, BETA_FORMULA, INPUT, PANELS = config.gated, config.beta, config.dtype, config.key_dim // CHUNK
     chunk_vectors, decay, seq_layout, factors = config.vectors, config.decay, SequenceLayout(config.varlen), TokenFactors()
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
+    chunk_order, ORDER = config.order, config.order.params()
     KEYS, CHUNK_KEYS, CHUNK_SQUARE = tiled(config.key, unit=1), tiled(config.key, rows=2), tiled(config.square, rows=2)
     smem = shared(
         q=ring(config.key, 1, WARPS),
@@ -67,8 +81,22 @@ def make(config: Config):
         low=LOWER_TRIANGLE,
         solved_keys=config.key,
         square=config.square,
+        factor_vectors=factors.vectors,
         **norm.rings(1, k_norms=WARPS),
-    )
+    ).per_warpgroup(chunk_order.copies)
+
+    @inlined
+    def fill(ring, source, j, n, at):
+        """Have TMA load the queries or keys of the j-th of n chunks, if there is one."""
+        if j < n:
+            ring.fill(j, source, (at.seq.batch, at.token, at.key_head))
+
+    @inlined
+    def load_inputs(betas, gGates, params, at):
+        """Start to load (betas, gates, (exp(A_log), dt_bias)) of a chunk, and return them."""
+        first = at.seq.batch, at.token, at.head
+        beta, gates = load(betas, CHUNK_COL_VEC, first, cols=1), decay.load_gates(gGates, at.seq, first)
+        return beta, gates, decay.load_rate_and_bias(params, at.head)
 
     @inlined
     def publish_vectors(vectors, j, beta, sums):
@@ -81,50 +109,48 @@ def make(config: Config):
             store(subtile(target, CHUNK, DECAY_TO_END), exp2(tile_min(sums) - sums))
         vectors.publish(j)
 
-    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def transform(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: array(3), gSolvedKeys: CHUNK_KEYS, gSolvedScores: CHUNK_SQUARE,
-        gVectors: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
+        gVectors: tiled(factors.vectors, 3, None, 2), gCuSeqlens: ENDS, length: INT, order: ORDER, heads: INT, group: INT,
+        scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gSolvedKeys, gSolvedScores: the same
-        array, which has k~ and beside it P~^T, of each chunk and head. gVectors: those of TokenFactors. `group` value heads
-        share a key head."""
+        """gSolvedKeys, gSolvedScores: the same array, which has k~ and beside it P~^T, of each chunk and head. gVectors: those
+        of TokenFactors. order: see chunk_order.py. `group` value heads share a key head."""
         tiles = smem.open()
-        q, k, vectors, high, low, solved_keys, square = tiles[:7]
-        norm_rings = tiles[7:]
-        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
-        key_head, _ = divmod(head, group)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
-        n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
-        betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, head)
-        at = seq.batch, seq.chunk_start(warp), head
-        beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
-        if n > 0:
-            k.fill(0, gK, (seq.batch, seq.start, key_head))
-            q.fill(0, gQ, (seq.batch, seq.start, key_head))
+        q, k, vectors, high, low, solved_keys, square, factor_vectors = tiles[:8]
+        norm_rings = tiles[8:]
+        chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order)
+        n, chunk, warp = chunks.n, chunks.first(), warpgroup.rank()
+        fill(q, gQ, int32(0), n, chunk)
+        fill(k, gK, int32(0), n, chunk)
+        chunks.release()
+        betas, warp_chunk = truncate(gBeta, 1, chunks.end()), chunks.next_chunk(max(int32(0), min(warp, int32(n - 1))), chunk)
+        beta, gates, rate_and_bias = load_inputs(betas, gGates, params, warp_chunk)
+        remaining = warp_chunk.remaining
         for j in range(n):
             if j % WARPS == 0:
-                warp_chunk = int32(j + warp)
-                if warp_chunk < n:
-                    sums = decay.cumsum(gates, rate_and_bias, seq.remaining(warp_chunk))
-                    publish_vectors(vectors, warp_chunk, transpose(BETA_FORMULA.compute(beta)), sums)
-                at = seq.batch, seq.chunk_start(warp_chunk + WARPS), head
-                beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
-            keys, queries, chunk = k.wait(j), q.wait(j), int32(first + j)
-            seq_layout.zero_other_rows(keys, seq.remaining(j))
+                if j + warp < n:
+                    sums = decay.cumsum(gates, rate_and_bias, remaining)
+                    publish_vectors(vectors, int32(j + warp), transpose(BETA_FORMULA.compute(beta)), sums)
+                warp_chunk = chunks.next_chunk(int32(min(j + warp + WARPS, n - 1)), chunk)
+                beta, gates, rate_and_bias = load_inputs(betas, gGates, params, warp_chunk)
+                remaining = warp_chunk.remaining
+            keys, queries, following = k.wait(j), q.wait(j), chunks.next_chunk(int32(j + 1), chunk)
+            seq_layout.zero_other_rows(keys, chunk.remaining)
             key_norms, query_norms = norm.publish(norm_rings, 0, j, keys), norm.load_norms(queries)
             a, scores = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
             a, scores = warpgroup.wait(a, newer=1), warpgroup.wait(scores)
             q.release(j)
-            if j + 1 < n:
-                q.fill(j + 1, gQ, (seq.batch, seq.chunk_start(j + 1), key_head))
+            fill(q, gQ, int32(j + 1), n, following)
             vector_tile = vectors.wait(j)
-            decays = chunk_vectors.decay_rows(zeros(COL_VEC) + 1.0, vector_tile, DECAY)
-            key_factors, query_factors = norm.scale_rows(decays, key_norms), norm.scale_rows(decays, query_norms)
-            factors.store(gVectors, chunk, head, key_factors, query_factors, decays)
             scores = norm.scale_rows(chunk_vectors.decay_scores(scores, vector_tile, scale), query_norms)
             warpgroup.store_wait()  # of the chunk before
             warpgroup.sync()
+            chunks.count_previous(chunk, warp)
+            decays = chunk_vectors.decay_rows(zeros(COL_VEC) + 1.0, vector_tile, DECAY)
+            key_factors, query_factors = norm.scale_rows(decays, key_norms), norm.scale_rows(decays, query_norms)
+            factors.store(factor_vectors, key_factors, query_factors, decays)
             warpgroup.store(square, warpgroup.causal(scores, 0, 0.0))
             beta_rows = chunk_vectors.rows(vector_tile, BETA)
             a = norm.scale_rows(chunk_vectors.decay_scores(a, vector_tile, 1.0) * beta_rows, key_norms)
@@ -138,11 +164,12 @@ def make(config: Config):
             warpgroup.store(square, solved_scores)
             solved = warpgroup.wait(solved)
             k.release(j)
-            if j + 1 < n:
-                k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
+            fill(k, gK, int32(j + 1), n, following)
             warpgroup.store(solved_keys, solved)
-            warpgroup.tma_store(gSolvedKeys, (chunk, head), solved_keys)
-            warpgroup.tma_store(gSolvedScores, (chunk, head, 0, PANELS), square)
-        warpgroup.store_wait()
+            warpgroup.tma_store(gSolvedKeys, (chunk.number, chunk.head), solved_keys)
+            warpgroup.tma_store(gSolvedScores, (chunk.number, chunk.head, 0, PANELS), square)
+            warpgroup.tma_store(gVectors, (chunk.number, chunk.head), factor_vectors)
+            chunk = following
+        chunks.finish(warp)
 
     return transform, smem

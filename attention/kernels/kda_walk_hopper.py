@@ -92,6 +92,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield from (Config(key_dim, input_dtype, varlen, token_decays) for token_decays in (False, True))
             if not varlen and (everything or key_dim == max(KEY_DIMS)):
                 yield Config(key_dim, input_dtype, order=ChunkMajor())
+                yield Config(key_dim, input_dtype, token_decays=True, order=ChunkMajor(3))
         yield from (Config(max(KEY_DIMS), bf16, False, token_decays, 2) for token_decays in (False, True))
 
 
@@ -125,9 +126,8 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: SOLVED, gVectors: tiled(factors.vectors, 3, None, 2),
-        gV: tiled(config.value, unit=1),
-        gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
+        gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value), gInitialState: array(4),
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
         order: ORDER,
     ):  # fmt: skip
         """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. order: see

@@ -37,6 +37,7 @@ from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
 MIN_FACTOR_OCCUPANCY = math.inf  # the least part of the multiprocessors that a walk over factors must fill; not measured
+CLUSTER_ROOM = 8  # more multiprocessors that clusters need: one may be left over in each group of them that clusters lie in
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk over factors takes
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
@@ -44,6 +45,7 @@ WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a c
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
 # With decays of channels: 4.5 for gentle ones, 5.7 for -5 sigmoid(normal); the walk. And may it run beside the launch before?
 CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(5.1, 1.02), False
+TOKEN_COSTS, TOKEN_BESIDE = ChunkCosts(2.0, 0.94), False  # the same with decays of tokens, over factors
 
 
 def serves_walk(problem: Problem) -> bool:
@@ -193,25 +195,33 @@ def count_sharers(width: int) -> int:
     return 1
 
 
+def _count_walk_blocks(problem: Problem) -> int:
+    """The multiprocessors that must be free when a walk is to begin."""
+    width = -(-problem.extents["value_dim"] // COLUMNS)
+    return _count_blocks(problem)[0] + (CLUSTER_ROOM if count_sharers(width) > 1 else 0)
+
+
 def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches of a walk over factors, with decays of tokens. arrays, raw: see plan_walk."""
-    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    length, heads, key_heads = problem("seqlen", "heads", "heads_k")
     chunks, input_dtype, varlen = count_chunk_indices(problem), DTYPES[problem.dtype], is_varlen(problem)
     key_dim, group = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), heads // key_heads
     gates = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
     solved = scratch(chunks, heads, CHUNK, key_dim + CHUNK, dtype=problem.dtype)
     vectors = scratch(chunks, heads, TokenFactors().vectors.length)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    config = intern_value(delta_factors_hopper.Config, key_dim, input_dtype, gates is not None, varlen, **options)
-    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
+    copies = delta_factors_hopper.CTAS_PER_SM
+    resident_ctas, costs = copies * machine(problem.device).processors, TOKEN_COSTS if TOKEN_BESIDE else None
+    schedule = schedule_chunks(problem, _count_walk_blocks(problem), costs, resident_ctas, scratch, copies)
+    fields = key_dim, input_dtype, gates is not None, varlen
+    config = intern_value(delta_factors_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | {"gGates": gates}
     inputs |= {"gCuSeqlens": arrays["gCuSeqlens"], "gSolvedKeys": solved, "gSolvedScores": solved, "gVectors": vectors}
     transform = kernel_for(delta_factors_hopper, config, problem.device).bind(
-        sequences * heads * parts, length=length, parts=parts, heads=key_heads, group=group, scale=scale, **inputs
+        schedule.blocks, length=length, heads=key_heads, group=group, scale=scale, **schedule.args, **inputs
     )
     factors = {"gQueries": arrays["gQ"], "gDecayedKeys": arrays["gK"], "gSolved": solved, "gVectors": vectors}
-    return [transform, _plan_walk_over(problem, arrays, factors, True, scale, group=group)]
+    return [transform, _plan_walk_over(problem, arrays, factors, True, scale, schedule, group=group)]
 
 
 def _plan_walk_over(
@@ -238,9 +248,13 @@ def _plan_walk_over(
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    length, heads, key_heads, columns, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
-    items, chunks = sequences * heads, count_chunk_indices(problem)
-    gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
+    length, heads, key_heads = problem("seqlen", "heads", "heads_k")
+    gates, input_dtype, varlen, chunks = (
+        arrays["gGates"],
+        DTYPES[problem.dtype],
+        is_varlen(problem),
+        count_chunk_indices(problem),
+    )
     assert gates is not None
     key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
 
@@ -253,7 +267,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
     costs = CHANNEL_COSTS if CHANNEL_BESIDE else None
-    schedule = schedule_chunks(problem, items * -(-columns // COLUMNS), costs, resident_ctas, scratch)
+    schedule = schedule_chunks(problem, _count_walk_blocks(problem), costs, resident_ctas, scratch)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(

@@ -2,9 +2,7 @@
 queries, keys and vectors of decays, as objects with the same methods. Decays of channels are in the queries and keys. One
 number a token is a factor of a row of k S and q S: queries and keys are those of the call, and r is 0."""
 
-from numpy import int32
-
-from ops import divmod, last_element, load, store, subtile, warpgroup
+from ops import divmod, last_element, load, subtile, warpgroup
 from tiles import fp32, inlined, rt, static, sv
 from tiles.launching.arguments import INT, record, tiled
 
@@ -88,9 +86,8 @@ class TokenFactors:
         return decay, load(subtile(vectors, CHUNK, KEYS), ROW_VEC), load(subtile(vectors, CHUNK, QUERIES), ROW_VEC)
 
     @inlined
-    def store(self, gVectors, chunk, head, key_factors, query_factors, decays):
-        """One warp stores the vectors of its 16 tokens of a chunk."""
-        row = 16 * warpgroup.rank()
-        store(gVectors, key_factors, (chunk, head, int32(CHUNK * KEYS + row)))
-        store(gVectors, query_factors, (chunk, head, int32(CHUNK * QUERIES + row)))
-        store(gVectors, decays, (chunk, head, int32(CHUNK * DECAYS + row)))
+    def store(self, vectors, key_factors, query_factors, decays):
+        """A warpgroup stores the vectors of a chunk in shared memory, each warp those of 16 tokens."""
+        warpgroup.store(subtile(vectors, CHUNK, KEYS), key_factors)
+        warpgroup.store(subtile(vectors, CHUNK, QUERIES), query_factors)
+        warpgroup.store(subtile(vectors, CHUNK, DECAYS), decays)

@@ -1,6 +1,8 @@
 """The delta rule by one walk that reads the factors of chunks (delta_factors_hopper.py, kda_walk_hopper.py), with decays of
 tokens or none, against its recurrence in float64."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from delta_cases import BF16, FP16, agree, inputs
@@ -9,10 +11,13 @@ from poison import Packing, as_on_a_device, poisoned
 from test_raw_gates import agree as agree_raw
 
 from attention.kernels import delta_factors_hopper, kda_walk_hopper
-from attention.plans import delta_walk
+from attention.parts.recurrent.chunk_order import ChunkMajor
+from attention.plans import chunk_schedule, delta_walk
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
 from tiles import bf16, fp16
+from tiles.calls import program
+from tiles.calls.program import LruTable
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import signature
 
@@ -45,6 +50,44 @@ def test_blocks_that_share(place, monkeypatch, channels):
     monkeypatch.setattr(delta_walk, "count_sharers", lambda width: width)
     *args, decay = inputs(1, 330, 2, 64, 128)
     agree(place, *args, np.repeat(decay[..., None], 64, axis=-1) if channels else decay, initial_state=start_for(2, 64, 128))
+
+
+@pytest.fixture
+def beside(monkeypatch):
+    """beside(rounds): from then on the walk runs beside the grid before, which has so many workers a processor, after so many
+    rounds; 0: after its end."""
+    monkeypatch.setattr(delta_walk, "TOKEN_BESIDE", True)
+    monkeypatch.setattr(delta_walk, "CLUSTER_ROOM", 0)
+
+    def beside(rounds, processors, copies=1):
+        monkeypatch.setattr(delta_factors_hopper, "CTAS_PER_SM", copies)
+        monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
+        monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
+        for table in ("GUARDED_CALLS", "REMEMBERED"):
+            monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
+        monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))
+
+    return beside
+
+
+@pytest.mark.parametrize(
+    ("chunks", "heads", "sharers", "processors", "copies"), [(8, 1, 1, 2, 1), (6, 1, 2, 3, 1), (5, 2, 1, 3, 3)]
+)
+def test_a_walk_beside_the_grid_before(place, beside, monkeypatch, chunks, heads, sharers, processors, copies):
+    """Items of 4, 2 and 1 chunks: no bit is another than after the end of that grid."""
+    monkeypatch.setattr(delta_walk, "count_sharers", lambda _: sharers)
+    *args, decay = inputs(1, 64 * chunks - 9, heads, 64, 64 * sharers, key_heads=1)
+    results = []
+    for rounds in (0, 1):
+        beside(rounds, processors, copies)
+        results.append(agree(place, *args, decay))
+    assert all((x == y).all() for x, y in zip(*results, strict=True))
+
+
+def test_raw_gates_of_heads_in_turn(place, beside):
+    """A worker's next item is of another head, with another A_log and dt_bias."""
+    beside(1, 3)
+    agree_raw(place, "softplus", 8 * 64, delta_rule)
 
 
 @pytest.mark.smoke
@@ -118,6 +161,11 @@ def test_as_compiled_for_hopper(as_compiled):
 SHIPPED = [
     (delta_factors_hopper, delta_factors_hopper.Config(128, bf16, True, l2norm=True)),
     pytest.param(delta_factors_hopper, delta_factors_hopper.Config(128, fp16, True, True), marks=pytest.mark.release),
+    pytest.param(
+        delta_factors_hopper,
+        delta_factors_hopper.Config(128, bf16, True, l2norm=True, order=ChunkMajor(3)),
+        marks=pytest.mark.release,
+    ),
     pytest.param(kda_walk_hopper, kda_walk_hopper.Config(128, bf16, True, True), marks=pytest.mark.release),
     (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, False, True, 2)),
 ]
