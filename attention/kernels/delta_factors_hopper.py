@@ -136,13 +136,13 @@ def make(config: Config):
                 warp_chunk = chunks.next_chunk(int32(min(j + warp + WARPS, n - 1)), chunk)
                 beta, gates, rate_and_bias = load_inputs(betas, gGates, params, warp_chunk)
                 remaining = warp_chunk.remaining
-            keys, queries, following = k.wait(j), q.wait(j), chunks.next_chunk(int32(j + 1), chunk)
+            keys, queries, next_chunk = k.wait(j), q.wait(j), chunks.next_chunk(int32(j + 1), chunk)
             seq_layout.zero_other_rows(keys, chunk.remaining)
             key_norms, query_norms = norm.publish(norm_rings, 0, j, keys), norm.load_norms(queries)
             a, scores = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
             a, scores = warpgroup.wait(a, newer=1), warpgroup.wait(scores)
             q.release(j)
-            fill(q, gQ, int32(j + 1), n, following)
+            fill(q, gQ, int32(j + 1), n, next_chunk)
             vector_tile = vectors.wait(j)
             scores = norm.scale_rows(chunk_vectors.decay_scores(scores, vector_tile, scale), query_norms)
             warpgroup.store_wait()  # of the chunk before
@@ -164,12 +164,12 @@ def make(config: Config):
             warpgroup.store(square, solved_scores)
             solved = warpgroup.wait(solved)
             k.release(j)
-            fill(k, gK, int32(j + 1), n, following)
+            fill(k, gK, int32(j + 1), n, next_chunk)
             warpgroup.store(solved_keys, solved)
             warpgroup.tma_store(gSolvedKeys, (chunk.number, chunk.head), solved_keys)
             warpgroup.tma_store(gSolvedScores, (chunk.number, chunk.head, 0, PANELS), square)
             warpgroup.tma_store(gVectors, (chunk.number, chunk.head), factor_vectors)
-            chunk = following
+            chunk = next_chunk
         chunks.finish(warp)
 
     return transform, smem
