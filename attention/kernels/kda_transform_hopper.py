@@ -1,9 +1,11 @@
 """What KDA's chunks need and do not get from the state, of all chunks at once, for Hopper (kda_hopper.py has the equations):
-q' and k' of channel_decay.py, and, as U = T (V - k' S') occurs in two products only, T as a factor of what it meets there:
+q' and k' of channel_decay.py, where r is 0, and, as U = T (V - k' S') occurs in two products only, T as a factor of what it
+meets there:
 
     exp(b_last - r) k*^T T        scale tril(q' k*^T) T
 
-kda_walk_hopper.py reads them.
+kda_walk_hopper.py reads them. A chunk is two blocks of 32 tokens with a reference each (two_block_scores.py), or it is halved
+(anchored_scores.py).
 
 A warpgroup has some chunks, one after the other, in one of two orders (parts/recurrent/chunk_order.py). q' and k* take the
 place of q and k in shared memory. The next chunk is loaded while this one's triangle is inverted, but for its keys, which k* is
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, load, rows, store, subtile, truncate, viewed, warpgroup
+from ops import exp2, load, store, subtile, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -24,12 +26,12 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.block_scores import KdaBlockScores
-from ..parts.recurrent.channel_decay import TOKEN_GROUP, KdaDecay
+from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+from ..parts.recurrent.two_block_scores import RoundedEndScores, ScoreTiles
 from .kda_hopper import KEY_DIMS
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
@@ -89,10 +91,10 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
     COL_VEC, seq_layout, chunk_order = SCORES.col_vec, SequenceLayout(config.varlen), config.order
-    decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1), config.channel_gates, config.beta
+    decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates, config.beta
     PARAMS, ORDER = channel_gates.params(), chunk_order.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
-    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), RoundedEndScores(config.key_dim, INPUT)
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -103,8 +105,8 @@ def make(config: Config):
         square=config.square,
         triangles=TRIANGLES,
         state_decays=config.state_decays,
+        key_decays=sv(config.key_dim, fp32),
         gate_sums=config.gate_sums,
-        block_decays=decay.block_decays,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
     ).per_warpgroup(chunk_order.copies)
@@ -124,10 +126,12 @@ def make(config: Config):
             k.fill(j, gK, (at.seq.batch, at.token, at.key_head))
 
     @inlined
-    def store_state_decays(state_decays, b_last, warp, strong):
-        """Write exp(r) and exp(b_last) of the warp's channels."""
-        store(subtile(state_decays, decay.warp_tile.cols, warp), exp2(b_last * (0.0 if strong else 0.5)))
-        store(subtile(state_decays, decay.warp_tile.cols, int32(WARPS + warp)), exp2(b_last))
+    def store_decays(state_decays, key_decays, references, halved, warp):
+        """Write exp(r), which is 1, exp(b_last), and what is left to multiply keys by, of the warp's channels."""
+        cols, last, none = decay.warp_tile.cols, references.last, references.last * 0.0
+        store(subtile(state_decays, cols, warp), none + 1.0)
+        store(subtile(state_decays, cols, int32(WARPS + warp)), exp2(last))
+        store(subtile(key_decays, cols, warp), exp2(none if halved else last - references.end))
 
     @inlined
     def send_decayed(tiles, arrays, at):
@@ -146,7 +150,7 @@ def make(config: Config):
     ):  # fmt: skip
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
         and exp(b_last). order: see chunk_order.py. `group` value heads share a key head."""
-        q, k, g, k_decayed, square, triangles, state_decays, gate_sums, block_decays, biases, rates = smem.open()
+        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates = smem.open()
         chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order)
         n, chunk, warp = chunks.n, chunks.first(), warpgroup.rank()
         rings, arrays = (q, g), (gQ, gGates)
@@ -154,7 +158,8 @@ def make(config: Config):
         fill(rings, arrays, int32(0), n, chunk)
         fill_keys(k, gK, int32(0), n, chunk)
         chunks.release()
-        constants, ((high, low), blocks) = (biases, rates), decay.open_triangles(triangles, block_decays)
+        constants, ((high, low), (writes, _)) = (biases, rates), decay.open_triangles(triangles, ())
+        far_writes = block_scores.open_far_writes(square)
         channel_gates.load_constants(constants, params, chunk.head, warp)
         betas = truncate(gBeta, 1, chunks.end())
         beta = warpgroup.load(betas, COL_VEC, (chunk.seq.batch, chunk.token, chunk.head), cols=1)
@@ -180,29 +185,26 @@ def make(config: Config):
                 decayed_keys = viewed(gates, KEY)
                 solved_keys = viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS)
             decayed = queries, decayed_keys, state_decays
-            b_last = decay.load_last_sums(sums, warp)
-            strong, halved = decay.vote(sums, b_last, warp)
-            if halved:
-                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
-                warpgroup.store(square, scores)
-                warpgroup.sync()  # all warps have read what they overwrite now
-            decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
-            store_state_decays(state_decays, b_last, warp, strong)
+            block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
+            references = block_scores.find_references(*block_sums)
+            halved = block_scores.vote(references)
+            store_decays(state_decays, key_decays, references, halved, warp)
             chunks.count_previous(chunk, warp)
             if halved:
+                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                warpgroup.sync()  # all warps have read what they overwrite now
+                b_last = decay.load_last_sums(sums, warp)
+                decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
                 send_decayed(decayed, decayed_arrays, at)
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-            elif strong:
-                warpgroup.sync()
-                scores = block_scores.compute((queries, decayed_keys), blocks, warp)
-                send_decayed(decayed, decayed_arrays, at)
-                warpgroup.store(square, warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
-                a = rows(scores, TOKEN_GROUP, 1)
             else:
+                tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
+                block_scores.factor(tiles, block_sums, references, warp)
                 send_decayed(decayed, decayed_arrays, at)
-                a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
-                scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                warpgroup.store(square, warpgroup.causal(scores, 0, 0.0))
+                scores, a = block_scores.compute(tiles, warp)
+                scores = INPUT(warpgroup.causal(scores, 0, 0.0))
+                warpgroup.sync()  # all warps have read the keys whose place scores take
+            warpgroup.store(square, scores)
             warpgroup.store_wait()
             warpgroup.sync()
             q.release(j)
@@ -216,7 +218,7 @@ def make(config: Config):
             warpgroup.sync()
             k.release(j)
             fill_keys(k, gK, int32(j + 1), n, next_chunk)
-            warpgroup.store(solved_keys, solved * load(subtile(state_decays, KEY_DIM, 0), decay.channel_vec))
+            warpgroup.store(solved_keys, solved * load(key_decays, decay.channel_vec))
             warpgroup.store(square, solved_scores * scale)
             warpgroup.tma_store(gSolvedKeys, at, solved_keys)
             warpgroup.tma_store(gSolvedScores, (*at, 0, KEY_DIM // CHUNK), square)

@@ -117,6 +117,9 @@ def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
     quad, pair = shifts(b, spec.dtype.run)
     down, across = (quad, pair) if spec.layout == "row" else (pair, quad)
     inside = b.mul(across, b.u32(tile.dtype.itemsize))
+    if (tile.dtype.itemsize, spec.layout, turn and turn[1]) == (4, "col", 0):
+        yield from _column_addresses(b, tile, spec, address, b.add(down, first_row), inside)
+        return
     for i in range(0, spec.elements, step):
         row, col = spec.element(0, i)
         row = b.add(b.add(down, first_row), b.u32(int(row)))
@@ -124,6 +127,20 @@ def lane_addresses(b, tile, spec, address, first_row, step, turn=None):
         panel, byte = divmod(int(col) * tile.dtype.itemsize, tile.width)
         inner = b.xor(b.add(inside, b.u32(byte)), b.xor(swizzle, turn[3]) if turn else swizzle)
         yield b.add(b.add(start, b.u32(panel * tile.panel_bytes)), inner)
+
+
+def _column_addresses(b, tile, spec, address, row, inside):
+    """The addresses of a lane's 4-byte elements in column layout. The swizzle repeats every 8 rows, so a few addresses serve
+    all of them, with offsets that instructions hold. row: the lane's first one. inside: bytes of its first column."""
+    starts = {}
+    for down, col in (tuple(map(int, spec.element(0, i))) for i in range(spec.elements)):
+        bands, place = divmod(down, 8)
+        if (place, col) not in starts:
+            start, swizzle = b.row_address(tile, address, b.add(row, b.u32(place)))
+            panel, byte = divmod(col * tile.dtype.itemsize, tile.width)
+            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(inside, b.u32(byte)), swizzle))
+            starts[place, col] = ptx.opaque(b, at)
+        yield b.add(starts[place, col], b.u32(8 * bands * tile.width))
 
 
 def _store_words(b, tile, spec, address, registers, first_row):

@@ -1,5 +1,5 @@
-"""The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py). r is
-the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
+"""The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py,
+kda_transform_hopper.py). r is the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
 
     Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k        P_ij = Q^_i . (exp(r_i - r_j) K*_j)
 
@@ -45,11 +45,12 @@ MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # what b - r may be, in powers of 
 
 
 class BlockReferences(NamedTuple):
-    """The references of a chunk's channels, in powers of 2, b of its last token, and is the chunk to be halved, in each
-    channel?"""
+    """The references of a chunk's channels, in powers of 2: of both blocks, and of k~; b of the last token; and is the chunk to
+    be halved, in each channel?"""
 
     first: Any
     second: Any
+    end: Any
     last: Any
     halved: Any
 
@@ -87,8 +88,8 @@ class TwoBlockScores(WarpChannels):
 
     @property
     def far_writes(self):
-        """The tile of K* of the first block at the second one's reference, in the memory of a tile of scores."""
-        return st(BLOCK, self.key_dim, self.dtype, width=self._panel)
+        """As many rows of keys as have room in a tile of scores."""
+        return st(CHUNK * CHUNK // self.key_dim, self.key_dim, self.dtype, width=self._panel)
 
     @property
     def _panel(self):
@@ -96,11 +97,8 @@ class TwoBlockScores(WarpChannels):
 
     @inlined
     def open_far_writes(self, square):
-        """The tile `far_writes`. square: of scores."""
-        if self.key_dim == HALF:
-            return subtile(square, BLOCK, 0)
-        else:
-            return viewed(square, self.far_writes)
+        """The tile of K* of the first block at the second one's reference, in the memory of a tile of scores."""
+        return subtile(viewed(square, self.far_writes), BLOCK, 0)
 
     @inlined
     def load_sums(self, sums, block, warp):
@@ -114,7 +112,13 @@ class TwoBlockScores(WarpChannels):
         """The BlockReferences of a chunk."""
         first_0, last_0, first_1, last = column(b_0, 0), column(b_0, BLOCK - 1), column(b_1, 0), column(b_1, BLOCK - 1)
         halved = less(minimum(last_0 - first_0, last - first_1), self.min_log2_decay)
-        return BlockReferences((first_0 + last_0) * 0.25 // 1 * 2.0, (first_1 + last) * 0.25 // 1 * 2.0, last, halved)
+        r_0, r_1 = (first_0 + last_0) * 0.25 // 1 * 2.0, (first_1 + last) * 0.25 // 1 * 2.0
+        return BlockReferences(r_0, r_1, self.end_reference(last), last, halved)
+
+    @inlined
+    def end_reference(self, last):
+        """The reference of k~, from b of the last token."""
+        return last
 
     @inlined
     def vote(self, references):
@@ -124,16 +128,16 @@ class TwoBlockScores(WarpChannels):
     @inlined
     def factor(self, tiles, sums, references, warp):
         """Write all of the ScoreTiles. sums: b of both blocks."""
-        (b_0, b_1), (r_0, r_1, last, _) = sums, references
-        keys = self.factor_block(tiles, b_0, r_0, last, 0, warp)
+        (b_0, b_1), (r_0, r_1, end, _, _) = sums, references
+        keys = self.factor_block(tiles, b_0, r_0, end, 0, warp)
         root = self.dtype(ones(self.channel_tile) * exp2((r_1 - r_0) * 0.5))
         self.store(tiles.far_writes, keys * root * root, 0, warp)
-        self.factor_block(tiles, b_1, r_1, last, 1, warp)
+        self.factor_block(tiles, b_1, r_1, end, 1, warp)
 
     @inlined
-    def factor_block(self, tiles, b, r, last, block, warp):
+    def factor_block(self, tiles, b, r, end, block, warp):
         """Write a block's tokens to all tiles but the last. Returns their K*."""
-        c, to_start, to_end = b - r, exp2(r), exp2(last - r)
+        c, to_start = b - r, exp2(r)
         query, decay = self.load(tiles.queries, block, warp), exp2(c)
         query = self.dtype(query * decay)
         self.store(tiles.reads, query, block, warp)
@@ -142,10 +146,15 @@ class TwoBlockScores(WarpChannels):
         read_key, key = self.dtype(key * decay), key * exp2(-c)
         self.store(tiles.reads, read_key, CHUNK // BLOCK + block, warp)
         self.store(tiles.decayed_keys, self.rescale(read_key, to_start), block, warp)
-        self.store(tiles.keys, self.dtype(key * to_end), block, warp)
-        key = self.dtype(key)
-        self.store_writes(tiles.writes, key, block, warp)
-        return key
+        rounded = self.dtype(key)
+        self.store_writes(tiles.writes, rounded, block, warp)
+        self.store(tiles.keys, self.decay_to_end(key, rounded, exp2(end - r)), block, warp)
+        return rounded
+
+    @inlined
+    def decay_to_end(self, key, rounded, decay):
+        """k~ from K*, exact and rounded."""
+        return self.dtype(key * decay)
 
     @inlined
     def load(self, tile, block, warp):
@@ -195,3 +204,16 @@ class TwoBlockScores(WarpChannels):
         """The scores of a warp's rows with all keys."""
         left = columns(near, BLOCK, 0) if warp < 2 else far
         return hstack(left, columns(near, BLOCK, 1))
+
+
+class RoundedEndScores(TwoBlockScores):
+    """The end of a chunk is rounded, too, so that k~ is K* times a power of 2: what becomes of k~ is still to be multiplied by
+    exp(last - end)."""
+
+    @inlined
+    def end_reference(self, last):
+        return last // 1
+
+    @inlined
+    def decay_to_end(self, key, rounded, decay):
+        return self.rescale(rounded, decay)
