@@ -28,11 +28,11 @@ from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
+from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from ..parts.recurrent.two_block_scores import RoundedEndScores, ScoreTiles
-from .kda_hopper import KEY_DIMS
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
 WARPS = warpgroup.WARPGROUP
