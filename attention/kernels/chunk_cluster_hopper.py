@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
 from ops import cluster, divmod, last_element, log2, raw, subtile, warpgroup, zeros
 from tiles import barrier, bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
@@ -32,7 +32,7 @@ from tiles.targets import Target
 from ..parts.recurrent.gates import COL_VEC, TILE, DecayGate, Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 
-BLOCKS = 2  # of a cluster. Of clusters of four not 32 run at once on 132 multiprocessors, as a cluster lies in one GPC
+BLOCKS = 2, 3  # of a cluster
 RUN = 2  # chunks of a run
 STAGES = 2  # runs of keys and values in shared memory: while outputs of one are computed, the next one's state is
 QUERY_STAGES = 4  # chunks of queries in shared memory; a multiple of the two warpgroups that take turns at them
@@ -46,11 +46,13 @@ KINDS: tuple[type[Gate], ...] = Gate, HeadGate, TokenGate
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, rounded up to one of KEY_DIMS. gate: the kind of gates."""
+    """A kernel's configuration. key_dim: the channels of keys, rounded up to one of KEY_DIMS. gate: the kind of gates.
+    blocks: of a cluster."""
 
     key_dim: int
     dtype: dtype
     gate: Gate
+    blocks: int = BLOCKS[0]
 
     @property
     def threads(self):
@@ -59,18 +61,23 @@ class Config:
 
     @property
     def cluster(self):
-        """The number of blocks of a cluster."""
-        return BLOCKS
+        """The number of blocks of a cluster, as launches know it."""
+        return self.blocks
+
+    @property
+    def start_stages(self):
+        """How many states before runs shared memory holds, beside those of the peers."""
+        return max(BLOCKS) + 1 - self.blocks
 
     def __str__(self):
-        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", str(self.gate))))
+        return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", str(self.gate), f"{self.blocks} blocks")))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. everything: fp16 as well, whose code takes as many registers as bf16's."""
     if target.has_wgmma:
         for input_dtype, key_dim, kind in itertools.product((bf16, fp16) if everything else (bf16,), KEY_DIMS, KINDS):
-            yield Config(key_dim, input_dtype, kind())
+            yield from (Config(key_dim, input_dtype, kind(), blocks) for blocks in BLOCKS)
             if issubclass(kind, DecayGate) and everything:
                 yield Config(key_dim, input_dtype, kind(scale_at_end=True))
 
@@ -78,11 +85,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    KEYS, INPUT, gate = config.key_dim, config.dtype, config.gate
+    KEYS, INPUT, gate, BLOCKS = config.key_dim, config.dtype, config.gate, config.blocks
     KEY, VALUE, QUERY = st(RUN * CHUNK, KEYS, INPUT), st(RUN * CHUNK, COLUMNS, INPUT), st(CHUNK, KEYS, INPUT)
     OUT, STATE, TRANSPOSED = st(CHUNK, COLUMNS, INPUT), rt(16, KEYS, fp32), rt(16, CHUNK, INPUT)
     WARPS, CONSUMERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * (RUN + 1)
     SENT = rt(16, KEYS, INPUT)
+    PEERS = BLOCKS - 1
     PART = st(SENT.rows * SENT.cols // 64, 64, INPUT)  # of what is received, by a warp
     NUMBER_BYTES = NUMBERS.length * fp32.itemsize
     smem = shared(
@@ -90,42 +98,56 @@ def make(config: Config):
         v=ring(VALUE, STAGES, CONSUMERS, once=True),
         q=ring(QUERY, QUERY_STAGES, WARPS),
         b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
-        start=ring(st(COLUMNS, KEYS, INPUT), 2, RUN * WARPS, writers=WARPS),
+        start=ring(st(COLUMNS, KEYS, INPUT), config.start_stages, RUN * WARPS, writers=WARPS),
         out=st(RUN * CHUNK, COLUMNS, INPUT),
-        state=st(WARPS * PART.rows, PART.cols, INPUT),
-        decay=sv(WARPS * NUMBERS.length, fp32),
-        token=sv(WARPS * NUMBERS.length, fp32),
+        state=st(PEERS * WARPS * PART.rows, PART.cols, INPUT),
+        decay=sv(PEERS * WARPS * NUMBERS.length, fp32),
+        token=sv(PEERS * NUMBERS.length, fp32),
         full=barrier(WARPS),
-        free=barrier(WARPS),
+        free=barrier(),
     )
 
     @inlined
-    def send_state(smem, n_t, run_decay, r):
-        """Send this warp's part of a run's local state and its decay to the peer, once it has read those of the last round. The
-        state is rounded: its error is that of the values' products, which are of 16 bits, too."""
-        warp, peer = warpgroup.rank(), 1 - cluster.rank()
-        if r > 0:
-            raw.expect(smem.free, NUMBER_BYTES)
-            cluster.receive(smem.free, r)
-        full = cluster.map(smem.full, peer)
-        cluster.store_fragment_async(cluster.map(subtile(smem.state, PART.rows, warp), peer), INPUT(n_t), full)
-        cluster.store_async(cluster.map(subtile(smem.decay, 16, warp), peer), zeros(NUMBERS) + run_decay, full)
+    def peer_of(block, i):
+        """The i-th peer of a block, in the order of runs after that of the block. To it, the block is peer PEERS - 1 - i."""
+        _, peer = divmod(int32(block + 1 + i), BLOCKS)
+        return peer
 
     @inlined
-    def add_peer(smem, s_t, phase):
-        """The state after the peer's next run, from the one before it, once what the peer sends in this phase is there."""
-        raw.expect(smem.full, PART.nbytes + NUMBER_BYTES)
-        cluster.receive(smem.full, phase)
-        decay = last_element(subtile(smem.decay, 16, warpgroup.rank()))
-        return gate.decay(s_t, decay) + fp32(warpgroup.load_shared_fragment(smem.state, SENT))
+    def send_state(memory, n_t, run_decay, i):
+        """Send this warp's part of a run's local state and its decay to the i-th peer. The state is rounded: its error is that
+        of the values' products, which are of 16 bits, too."""
+        peer, slot = peer_of(cluster.rank(), i), WARPS * (PEERS - 1 - i) + warpgroup.rank()
+        state, decay, full = subtile(memory.state, PART.rows, slot), subtile(memory.decay, NUMBERS.length, slot), memory.full
+        cluster.store_fragment_async(cluster.map(state, peer), INPUT(n_t), cluster.map(full, peer))
+        cluster.store_async(cluster.map(decay, peer), zeros(NUMBERS) + run_decay, cluster.map(full, peer))
 
     @inlined
-    def allow_next(smem):
-        """Tell the peer that this warp has read what it sent: by a store, as an arrival that releases to a cluster waits for
+    def add_peers(memory, s_t, r):
+        """The state before the block's run r, from that after its run r - 1, once the states of the runs between them, which
+        peers have, are there."""
+        raw.expect(memory.full, PEERS * (PART.nbytes + NUMBER_BYTES))
+        cluster.receive(memory.full, r + 1)
+        for i in range(PEERS):
+            decay = last_element(subtile(memory.decay, NUMBERS.length, WARPS * i + warpgroup.rank()))
+            received = warpgroup.load_shared_fragment(subtile(memory.state, WARPS * PART.rows, i), SENT)
+            s_t = gate.decay(s_t, decay) + fp32(received)
+        return s_t
+
+    @inlined
+    def allow_next(memory, i):
+        """Tell the i-th peer that what it sent has been read. By a store, as an arrival that releases to a cluster waits for
         all of the GPU's memory."""
-        warp, peer = warpgroup.rank(), 1 - cluster.rank()
-        cuda.syncwarp()  # all lanes have read
-        cluster.store_async(cluster.map(subtile(smem.token, 16, warp), peer), zeros(NUMBERS), cluster.map(smem.free, peer))
+        if warpgroup.rank() == 0:
+            peer, token = peer_of(cluster.rank(), i), subtile(memory.token, NUMBERS.length, PEERS - 1 - i)
+            cluster.store_async(cluster.map(token, peer), zeros(NUMBERS), cluster.map(memory.free, peer))
+
+    @inlined
+    def wait_for_peers(memory, r):
+        """Wait until all peers have read what this warpgroup has sent."""
+        if warpgroup.rank() == 0:
+            raw.expect(memory.free, PEERS * NUMBER_BYTES)
+        cluster.receive(memory.free, r + 1)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan_in_turn(
@@ -161,6 +183,10 @@ def make(config: Config):
             warpgroup.claim_registers(STATE_REGISTERS)
             at = sequence, head, int32(COLUMNS * column), 0
             s_t, g = warpgroup.load(gInitialState, STATE, at, aligned=False), gate.load_head_gate(gGates, head)
+            for i in range(PEERS):
+                if peer_of(block, i) < block:  # to whom this block has a run before their first one: an empty one
+                    send_state(memory, zeros(STATE), float32(0), i)
+                    allow_next(memory, i)
             for r in range(rounds):
                 remaining = int32(length - CHUNK * RUN * (BLOCKS * r + block))
                 keys, values = k.wait(r), v.wait(r)
@@ -175,12 +201,15 @@ def make(config: Config):
                 n_t = warpgroup.wait(warpgroup.mma_AB(n_t, v_t, cluster.unmap(subtile(keys, CHUNK, 1))))
                 k.release(r)
                 v.release(r)
-                if block == 0 or r + 1 < rounds:
-                    send_state(memory, n_t, run_decay, r)
-                if block + r > 0:
-                    s_t = add_peer(memory, s_t, block + r)
-                    if r + 1 < rounds:
-                        allow_next(memory)
+                wait_for_peers(memory, r)
+                for i in range(PEERS):
+                    if peer_of(block, i) > block or r + 1 < rounds:
+                        send_state(memory, n_t, run_decay, i)
+                s_t = add_peers(memory, s_t, r)
+                warpgroup.sync(fenced=True)  # all warps have read
+                for i in range(PEERS):
+                    if peer_of(block, i) > block or r + 1 < rounds:
+                        allow_next(memory, i)
                 warpgroup.store(start.claim(r), s_t)
                 start.publish(r)
                 s_t = gate.decay(s_t, run_decay) + n_t

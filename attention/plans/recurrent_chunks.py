@@ -145,8 +145,10 @@ def plan_token_decay(
     states: Arrays = {"states": chunk_states} if chunk_states else {}
     result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
-    if serves_clusters(problem, config, width, dict(arrays, normalizer=normalizer)):
-        return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
+    chunks, processors = batch * length // max(sequences, 1) // chunk_hopper.CHUNK, machine(problem.device).processors
+    blocks = count_cluster_blocks(sequences * heads * width, chunks, processors) if serves_clusters(config, arrays) else 1
+    if blocks > 1:
+        return [_scan_in_clusters(problem, config, blocks, arrays, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
@@ -313,34 +315,37 @@ def count_segments(problem: Problem, config: chunk_hopper.Config, width: int) ->
     return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
 
 
-def serves_clusters(problem: Problem, config: chunk_hopper.Config, width: int, arrays: Mapping[str, Any]) -> bool:
-    """Does chunk_cluster_hopper.py's kernel compute what chunk_hopper.py's does with this configuration, in less time?"""
-    plain = config.result == ScanOutputs() and not (config.varlen or config.gate.weighted)
-    if isinstance(config, chunk_ampere.Config) or config.key_dim not in chunk_cluster_hopper.KEY_DIMS or not plain:
+def serves_clusters(config: chunk_hopper.Config, arrays: Arrays) -> bool:
+    """Can chunk_cluster_hopper.py's kernel compute what chunk_hopper.py's does with this configuration?"""
+    if isinstance(config, chunk_ampere.Config) or config.key_dim not in chunk_cluster_hopper.KEY_DIMS or config.varlen:
         return False
-    if arrays.get("gLocalStates") or arrays.get("normalizer"):
-        return False
-    length, heads, sequences = problem("seqlen", "heads", "sequences")
-    return prefers_clusters(sequences * heads * width, length // chunk_hopper.CHUNK, machine(problem.device).processors)
+    return config.result == ScanOutputs() and not config.gate.weighted and not arrays.get("gLocalStates")
 
 
 @watched_function
-def prefers_clusters(clusters: int, chunks: int, processors: int) -> bool:
-    """Are long sequences scanned by clusters? So many of them run at the same time, if each multiprocessor has a block."""
-    blocks = chunk_cluster_hopper.BLOCKS * clusters
-    return PREFERS_CLUSTERS and 0.75 * processors <= blocks <= processors and chunks >= MIN_CLUSTER_CHUNKS
+def count_cluster_blocks(clusters: int, chunks: int, processors: int) -> int:
+    """The number of blocks of each cluster that scans a sequence; 1 where single blocks are faster. clusters: how many there
+    are to be. A multiprocessor has one block, and a cluster lies in one GPC: of 132 multiprocessors 66 clusters of two run at
+    once, 43 of three, but only 30 of four."""
+    if not PREFERS_CLUSTERS or chunks < MIN_CLUSTER_CHUNKS:
+        return 1
+    fitting = [blocks for blocks in chunk_cluster_hopper.BLOCKS if 0.7 * processors <= blocks * clusters <= 0.99 * processors]
+    return max(fitting, default=1)
 
 
-def _scan_in_clusters(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int, scale: float) -> Step:
-    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration."""
+def _scan_in_clusters(
+    problem: Problem, chunk_config: chunk_hopper.Config, blocks: int, arrays: Arrays, width: int, scale: float
+) -> Step:
+    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration. blocks: of a
+    cluster."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate)
-    chunks = chunk_cluster_hopper.BLOCKS * chunk_cluster_hopper.RUN  # of a round
+    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate, blocks)
+    tokens = blocks * chunk_cluster_hopper.RUN * chunk_hopper.CHUNK  # of a round
     names = "gQ", "gK", "gV", "gGates", "gA", "gDtBias", "gO", "gInitialState", "gFinalState"
     return kernel_for(chunk_cluster_hopper, config, problem.device).bind(
-        chunk_cluster_hopper.BLOCKS * sequences * heads * width,
+        blocks * sequences * heads * width,
         length=length,
-        rounds=-(-length // (chunks * chunk_hopper.CHUNK)),
+        rounds=-(-length // tokens),
         heads=heads,
         group=heads // key_heads,
         width=width,
