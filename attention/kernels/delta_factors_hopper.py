@@ -8,7 +8,7 @@ them the kernel stores exp(b), and the factors of k S and q S: exp(b), times the
 divided by their L2 norms (l2norm.py).
 
 A worker is one warpgroup and has some chunks, one after the other (chunk_order.py). Each of its warps computes the vectors of
-one chunk in four. The next chunk's queries are loaded while this one's triangle is inverted, its keys when T^T K is there."""
+one chunk in four. The next chunk is loaded while this one's triangle is inverted. k~ takes the place of the keys."""
 
 import functools
 from collections.abc import Iterator
@@ -75,11 +75,10 @@ def make(config: Config):
     KEYS, CHUNK_KEYS, CHUNK_SQUARE = tiled(config.key, unit=1), tiled(config.key, rows=2), tiled(config.square, rows=2)
     smem = shared(
         q=ring(config.key, 1, WARPS),
-        k=ring(config.key, 1, WARPS),
+        k=ring(config.key, 2, WARPS),
         vectors=ring(chunk_vectors.spec, WARPS, WARPS, writers=1),
         high=LOWER_TRIANGLE,
         low=LOWER_TRIANGLE,
-        solved_keys=config.key,
         square=config.square,
         factor_vectors=factors.vectors,
         **norm.rings(1, k_norms=WARPS),
@@ -92,11 +91,9 @@ def make(config: Config):
             ring.fill(j, source, (at.seq.batch, at.token, at.key_head))
 
     @inlined
-    def load_inputs(betas, gGates, params, at):
-        """Start to load (betas, gates, (exp(A_log), dt_bias)) of a chunk, and return them."""
-        first = at.seq.batch, at.token, at.head
-        beta, gates = load(betas, CHUNK_COL_VEC, first, cols=1), decay.load_gates(gGates, at.seq, first)
-        return beta, gates, decay.load_rate_and_bias(params, at.head)
+    def load_gates(gGates, at):
+        """Start to load the gates of a chunk, and return them."""
+        return decay.load_gates(gGates, at.seq, (at.seq.batch, at.token, at.head))
 
     @inlined
     def publish_vectors(vectors, j, beta, sums):
@@ -118,35 +115,38 @@ def make(config: Config):
         """gSolvedKeys, gSolvedScores: the same array, which has k~ and beside it P~^T, of each chunk and head. gVectors: those
         of TokenFactors. order: see chunk_order.py. `group` value heads share a key head."""
         tiles = smem.open()
-        q, k, vectors, high, low, solved_keys, square, factor_vectors = tiles[:8]
-        norm_rings = tiles[8:]
+        q, k, vectors, high, low, square, factor_vectors = tiles[:7]
+        norm_rings = tiles[7:]
         chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order)
+        chunks.release()
         n, chunk, warp = chunks.n, chunks.first(), warpgroup.rank()
         fill(q, gQ, int32(0), n, chunk)
         fill(k, gK, int32(0), n, chunk)
-        chunks.release()
-        betas, warp_chunk = truncate(gBeta, 1, chunks.end()), chunks.next_chunk(max(int32(0), min(warp, int32(n - 1))), chunk)
-        beta, gates, rate_and_bias = load_inputs(betas, gGates, params, warp_chunk)
-        remaining = warp_chunk.remaining
+        betas, last = truncate(gBeta, 1, chunks.end()), int32(max(0, n - 1))
+        gates = load_gates(gGates, chunks.next_chunk(min(warp, last), chunk))
         for j in range(n):
             if j % WARPS == 0:
+                of_warp = chunks.next_chunk(min(int32(j + warp), last), chunk)
+                beta = load(betas, CHUNK_COL_VEC, (of_warp.seq.batch, of_warp.token, of_warp.head), cols=1)
                 if j + warp < n:
-                    sums = decay.cumsum(gates, rate_and_bias, remaining)
+                    sums = decay.cumsum(gates, decay.load_rate_and_bias(params, of_warp.head), of_warp.remaining)
                     publish_vectors(vectors, int32(j + warp), transpose(BETA_FORMULA.compute(beta)), sums)
-                warp_chunk = chunks.next_chunk(int32(min(j + warp + WARPS, n - 1)), chunk)
-                beta, gates, rate_and_bias = load_inputs(betas, gGates, params, warp_chunk)
-                remaining = warp_chunk.remaining
-            keys, queries, next_chunk = k.wait(j), q.wait(j), chunks.next_chunk(int32(j + 1), chunk)
+                gates = load_gates(gGates, chunks.next_chunk(min(int32(j + warp + WARPS), last), chunk))
+            keys, queries = k.wait(j), q.wait(j)
             seq_layout.zero_other_rows(keys, chunk.remaining)
             key_norms, query_norms = norm.publish(norm_rings, 0, j, keys), norm.load_norms(queries)
             a, scores = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
             a, scores = warpgroup.wait(a, newer=1), warpgroup.wait(scores)
             q.release(j)
-            fill(q, gQ, int32(j + 1), n, next_chunk)
             vector_tile = vectors.wait(j)
             scores = norm.scale_rows(chunk_vectors.decay_scores(scores, vector_tile, scale), query_norms)
+            next_chunk = chunks.next_chunk(int32(j + 1), chunk)
             warpgroup.store_wait()  # of the chunk before
             warpgroup.sync()
+            if j > 0:
+                k.release(j - 1)
+            fill(q, gQ, int32(j + 1), n, next_chunk)
+            fill(k, gK, int32(j + 1), n, next_chunk)
             chunks.count_previous(chunk, warp)
             decays = chunk_vectors.decay_rows(zeros(COL_VEC) + 1.0, vector_tile, DECAY)
             key_factors, query_factors = norm.scale_rows(decays, key_norms), norm.scale_rows(decays, query_norms)
@@ -163,10 +163,9 @@ def make(config: Config):
             warpgroup.sync()  # all warps' products have read the scores
             warpgroup.store(square, solved_scores)
             solved = warpgroup.wait(solved)
-            k.release(j)
-            fill(k, gK, int32(j + 1), n, next_chunk)
-            warpgroup.store(solved_keys, solved)
-            warpgroup.tma_store(gSolvedKeys, (chunk.number, chunk.head), solved_keys)
+            warpgroup.sync()  # and the keys
+            warpgroup.store(keys, solved)
+            warpgroup.tma_store(gSolvedKeys, (chunk.number, chunk.head), keys)
             warpgroup.tma_store(gSolvedScores, (chunk.number, chunk.head, 0, PANELS), square)
             warpgroup.tma_store(gVectors, (chunk.number, chunk.head), factor_vectors)
             chunk = next_chunk
