@@ -283,7 +283,7 @@ def _problems() -> Iterator[tuple[str, Callable]]:
 
 
 def _gradient_problems() -> Iterator[tuple[str, Callable]]:
-    """Of the recurrent family."""
+    """The gradients of the recurrent family, as (name, function that prepares a call)."""
     members: dict[str, dict[str, Any]] = {
         "linear": {},
         "simple GLA": {},

@@ -152,8 +152,8 @@ def _rows(x: torch.Tensor, groups: int) -> torch.Tensor:
 def check_cache_class(cache: Any, expected: type) -> None:
     """TypeError: the cache is of another class, for instance that of another kind of layer."""
     if not isinstance(cache, expected):
-        made = f"must be what the layer's new_cache returns, of the class {expected.__name__}"
-        raise TypeError(f"cache: {made}, not {type(cache).__name__}")
+        must = f"must be what the layer's new_cache returns, of the class {expected.__name__}"
+        raise TypeError(f"cache: {must}, not {type(cache).__name__}")
 
 
 def check_no_gradient(layer: nn.Module, *tensors: torch.Tensor) -> None:
