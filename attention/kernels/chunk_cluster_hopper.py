@@ -3,14 +3,14 @@ decay is one number for a token and head, or for a head.
 
     S_t = exp(g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
-A sequence is cut into runs of two chunks of 64 tokens, which the two blocks of a cluster have in turn: block 0 the first run of
-each round, block 1 the second. Both have the same head and the same 64 columns of its values. Where b is the cumulative sum of
-gates from the beginning of a run on, a block's warpgroups are
+A sequence is cut into runs of two chunks of 64 tokens, which the blocks of a cluster have in turn, each one run of a round. All
+have the same head and the same 64 columns of its values. Where b is the cumulative sum of gates from the beginning of a run on,
+a block's warpgroups are
 
     a producer, whose first warp loads Q, K and V; others compute b
     one for states:   N^T = (exp(b_last - b) V)^T K       the local state of a run: the state after it if that before it is 0
-                      N, in 16 bits, and b_last go to the peer, and those of the peer's run come
-                      S^T = exp(b_last) S^T + N^T         from run to run of both blocks, so each has the whole state
+                      N and b_last go to all peers, and those of the peers' runs come
+                      S^T = exp(b_last) S^T + N^T         from run to run of all blocks, so each has the whole state
     two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before the run
 
 What blocks send each other depends on no state, so it is under way while outputs of earlier runs are computed. From run to run

@@ -145,10 +145,11 @@ def plan_token_decay(
     states: Arrays = {"states": chunk_states} if chunk_states else {}
     result = intern_value(ScanOutputs, *(part is not None for part in parts))
     config = choose_config(problem, gate, result, vector_bytes, width)
-    chunks, processors = batch * length // max(sequences, 1) // chunk_hopper.CHUNK, machine(problem.device).processors
-    blocks = count_cluster_blocks(sequences * heads * width, chunks, processors) if serves_clusters(config, arrays) else 1
-    if blocks > 1:
-        return [_scan_in_clusters(problem, config, blocks, arrays, width, scale)], scratch.shapes
+    if serves_clusters(config, arrays):
+        chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
+        blocks = count_cluster_blocks(sequences * heads * width, chunks, processors)
+        if blocks > 1:
+            return [_scan_in_clusters(problem, config, blocks, arrays, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
