@@ -60,7 +60,9 @@ def wait_count(counts, at, n):
 
 @op
 def release():
-    """The grid after this one may begin, if it overlaps this one, once every block of this grid has called this or is done."""
+    """The grid after this one may begin, if it overlaps this one, once every block of this grid has called this or is done. The
+    first of a block's warps that calls this speaks for the block."""
+    current_warp().block.release_next(current_warp())
 
 
 @lowers(wait)

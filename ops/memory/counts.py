@@ -55,7 +55,9 @@ def wait_for_count(counts, at, n):
 def reset_count(counts, at):
     """counts[at] = 0, for the whole GPU before whatever this warp does next. For a count that only this warp, or those that
     synchronise with it now, will count up."""
-    current_warp().put(_check_device(counts, at), 0)
+    warp = current_warp()
+    warp.put(_check_device(counts, at), 0)
+    warp.block.note_reset(warp)
 
 
 @op

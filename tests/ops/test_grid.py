@@ -69,3 +69,27 @@ def test_a_count_outside_is_not_reset():
 
     with pytest.raises(Hazard, match="out of range"):
         meaning(body, np.zeros(3, np.int32))
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("no sync", "releases the next grid, and nothing orders this after a count was set to 0: block.sync.. is missing"),
+        ("late", "sets a count to 0 that the next grid may have read"),
+        ("no release", "does not let that begin: grid.release.. is missing"),
+    ],
+)
+def test_counts_are_0_before_the_next_grid_may_begin(fault, why):
+    @cuda.jit
+    def body(counts):
+        if fault == "late":
+            grid.release()
+        if cuda.threadIdx.x // 32 == 0:
+            reset_count(counts, (0,))
+        if fault != "no sync":
+            block.sync()
+        if fault != "no release":
+            grid.release()
+
+    with pytest.raises(Hazard, match=why):
+        meaning(body, np.zeros(1, np.int32), warps=2)

@@ -30,6 +30,8 @@ class Block:
         self.entry_registers = min(256, REGISTERS // (LANES * self.size * ctas_per_sm) // 8 * 8)
         self.pool = 0  # registers a thread and warp that setmaxnreg has given back
         self.settings = [[] for _ in range(groups)]  # each setmaxnreg of a warpgroup: {warp: its time then}
+        self.resets = []  # of counts that the next grid waits for: (agent, time, event)
+        self.releaser = None  # the place of the first warp that has let the next grid begin
 
     def named(self, number, threads):
         """The named barrier of that number."""
@@ -81,8 +83,26 @@ class Block:
         if warp.block is not self:
             self.visits.append((warp.agent, time, Event("visit", operation, warp.place())))
 
+    def note_reset(self, warp):
+        """A warp has set a count to 0, which must come before the next grid may begin."""
+        if self.releaser is not None:
+            cause = "sets a count to 0 that the next grid may have read, as one of the block's warps has released that grid"
+            raise Hazard("race", cause, warp.place(), self.releaser)
+        self.resets.append((warp.agent, warp.tick(), Event("reset", "a count", warp.place())))
+
+    def release_next(self, warp):
+        """A warp lets the next grid begin. A Hazard unless all counts that the block sets to 0 are known to be."""
+        for agent, time, event in self.resets:
+            if warp.clock[agent] < time:
+                cause = "releases the next grid, and nothing orders this after a count was set to 0: block.sync() is missing"
+                raise Hazard("race", cause, warp.place(), event.place)
+        self.releaser = self.releaser or warp.place()
+
     def close(self):
         """Check at the block's end that all that was started in it is over, and that no peer came too late."""
+        if self.resets and self.releaser is None:
+            cause = "the block sets a count to 0 for the next grid, and does not let that begin: grid.release() is missing"
+            raise Hazard("unfinished", cause, self.resets[0][2].place)
         for part in (*self.warp_list, *self.mbarriers, *self.slots):
             part.close(self.warp_list)
         for agent, time, event in self.visits:
