@@ -40,10 +40,9 @@ from ..parts.recurrent.delta_gradient_tiles import (
     VALUE_SUMS,
     WARPS,
     GradientTiles,
-    walk_of_block,
 )
 from ..parts.recurrent.delta_tiles import delta_sizes
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 
 P_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes P, and that which computes G
 

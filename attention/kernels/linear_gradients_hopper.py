@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, minimum, subtile, warpgroup, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from ops import divmod, minimum, subtile, warpgroup
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, WalkOutputs
 
 PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
@@ -91,8 +91,8 @@ def make(config: Config):
     seq_layout, TRANSPOSED = SequenceLayout(config.varlen, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     outputs = WalkOutputs(seq_layout, KEYS, INPUT, config.unrounded, config.unrounded_values, config.with_gates)
-    DQK = array(4) if config.unrounded else seq_layout.output_argument(KEY)
-    DVALUES = array(4) if config.unrounded_values else seq_layout.output_argument(st(CHUNK, COLUMNS, INPUT))
+    ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
+    DQK, DVALUES = outputs.input_gradients, outputs.value_gradients
     vectors = ring(sv(CHUNK, fp32), SUM_STAGES if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
@@ -106,66 +106,56 @@ def make(config: Config):
         b=vectors,
     )
 
-    @inlined
-    def locate_block(block, gCuSeqlens, length, segments, heads):
-        """(segment, head, sequence, its tokens, how many chunks they are, the index of the first) of a block. Each warpgroup
-        asks by itself: registers before they part are scarce."""
-        _, segment, head, sequence = block_coord(block, 1, segments, heads)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        return segment, head, sequence, seq, seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length)
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
-        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: array(gate.rank), gDQ: DQK, gDK: DQK, gDV: DVALUES,
-        gLastState: array(4), gFirstState: array(4), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3),
-        gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gQ: ALL_KEYS, gK: ALL_KEYS, gV: ALL_VALUES, gDOut: ALL_VALUES, gStates: tiled(STATES, 4, 2, 3),
+        gGates: array(gate.rank), gDQ: DQK, gDK: DQK, gDV: DVALUES, gLastState: array(4), gFirstState: array(4),
+        gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gTailQ: ALL_KEYS, gTailK: ALL_KEYS,
+        gTailV: ALL_VALUES, gTailDOut: ALL_VALUES, gTailDQ: DQK, gTailDK: DQK, gTailDV: DVALUES, gCuSeqlens: ENDS,
+        length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
-        S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence."""
+        S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence. gTailQ .. gTailDV: see
+        packed_tails.py."""
         q, k, v, do, s, ds, out, dots, b = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
-            segment, head, sequence, seq, n, first_chunk = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-            key_head, _ = divmod(head, group)
+            walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
+            key_head, _ = divmod(walk.head, group)
             warp = warpgroup.rank()
             if warp == LOAD_WARP:
-                for j in range(n):
-                    token = seq.chunk_start(j)
-                    q.fill(j, gQ, (seq.batch, token, key_head))
-                    k.fill(j, gK, (seq.batch, token, key_head))
-                    v.fill(j, gV, (seq.batch, token, head))
-                    do.fill(j, gDOut, (seq.batch, token, head))
-                    s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
+                for j in range(walk.n):
+                    place = walk.place(j)
+                    seq_layout.fill_chunk(q, j, gQ, gTailQ, place, key_head)
+                    seq_layout.fill_chunk(k, j, gK, gTailK, place, key_head)
+                    seq_layout.fill_chunk(v, j, gV, gTailV, place, walk.head)
+                    seq_layout.fill_chunk(do, j, gDOut, gTailDOut, place, walk.head)
+                    s.fill(j, gStates, (place.chunk, walk.head))
             elif warp == SUM_WARP:
-                for j in range(n + SUMS_LATE):
-                    if j < n:
-                        gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, seq.chunk_start(j), seq.end, head)
+                for j in range(walk.n + SUMS_LATE):
+                    if j < walk.n:
+                        token, seq = walk.place(j).token, walk.seq
+                        gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, token, seq.end, walk.head)
                     if j >= SUMS_LATE:
                         late = int32(j - SUMS_LATE)
-                        chunk = int32(first_chunk + seq.chunk_number(late))
-                        outputs.send_dots(gQueryDots, gKeyDots, gCarriedDots, dots, late, seq, head, chunk)
+                        outputs.send_dots(gQueryDots, gKeyDots, gCarriedDots, dots, late, walk.place(late))
             else:
                 consumer = int32(warp - STORE_WARP)
-                for j in range(n):
-                    outputs.send(gDQ, gDK, gDV, out, consumer, j, seq, head)
+                for j in range(walk.n):
+                    outputs.send((gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV), out, consumer, j, walk.place(j))
         else:
             warpgroup.claim_registers(consumer_registers)
-            segment, head, sequence, seq, n, first_chunk = locate_block(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+            walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
             ds_columns, is_dk_consumer, sign = subtile(ds, COLUMNS, wg), float32(wg), float32(1 - 2 * wg)
-            state_index, column = int32(sequence * segments + segment), int32(COLUMNS * wg)
-            ds_t = warpgroup.load(gLastState, STATE, (state_index, head, column, 0), aligned=False)
-            g = gate.load_head_gate(gGates, head)
-            ended_sequence = int32(sequence if segment == segments - 1 else -1)  # -1: it ends in another block's segment
-            for j in range(n):
-                remaining = seq.remaining(j)
+            ds_t = warpgroup.load(gLastState, STATE, (walk.slot, walk.head, int32(COLUMNS * wg), 0), aligned=False)
+            g = gate.load_head_gate(gGates, walk.head)
+            for j in range(walk.n):
+                place = walk.place(j)
                 q_tile, k_tile, v_tile, do_tile = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
-                seq_layout.clear_tails((q_tile, k_tile), remaining, CONSUMERS)
-                seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
                 warpgroup.sync_several(CONSUMERS)  # both have read dS of the previous chunk
                 warpgroup.store(ds_columns, ds_t)
-                b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, remaining)
+                b_rows, b_cols, b_last = gate.consume_cumsum(b, b, j, g, int32(walk.seq.end - place.token))
                 warpgroup.sync_several(CONSUMERS)
                 s_tile, do_columns = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
                 if wg == DQ_CONSUMER:  # dx is dQ
@@ -182,7 +172,7 @@ def make(config: Config):
                 dp = gate.decay_all_scores(warpgroup.wait(dp, newer=1), b_rows * sign, b_cols * sign) * scale
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 later_dots = gate.decay(outputs.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
-                outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), seq, head)
+                outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), place)
                 dx = warpgroup.mm_AB(left, states)
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=outputs.fenced)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
@@ -196,19 +186,15 @@ def make(config: Config):
                 ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
                 dx = warpgroup.wait(dx, newer=1)
                 outputs.put_dots(dots, wg, j, dx, operand, later_dots)
-                outputs.put_inputs(gDQ, gDK, out, wg, j, dx, seq, head)
+                outputs.put_inputs(gDQ, gDK, out, wg, j, dx, place)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
                 k.release(j)
                 v.release(j)
                 do.release(j)
-            if seq_layout.varlen and ended_sequence >= 0:
-                padding = seq_layout.padding_tokens(gCuSeqlens, ended_sequence, length)
-                for j in range(padding.num_chunks()):
-                    token = padding.chunk_start(j)
-                    outputs.store_inputs(gDQ, gDK, wg, zeros(STATE), padding, token, head)
-                    outputs.store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, head, wg)
-            if ended_sequence >= 0:
-                warpgroup.store(gFirstState, ds_t, (ended_sequence, head, int32(COLUMNS * warpgroup.id()), 0), aligned=False)
+            if walk.slot + 1 == segments * (walk.sequence + 1):  # no other block's segment ends the sequence
+                outputs.zero_padding((gDQ, gDK, gDV), gCuSeqlens, walk, length, wg)
+                at = walk.sequence, walk.head, int32(COLUMNS * warpgroup.id()), 0
+                warpgroup.store(gFirstState, ds_t, at, aligned=False)
 
     return differentiate_linear, smem

@@ -6,7 +6,6 @@ state, for all chunks at once. The second runs two recurrences, which give S, E 
 The third walks through all segments at once."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -22,11 +21,11 @@ from ..kernels import (
     delta_gradients_hopper,
     delta_inverse_hopper,
     delta_segment_gradients_hopper,
-    packed_tails,
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_tiles import OUTPUTS, VALUES
 from ..parts.recurrent.tokens import CHUNK
+from .packed_tails import INPUTS_AND_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
@@ -36,9 +35,6 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
-
-
-PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # see plan_tails
 
 
 @watched_function
@@ -82,7 +78,7 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers["gCuSeqlens"] = problem["cu_seqlens"]
-    copy_tails, finish = plan_tails(problem, buffers, scratch, PACKED) if varlen else ([], [])
+    copy_tails, finish = plan_tails(problem, buffers, scratch, INPUTS_AND_GRADIENTS)
     if wants_gates:
         dots, sums = plan_gate_sums(problem, arrays, scratch, carried_parts=1, state_parts=1, subtracts_key_dots=True)
         finish += sums
@@ -124,41 +120,3 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
             launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds_heads, **numbers),
         ]
     return [*copy_tails, *steps, *finish]
-
-
-def plan_tails(
-    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, groups: Sequence[tuple[str, ...]]
-) -> tuple[list[Step], list[Step]]:
-    """(launches that copy the tails of packed inputs, launches that copy the tails of results back): see packed_tails.py.
-    arrays: those of tokens, by the names of parameters; their tails are added to it. groups: the names that one launch copies,
-    of one array or of two of the same shape."""
-    sequences = problem.extents["sequences"]
-    steps: dict[bool, list[Step]] = {False: [], True: []}
-    for names in groups:
-        operands_by_name = {name: x for name in names for x in [arrays[name]] if x}
-        if not operands_by_name:
-            continue
-        form = operands_by_name[names[0]].form
-        copies_back = names[0].startswith("gD") and names[0] != "gDOut"
-        operands = list(operands_by_name.values())
-        length, heads, columns = form.shape[1:]
-        tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in operands_by_name]
-        arrays |= {f"gTail{name[1:]}": x for name, x in zip(operands_by_name, tails, strict=True)}
-        config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], copies_back)
-        all_heads = heads * len(operands_by_name)
-        head_blocks = -(-all_heads // packed_tails.WARPS)
-        step = kernel_for(packed_tails, config, problem.device).bind(
-            sequences * packed_tails.PARTS * head_blocks,
-            gX=operands[0],
-            gY=operands[-1],
-            gTailX=tails[0],
-            gTailY=tails[-1],
-            gTokens=arrays["gDBeta"] if names[0] == "gDV" else None,
-            gCuSeqlens=arrays["gCuSeqlens"],
-            length=length,
-            head_blocks=head_blocks,
-            heads=heads,
-            all_heads=all_heads,
-        )
-        steps[copies_back].append(step)
-    return steps[False], steps[True]

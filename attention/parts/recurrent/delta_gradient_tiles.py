@@ -2,16 +2,12 @@
 (delta_gradients_hopper.py, delta_segment_gradients_hopper.py)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
-
-from numba import cuda
-from numpy import int32
+from typing import ClassVar
 
 from ops import warpgroup
-from tiles import inlined
 
 from .delta_tiles import DeltaTiles
-from .tokens import CHUNK, COLUMNS, ChunkPlace
+from .tokens import COLUMNS
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
 VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
@@ -33,31 +29,3 @@ class GradientTiles(DeltaTiles):
     def columns(self):
         """The columns of values of both consumers."""
         return VALUES
-
-
-class HeadWalk(NamedTuple):
-    """The chunks of a head in a segment of a sequence, the last one first. sequence, slot, head, seq: as in SegmentPlace. n:
-    how many chunks there are. last_chunk, last_token: the index and the first token of the chunk that comes first."""
-
-    sequence: Any
-    slot: Any
-    head: Any
-    seq: Any
-    n: Any
-    last_chunk: Any
-    last_token: Any
-
-    @inlined
-    def place(self, j):
-        """The ChunkPlace of the j-th chunk from the end."""
-        token = int32(self.last_token - CHUNK * j)
-        return ChunkPlace(int32(self.last_chunk - j), self.head, self.sequence, token, self.seq)
-
-
-@inlined
-def walk_of_block(seq_layout, gCuSeqlens, length, segments, heads):
-    """The HeadWalk of this block. Each warpgroup asks by itself: registers before they part are scarce."""
-    sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-    n = seq.num_chunks()
-    last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
-    return HeadWalk(sequence, slot, head, seq, n, last_chunk, seq.chunk_start(0))

@@ -79,6 +79,25 @@ class SegmentPlace(NamedTuple):
     seq: Any
 
 
+class HeadWalk(NamedTuple):
+    """The chunks of a head in a segment of a sequence, the last one first. sequence, slot, head, seq: as in SegmentPlace. n:
+    how many chunks there are. last_chunk, last_token: the index and the first token of the chunk that comes first."""
+
+    sequence: Any
+    slot: Any
+    head: Any
+    seq: Any
+    n: Any
+    last_chunk: Any
+    last_token: Any
+
+    @inlined
+    def place(self, j):
+        """The ChunkPlace of the j-th chunk from the end."""
+        token = int32(self.last_token - CHUNK * j)
+        return ChunkPlace(int32(self.last_chunk - j), self.head, self.sequence, token, self.seq)
+
+
 @inlined
 def send_tile(ring, j, gX, at):
     """One warp stores the j-th tile of a ring by TMA, and gives it back."""
@@ -94,6 +113,15 @@ def block_coord(block_index, blocks, segments, heads):
     index, segment = divmod(index, segments)
     sequence, head = divmod(index, heads)
     return block, segment, head, sequence
+
+
+@inlined
+def walk_of_block(seq_layout, gCuSeqlens, length, segments, heads):
+    """The HeadWalk of this block. Each warpgroup asks by itself: registers before they part are scarce."""
+    sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
+    n = seq.num_chunks()
+    last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
+    return HeadWalk(sequence, slot, head, seq, n, last_chunk, seq.chunk_start(0))
 
 
 @static

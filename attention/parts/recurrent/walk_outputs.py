@@ -4,8 +4,9 @@ memory, and warps of the producer store them."""
 
 from numpy import int32
 
-from ops import columns, row_sum, store, subtile, tile_sum, truncate, warpgroup
-from tiles import dtype, fp32, inlined, rt, static
+from ops import columns, row_sum, store, store_wait, subtile, tile_sum, truncate, warpgroup, zeros
+from tiles import dtype, fp32, inlined, rt, st, static
+from tiles.launching.arguments import array, tiled
 
 from .gates import load_tokens
 from .tokens import CHUNK, COLUMNS, SequenceLayout
@@ -33,6 +34,16 @@ class WalkOutputs:
         return (not self.unrounded) + (not self.unrounded_values)
 
     @property
+    def input_gradients(self):
+        """The type of a kernel's arguments dQ and dK."""
+        return array(4) if self.unrounded else tiled(st(CHUNK, self.key_dim, self.dtype), unit=1)
+
+    @property
+    def value_gradients(self):
+        """The type of a kernel's argument dV, of a consumer's columns."""
+        return array(4) if self.unrounded_values else tiled(st(CHUNK, COLUMNS, self.dtype), unit=1)
+
+    @property
     def fenced(self):
         """Must loads fence themselves? The fences before both results leave would do it for them."""
         return self.tiles < 2
@@ -43,20 +54,20 @@ class WalkOutputs:
         return int32(CONSUMERS * (self.tiles * j + number) + consumer)
 
     @inlined
-    def put_values(self, gDV, ring, consumer, j, dv, seq, head):
-        """Consumer: its columns of the j-th chunk's dV."""
+    def put_values(self, gDV, ring, consumer, j, dv, place):
+        """Consumer: its columns of the j-th chunk's dV. place: its ChunkPlace."""
         if self.unrounded_values:
-            self.store_rows(gDV, dv, seq, seq.chunk_start(j), head, consumer)
+            self.store_rows(gDV, dv, place.seq, place.token, place.head, consumer)
         else:
             turn = self.turn(consumer, j, 0)
             warpgroup.store(subtile(ring.claim(turn), CHUNK, 0, COLUMNS, 0), dv)
             ring.publish(turn)  # its fence is that of loads, too
 
     @inlined
-    def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, seq, head):
-        """Consumer: dQ or dK of the j-th chunk."""
+    def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place):
+        """Consumer: dQ or dK of the j-th chunk. place: its ChunkPlace."""
         if self.unrounded:
-            self.store_inputs(gDQ, gDK, consumer, dx, seq, seq.chunk_start(j), head)
+            self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
         else:
             turn = self.turn(consumer, j, self.tiles - 1)
             warpgroup.store(ring.claim(turn), dx)
@@ -77,21 +88,35 @@ class WalkOutputs:
         warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
 
     @inlined
-    def send(self, gDQ, gDK, gDV, ring, consumer, j, seq, head):
-        """A warp of the producer: store what a consumer put into the ring."""
+    def send(self, gradients, tails, ring, consumer, j, place):
+        """A warp of the producer: store what a consumer put into the ring of the j-th chunk. gradients: dQ, dK and dV. tails:
+        theirs, of packed sequences (packed_tails.py). place: the chunk's ChunkPlace."""
+        (gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV) = gradients, tails
         if not self.unrounded_values:
             turn = self.turn(consumer, j, 0)
             tile = subtile(ring.wait(turn), CHUNK, 0, COLUMNS, 0)
-            self.seq_layout.send_rows(gDV, tile, seq, seq.chunk_start(j), head, consumer)
+            self.seq_layout.store_chunk(gDV, gTailDV, place, tile, consumer)
+            store_wait()
             ring.release(turn)
         if not self.unrounded:
             turn = self.turn(consumer, j, self.tiles - 1)
-            tile = ring.wait(turn)
             if consumer == DQ_CONSUMER:
-                self.seq_layout.send_rows(gDQ, tile, seq, seq.chunk_start(j), head, 0)
+                self.seq_layout.send_chunk(ring, turn, gDQ, gTailDQ, place)
             else:
-                self.seq_layout.send_rows(gDK, tile, seq, seq.chunk_start(j), head, 0)
-            ring.release(turn)
+                self.seq_layout.send_chunk(ring, turn, gDK, gTailDK, place)
+
+    @inlined
+    def zero_padding(self, gradients, gCuSeqlens, walk, length, consumer):
+        """Consumer: store 0 to its part of float32 gradients of the padding. Those that have tails get it with these."""
+        gDQ, gDK, gDV = gradients
+        if self.seq_layout.varlen and (self.unrounded or self.unrounded_values):
+            padding = self.seq_layout.padding_tokens(gCuSeqlens, walk.sequence, length)
+            for j in range(padding.num_chunks()):
+                token = padding.chunk_start(j)
+                if self.unrounded:
+                    self.store_inputs(gDQ, gDK, consumer, zeros(rt(16, self.key_dim, fp32)), padding, token, walk.head)
+                if self.unrounded_values:
+                    self.store_rows(gDV, zeros(rt(16, COLUMNS, fp32)), padding, token, walk.head, consumer)
 
     @inlined
     def multiply_panel(self, x, tile, n):
@@ -119,13 +144,14 @@ class WalkOutputs:
             ring.publish(int32(CONSUMERS * j + consumer))
 
     @inlined
-    def send_dots(self, gQueryDots, gKeyDots, gCarriedDots, ring, j, seq, head, chunk):
-        """A warp of the producer: store what both consumers put into the ring. chunk: the index of the j-th one."""
+    def send_dots(self, gQueryDots, gKeyDots, gCarriedDots, ring, j, place):
+        """A warp of the producer: store what both consumers put into the ring of the j-th chunk. place: its ChunkPlace."""
         if self.with_gates:
-            at, turn = (seq.batch, seq.chunk_start(j), head), int32(CONSUMERS * j)
+            seq, turn = place.seq, int32(CONSUMERS * j)
+            at = seq.batch, place.token, place.head
             of_q, of_k = ring.wait(turn), ring.wait(turn + 1)
             store(truncate(gQueryDots, 1, seq.end), load_tokens(of_q, 0), at, cols=1)
             store(truncate(gKeyDots, 1, seq.end), load_tokens(of_k, 0), at, cols=1)
-            gCarriedDots[chunk, head, 0] = tile_sum(load_tokens(of_q, 1) + load_tokens(of_k, 1))
+            gCarriedDots[place.chunk, place.head, 0] = tile_sum(load_tokens(of_q, 1) + load_tokens(of_k, 1))
             ring.release(turn)
             ring.release(turn + 1)
