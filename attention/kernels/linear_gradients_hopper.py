@@ -36,7 +36,7 @@ from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, WalkOutputs
 PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 VALUES = CONSUMERS * COLUMNS  # columns of a value, padded
-REGISTERS = 40, 232  # of a thread of the producer, of a consumer
+REGISTERS = 56, 224  # of a thread of the producer, of a consumer
 LOAD_WARP, SUM_WARP, STORE_WARP = range(3)  # of the producer: the last is the first consumer's, the warp after it the second's
 SUM_STAGES = 3  # chunks whose b is in shared memory
 SUMS_LATE = 2  # chunks by which the warp that computes b is ahead of the sums that it stores
