@@ -41,7 +41,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import TILE
 from ..parts.recurrent.shared_heads import GATE_KINDS, SKIPS, STATE_WARPS, HeadDecay, HeadRows
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout
 
 CONSUMERS = 2
 DQ_CONSUMER, DK_CONSUMER, PRODUCER = range(CONSUMERS + 1)  # warpgroups
@@ -92,6 +92,7 @@ def make(config: Config):
     (producer_registers, consumer_registers), seq_layout = REGISTERS, SequenceLayout(config.varlen)
     head_rows, SUMS, ROWS = HeadRows(decay, config.skip), rt(16, KEYS, fp32), rt(16, COLUMNS, INPUT)
     KEY, VALUE, STATE = st(CHUNK, KEYS, INPUT), st(CHUNK, COLUMNS, INPUT), st(COLUMNS, KEYS, INPUT)
+    ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
     DQK, FENCED = array(4, fp32 if config.partial else INPUT), not decay.factored  # must loads fence themselves?
     WEIGHTED_V = VALUE if decay.factored else st(16, 16, INPUT)
     GATE_SUMS, TWO_ROWS = sv(CHUNK * (1 + decay.weighted), fp32), sv(2 * CHUNK, fp32)
@@ -113,17 +114,19 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_shared_heads(
-        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATE, 4, 2, 3), gDStates: tiled(STATE, 4, 2, 3), gSums: tiled(GATE_SUMS, 3, None, 2), gD: array(2),
-        gDQ: DQK, gDK: DQK, gDV: seq_layout.output_argument(VALUE), gQueryDots: array(3),
-        gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gSkipSums: array(2), gColumnSums: array(3),
-        gCuSeqlens: ENDS, length: INT, parts: INT, shares: INT, heads: INT, group: INT, width: INT, scale: FLOAT,
+        gQ: ALL_KEYS, gK: ALL_KEYS, gV: ALL_VALUES, gDOut: ALL_VALUES, gStates: tiled(STATE, 4, 2, 3),
+        gDStates: tiled(STATE, 4, 2, 3), gSums: tiled(GATE_SUMS, 3, None, 2), gD: array(2), gDQ: DQK, gDK: DQK, gDV: ALL_VALUES,
+        gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gSkipSums: array(2),
+        gColumnSums: array(3), gTailQ: ALL_KEYS, gTailK: ALL_KEYS, gTailV: ALL_VALUES, gTailDOut: ALL_VALUES,
+        gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT, parts: INT, shares: INT, heads: INT, group: INT, width: INT,
+        scale: FLOAT,
     ):  # fmt: skip
         """The chunks of a sequence are divided evenly among the `parts` blocks of each share. A key head's `group` value heads,
         of `width` blocks of columns each, are divided into `shares`; gDQ, gDK have as many heads for each key head. gStates,
         gDStates: S^T and dS^T of each chunk. gQueryDots, gKeyDots: of each token and (head, block of columns); gCarriedDots and
         gStateDots: of each chunk, head and block of columns or (block, warp). gSkipSums: of each (chunk, block of columns) and
-        head; gColumnSums: of each head, (chunk, warp) and column. gSums: see gate_sums.py."""
+        head; gColumnSums: of each head, (chunk, warp) and column. gSums: see gate_sums.py. gTailQ .. gTailDV: see
+        packed_tails.py."""
         q, k, v, do, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out = smem.open()
         wg = warpgroup.id()
         score_scale, product_scale = decay.split_scale(scale)
@@ -143,15 +146,16 @@ def make(config: Config):
                 for i in range(chunks):
                     token = seq.chunk_start(part + parts * i)
                     chunk = seq_layout.chunk_index(token, sequence, length)
-                    k.fill(i, gK, (seq.batch, token, key_head))
-                    q.fill(i, gQ, (seq.batch, token, key_head))
+                    place = ChunkPlace(chunk, key_head, sequence, token, seq)
+                    seq_layout.fill_chunk(k, i, gK, gTailK, place, key_head)
+                    seq_layout.fill_chunk(q, i, gQ, gTailQ, place, key_head)
                     for block in range(n):
                         slot = n * i + block
                         head, column = divmod(int32(first + block), width)
                         if decay.gates:
                             sums.fill(slot, gSums, (chunk, head, 0))
-                        v.fill(slot, gV, (seq.batch, token, head, column))
-                        do.fill(slot, gDOut, (seq.batch, token, head, column))
+                        seq_layout.fill_chunk(v, slot, gV, gTailV, place, head, column)
+                        seq_layout.fill_chunk(do, slot, gDOut, gTailDOut, place, head, column)
                         ds.fill(slot, gDStates, (chunk, head, column, 0))
                         s.fill(slot, gStates, (chunk, head, column, 0))
             elif warp == STORE_WARP:
@@ -162,8 +166,8 @@ def make(config: Config):
                     token = seq.chunk_start(part + parts * i)
                     chunk, at = seq_layout.chunk_index(token, sequence, length), (seq.batch, token, int32(first + block))
                     head_rows.send(outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width)
-                    seq_layout.send_rows(gDV, out.wait(slot), seq, token, head, column)
-                    out.release(slot)
+                    place = ChunkPlace(chunk, head, sequence, token, seq)
+                    seq_layout.send_chunk(out, slot, gDV, gTailDV, place, column)
             elif decay.with_gates:
                 for slot in range(n * chunks):
                     i, block = divmod(int32(slot), n)
@@ -177,17 +181,15 @@ def make(config: Config):
             warpgroup.claim_registers(consumer_registers)
             for i in range(chunks):
                 number = int32(part + parts * i)
-                token, remaining = seq.chunk_start(number), seq.remaining(number)
+                token = seq.chunk_start(number)
                 chunk = seq_layout.chunk_index(token, sequence, length)
                 q_tile, k_tile = q.wait(i), k.wait(i)
-                seq_layout.clear_tails((q_tile, k_tile), remaining, CONSUMERS)
                 p = INPUT(warpgroup.causal(warpgroup.wait(warpgroup.mm_ABt(q_tile, k_tile)) * score_scale, 0, 0.0))
                 dq, dp_sum = zeros(SUMS), zeros(TILE)
                 for block in range(n):
                     slot = int32(n * i + block)
                     head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
-                    seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
                     s_tile, (b, _, b_last) = s.wait(slot), decay.load(sums, slot)
                     dout = fp32(warpgroup.load(do_tile, ROWS, fenced=FENCED))
                     decayed_do = INPUT(decay.decay(dout, b))
@@ -224,16 +226,12 @@ def make(config: Config):
                     token = padding.chunk_start(j)
                     warpgroup.store(gDQ, zeros(SUMS), (padding.batch, token, out_head, 0), 1, 3, aligned=True)
                     warpgroup.store(gDK, zeros(SUMS), (padding.batch, token, out_head, 0), 1, 3, aligned=True)
-                    for block in range(n):
-                        head, column = divmod(int32(first + block), width)
-                        seq_layout.store_rows(gDV, zeros(TILE), padding, token, head, column)
         else:
             warpgroup.claim_registers(consumer_registers)
             for i in range(chunks):
                 number = int32(part + parts * i)
-                token, remaining = seq.chunk_start(number), seq.remaining(number)
+                token = seq.chunk_start(number)
                 q_tile, k_tile = q.wait(i), k.wait(i)
-                seq_layout.clear_tails((q_tile, k_tile), remaining, CONSUMERS)
                 p_t = INPUT(warpgroup.triu(warpgroup.wait(warpgroup.mm_ABt(k_tile, q_tile)) * score_scale, 0, 0.0))
                 dk = zeros(SUMS)
                 for block in range(n):
@@ -241,7 +239,6 @@ def make(config: Config):
                     head, column = divmod(int32(first + block), width)
                     d = head_rows.load_d(gD, head, column)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
-                    seq_layout.clear_tails((v_tile, do_tile), remaining, CONSUMERS)
                     ds_tile, (b, a, b_last) = ds.wait(slot), decay.load(sums, slot)
                     values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), decay.is_strong(b_last)
                     weighted_v = INPUT(decay.decay(values, a * (strong - 1.0)))

@@ -16,7 +16,7 @@ from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
 from . import recurrent_chunks
 from .chunk_states import merge_chunks
-from .packed_tails import INPUTS_AND_GRADIENTS, NO_TAILS, plan_tails
+from .packed_tails import INPUTS_AND_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
@@ -88,8 +88,8 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last_gradient}
     buffers |= {"gDQ": arrays["dq"], "gDK": arrays["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, 1, 0) if with_gates else ({}, [])
-    rounded = [names for names in INPUTS_AND_GRADIENTS for x in [buffers[names[0]]] if x and x.form.dtype == problem.dtype]
-    copy_tails, copy_back = plan_tails(problem, buffers, scratch, rounded)
+    rounded: Arrays = {name: x if x and x.form.dtype == problem.dtype else None for name, x in buffers.items()}
+    copy_tails, copy_back = plan_tails(problem, rounded, scratch, INPUTS_AND_GRADIENTS)
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
         sequences * heads * segments,
         length=problem.extents["seqlen"],
@@ -97,7 +97,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         heads=heads,
         group=heads // key_heads,
         scale=scale,
-        **NO_TAILS | buffers,
+        **rounded | buffers,
         **dots,
     )
     return [*steps, *copy_tails, walk, *copy_back, *finish]

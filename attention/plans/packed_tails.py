@@ -14,20 +14,14 @@ from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 INPUTS_AND_GRADIENTS = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # what one launch copies
 
 
-def tail_name(name: str) -> str:
-    """The name of the kernels' parameter that is the tails of another one."""
-    return f"gTail{name[1:]}"
-
-
-NO_TAILS: Arrays = dict.fromkeys(tail_name(name) for names in INPUTS_AND_GRADIENTS for name in names)
-
-
 def plan_tails(
     problem: Problem, arrays: Arrays, scratch: ScratchAllocator, groups: Sequence[tuple[str, ...]]
 ) -> tuple[list[Step], list[Step]]:
     """(launches that copy the tails of packed inputs, launches that copy the tails of results back), if sequences are packed.
     arrays: those of tokens, by the names of parameters; their tails are added to it. groups: the names that one launch copies,
     of one array or of two of the same shape."""
+    tails_of = {name: f"gTail{name[1:]}" for names in groups for name in names}
+    arrays |= dict.fromkeys(tails_of.values())
     if not is_varlen(problem):
         return [], []
     sequences = problem.extents["sequences"]
@@ -41,7 +35,7 @@ def plan_tails(
         operands = list(operands_by_name.values())
         length, heads, columns = form.shape[1:]
         tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in operands_by_name]
-        arrays |= {tail_name(name): x for name, x in zip(operands_by_name, tails, strict=True)}
+        arrays |= {tails_of[name]: x for name, x in zip(operands_by_name, tails, strict=True)}
         config = intern_value(packed_tails.Config, pad_key_dim(columns, packed_tails.COLUMNS), DTYPES[form.dtype], copies_back)
         all_heads = heads * len(operands_by_name)
         head_blocks = -(-all_heads // packed_tails.WARPS)
@@ -52,7 +46,7 @@ def plan_tails(
             gTailX=tails[0],
             gTailY=tails[-1],
             gTokens=arrays.get("gDBeta") if names[0] == "gDV" else None,
-            gCuSeqlens=arrays["gCuSeqlens"],
+            gCuSeqlens=problem["cu_seqlens"],
             length=length,
             head_blocks=head_blocks,
             heads=heads,
