@@ -52,7 +52,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.channel_gradient_outputs import ChannelGradientOutputs
 from ..parts.recurrent.token_channels import BLOCK, TokenChannels
-from ..parts.recurrent.tokens import CHUNK, SequenceLayout
+from ..parts.recurrent.tokens import CHUNK, SequenceLayout, walk_of_block
 from .linear_gradients_hopper import RESULTS
 
 KEYS, VALUES = 128, 128  # channels of a key, columns of a value, as padded
@@ -103,12 +103,13 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, VARLEN, (scorer_registers, consumer_registers) = config.dtype, config.varlen, REGISTERS
-    seq_layout, token_channels = SequenceLayout(VARLEN, reversed=True), TokenChannels(INPUT, HALF)
+    INPUT, (scorer_registers, consumer_registers) = config.dtype, REGISTERS
+    seq_layout, token_channels = SequenceLayout(config.varlen, reversed=True), TokenChannels(INPUT, HALF)
     outputs = ChannelGradientOutputs(seq_layout, token_channels, config.unrounded, config.unrounded_values)
     KEY_OUTPUT, VALUE_OUTPUT, GATE_OUTPUT = outputs.arguments
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, fp32), st(CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
+    ALL_KEYS, ALL_VALUES, ALL_GATES = tiled(KEY, unit=1), tiled(VALUE, unit=1), tiled(GATES, unit=1)
     STATE, ALL_CHANNELS, HALF_CHANNELS = rt(16, VALUES, fp32), rt(16, KEYS, INPUT), rt(16, HALF, INPUT)
     CHANNEL_SUMS = st(CHUNK, HALF, fp32)  # b of a consumer's channels, which overwrites S
     DOTS = st(KEYS, HALF, fp32)  # q dq - k dk of both consumers, one below the other, which overwrites dS
@@ -128,27 +129,27 @@ def make(config: Config):
     )
 
     @inlined
-    def fill(rings, arrays, j, n, seq, head, key_head):
-        """Have TMA load the j-th of n chunks, if there is one, but for its values and state."""
-        (q, k, do, g), (gQ, gK, gDOut, gGates) = rings, arrays
-        if j < n:
-            token = seq.chunk_start(j)
-            g.fill(j, gGates, (seq.batch, token, head))
-            do.fill(j, gDOut, (seq.batch, token, head))
-            q.fill(j, gQ, (seq.batch, token, key_head))
-            k.fill(j, gK, (seq.batch, token, key_head))
+    def fill(rings, arrays, tails, j, walk, key_head):
+        """Have TMA load the j-th chunk, if there is one, but for its values and state."""
+        (q, k, do, g), (gQ, gK, gDOut, gGates), (gTailQ, gTailK, gTailDOut, gTailGates) = rings, arrays, tails
+        if j < walk.n:
+            place = walk.place(j)
+            seq_layout.fill_chunk(g, j, gGates, gTailGates, place, walk.head)
+            seq_layout.fill_chunk(do, j, gDOut, gTailDOut, place, walk.head)
+            seq_layout.fill_chunk(q, j, gQ, gTailQ, place, key_head)
+            seq_layout.fill_chunk(k, j, gK, gTailK, place, key_head)
 
     @inlined
-    def fill_values(v, gV, j, n, seq, head):
-        """Have TMA load the values of the j-th of n chunks, if there is one."""
-        if j < n:
-            v.fill(j, gV, (seq.batch, seq.chunk_start(j), head))
+    def fill_values(v, gV, gTailV, j, walk):
+        """Have TMA load the values of the j-th chunk, if there is one."""
+        if j < walk.n:
+            seq_layout.fill_chunk(v, j, gV, gTailV, walk.place(j), walk.head)
 
     @inlined
-    def fill_states(s, gStates, j, n, seq, first_chunk, head):
-        """Have TMA load the state before the j-th of n chunks, if there is one."""
-        if j < n:
-            s.fill(j, gStates, (int32(first_chunk + seq.chunk_number(j)), head))
+    def fill_states(s, gStates, j, walk):
+        """Have TMA load the state before the j-th chunk, if there is one."""
+        if j < walk.n:
+            s.fill(j, gStates, (walk.place(j).chunk, walk.head))
 
     @inlined
     def sum_values(key_tiles, ds_tile, a, douts, half, rank):
@@ -161,42 +162,40 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_channels(
-        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gDOut: tiled(VALUE, unit=1),
-        gStates: tiled(STATES, 4, 2, 3), gGates: tiled(GATES, unit=1), gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDV: VALUE_OUTPUT,
-        gDGates: GATE_OUTPUT, gLastState: array(4), gFirstState: array(4), gStrong: array(2), gStrongSegments: array(2),
+        gQ: ALL_KEYS, gK: ALL_KEYS, gV: ALL_VALUES, gDOut: ALL_VALUES, gStates: tiled(STATES, 4, 2, 3), gGates: ALL_GATES,
+        gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDV: VALUE_OUTPUT, gDGates: GATE_OUTPUT, gLastState: array(4), gFirstState: array(4),
+        gStrong: array(2), gStrongSegments: array(2), gTailQ: ALL_KEYS, gTailK: ALL_KEYS, gTailV: ALL_VALUES,
+        gTailDOut: ALL_VALUES, gTailGates: ALL_GATES, gTailDQ: KEY_OUTPUT, gTailDK: KEY_OUTPUT, gTailDGates: GATE_OUTPUT,
         gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS after each segment; gFirstState: dS before each sequence. gStrong (chunk, head): 1
-        if the chunk is strong; gStrongSegments (segment, head): 1 if one of its chunks is."""
+        if the chunk is strong; gStrongSegments (segment, head): 1 if one of its chunks is. gTailQ .. gTailDGates: see
+        packed_tails.py."""
         q, k, v, do, s, g, p, ds_tile, first_keys, references, ends, chunk_gate_gradients = smem.open()
         wg, rank = warpgroup.id(), warpgroup.rank()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-            n = seq.num_chunks()
-            first_chunk, (key_head, _) = seq_layout.chunk_index(seq.start, sequence, length), divmod(head, group)
-            rings, arrays = (q, k, do, g), (gQ, gK, gDOut, gGates)
-            gStrongSegments[slot, head] = float32(0)
-            fill(rings, arrays, int32(0), n, seq, head, key_head)
-            fill_values(v, gV, int32(0), n, seq, head)
-            fill_states(s, gStates, int32(0), n, seq, first_chunk, head)
-            for j in range(n):
-                place = seq, seq.chunk_start(j), head
+            walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
+            key_head, _ = divmod(walk.head, group)
+            rings, arrays, tails = (q, k, do, g), (gQ, gK, gDOut, gGates), (gTailQ, gTailK, gTailDOut, gTailGates)
+            gStrongSegments[walk.slot, walk.head] = float32(0)
+            fill(rings, arrays, tails, int32(0), walk, key_head)
+            fill_values(v, gV, gTailV, int32(0), walk)
+            fill_states(s, gStates, int32(0), walk)
+            for j in range(walk.n):
+                place = walk.place(j)
                 douts, values = do.wait(j), v.wait(j)
-                if VARLEN:  # consumers clear tails
-                    FACTORS_READY.sync(0)
                 scores = warpgroup.wait(warpgroup.mm_ABt(douts, values))
                 v.release(j)
-                if not VARLEN:
-                    FACTORS_READY.sync(0)
+                FACTORS_READY.sync(0)
                 strong = tile_min(load(ends, rt(16, KEYS, fp32).row_vec)) < float32(0)
                 warpgroup.store(p.claim(j), warpgroup.causal(scores, int32(-CHUNK if strong else 0), 0.0))
                 p.publish(j)
-                gStrong[int32(first_chunk + seq.chunk_number(j)), head] = float32(1.0 if strong else 0.0)
+                gStrong[place.chunk, walk.head] = float32(1.0 if strong else 0.0)
                 if strong:
-                    gStrongSegments[slot, head] = float32(1)
-                fill(rings, arrays, int32(j + 1), n, seq, head, key_head)
+                    gStrongSegments[walk.slot, walk.head] = float32(1)
+                fill(rings, arrays, tails, int32(j + 1), walk, key_head)
                 queries, keys = q.wait(j), k.wait(j)
                 x = token_channels.load_decayed_keys((keys, first_keys), ALL_CHANNELS, 0, rank)
                 a_0 = warpgroup.mm_ABt(keys, subtile(queries, BLOCK, 0))
@@ -204,36 +203,29 @@ def make(config: Config):
                 scores = hstack(warpgroup.wait(a_0), a_1)
                 a = INPUT(warpgroup.triu(scores, int32(CHUNK if strong else 0), 0.0))
                 dv = sum_values((keys, first_keys), ds_tile, a, douts, 0, rank)
-                seq_layout.store_rows(gDV, dv, *place, 0)
-                fill_values(v, gV, int32(j + 1), n, seq, head)
+                seq_layout.store_rows(gDV, dv, walk.seq, place.token, walk.head, 0)
+                fill_values(v, gV, gTailV, int32(j + 1), walk)
                 dv = sum_values((keys, first_keys), ds_tile, a, douts, 1, rank)
                 TILES_READ.arrive(0)
                 q.release(j)
                 k.release(j)
                 do.release(j)
-                seq_layout.store_rows(gDV, dv, *place, 1)
+                seq_layout.store_rows(gDV, dv, walk.seq, place.token, walk.head, 1)
                 DOTS_READY.sync(0)
-                fill_states(s, gStates, int32(j + 1), n, seq, first_chunk, head)
+                fill_states(s, gStates, int32(j + 1), walk)
                 gate_gradients = viewed(ds_tile, DOTS)
                 panel = subtile(gate_gradients, CHUNK, rank // 2, PANEL, rank % 2)
                 reverse_cumsum_columns(panel, subtile(chunk_gate_gradients, PANEL, rank))
                 warpgroup.sync()
-                outputs.store_gates(gDGates, gate_gradients, place, rank)
+                outputs.store_gates(gDGates, gTailDGates, gate_gradients, place)
                 GATES_STORED.arrive(0)
         else:
             warpgroup.claim_registers(consumer_registers)
-            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-            n = seq.num_chunks()
+            walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
             channel = int32(4 * wg + rank)  # the warp's group of 16 channels
-            ds = warpgroup.load(gLastState, STATE, (slot, head, int32(HALF * wg), 0))
-            for j in range(n):
-                place, remaining = (seq, seq.chunk_start(j), head), seq.remaining(j)
-                gates = g.wait(j)
-                if VARLEN:
-                    seq_layout.clear_tails((do.wait(j), v.wait(j)), remaining, CONSUMERS)
-                    seq_layout.clear_tails((q.wait(j), k.wait(j)), remaining, CONSUMERS)
-                    seq_layout.zero_other_rows(gates, remaining, CONSUMERS)
-                    warpgroup.sync_several(CONSUMERS)
+            ds = warpgroup.load(gLastState, STATE, (walk.slot, walk.head, int32(HALF * wg), 0))
+            for j in range(walk.n):
+                place, gates = walk.place(j), g.wait(j)
                 b_0, b_1 = token_channels.sum_gates(gates, wg, 0), token_channels.sum_gates(gates, wg, 1)
                 r_0, r_1, between, r_1_total, end, last = token_channels.choose_references(b_0, b_1)
                 if j > 0:
@@ -297,10 +289,10 @@ def make(config: Config):
                 outputs.store_block((gDQ, gDK), (dq_0, dk_0), chunk_tiles, (references, ends), 0, place, scale)
                 outputs.store_block((gDQ, gDK), (dq_1, dk_1), chunk_tiles, (references, ends), 1, place, scale)
                 DOTS_READY.arrive(0)
-                outputs.store_keys(gDQ, queries, place, wg)
+                outputs.store_keys(gDQ, gTailDQ, queries, place, wg)
                 s.release(j)
-                outputs.store_keys(gDK, keys, place, wg)
-                if j + 1 == n:
+                outputs.store_keys(gDK, gTailDK, keys, place, wg)
+                if j + 1 == walk.n:
                     warpgroup.store_wait()
                     q.release(j)
                     k.release(j)
@@ -308,7 +300,7 @@ def make(config: Config):
             # computed again, to save registers
             sequence, slot, head, _ = seq_layout.locate_segment(persistent_tile(0), gCuSeqlens, length, segments, heads)
             if slot + 1 == segments * (sequence + 1):
-                outputs.zero_padding((gDQ, gDK, gDGates, gDV), gCuSeqlens, sequence, length, head, wg)
+                outputs.zero_padding((gDQ, gDK, gDV), gCuSeqlens, sequence, length, head, wg)
                 at = sequence, head, int32(HALF * warpgroup.id()), 0
                 warpgroup.store(gFirstState, ds, at, aligned=False)
 
