@@ -13,8 +13,9 @@ from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.tokens import CHUNK
 from .recurrent_checks import is_varlen
 from .recurrent_chunks import ScratchAllocator, intern_value
+from .recurrent_gradients import count_chunk_indices
 
-ITEM_CHUNKS = 4  # chunks of an item, at most; with a wait for each chunk the gated delta rule's walk took 4 % more time
+ITEM_CHUNKS = 4  # chunks of an item; with a wait for each chunk the gated delta rule's walk took 4 % more time
 MIN_GAIN = 0.02  # the least part of the time that a walk beside the grid before it must save
 
 
@@ -41,25 +42,22 @@ def count_parts(lanes: int, chunks: int, resident_ctas: int) -> int:
     return max(1, min(resident_ctas // lanes, chunks))
 
 
-@watched_function
-def count_item_chunks(chunks: int) -> int:
-    """The chunks of an item, of a sequence's."""
-    return math.gcd(chunks, ITEM_CHUNKS)
+def count_stored_chunks(problem: Problem) -> Any:
+    """The chunks that the first launch stores: all, and one in whose place those are that items have and heads have not."""
+    return count_chunk_indices(problem) + 1
 
 
 @watched_function
 @functools.lru_cache(1024)
-def choose_rounds(
-    lanes: int, chunks: int, item_chunks: int, walk_blocks: int, processors: int, copies: int, costs: ChunkCosts
-) -> int:
+def choose_rounds(lanes: int, chunks: int, walk_blocks: int, processors: int, copies: int, costs: ChunkCosts) -> int:
     """The number of rounds of all workers before the walk's blocks take the places of some, so that both launches take the
     shortest time; 0 if the walk had better begin when all is done. chunks: of each of `lanes` heads of sequences."""
-    workers, late, items = copies * processors, copies * (processors - walk_blocks), lanes * chunks // item_chunks
-    item_time, walk = item_chunks * copies * costs.chunk, chunks * costs.walk
+    workers, late, items = copies * processors, copies * (processors - walk_blocks), lanes * -(-chunks // ITEM_CHUNKS)
+    item_time, walk = ITEM_CHUNKS * copies * costs.chunk, chunks * costs.walk
 
     def time(rounds: int) -> float:
         chunks_done = item_time * (rounds + math.ceil((items - rounds * workers) / late))
-        return max(item_time * rounds + walk, chunks_done + item_chunks * costs.walk)
+        return max(item_time * rounds + walk, chunks_done + ITEM_CHUNKS * costs.walk)
 
     best = min(range(1, items // workers + 1) if late > 0 else (), key=time, default=0)
     one_by_one = lanes * chunks * costs.chunk / processors + walk
@@ -75,10 +73,9 @@ def schedule_chunks(
     length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
     lanes, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
-    item_chunks = count_item_chunks(chunks)
     rounds = 0
     if costs and not is_varlen(problem):
-        rounds = choose_rounds(lanes, chunks, item_chunks, walk_blocks, processors, copies, costs)
+        rounds = choose_rounds(lanes, chunks, walk_blocks, processors, copies, costs)
     if rounds == 0:
         parts = count_parts(lanes, length * batch // sequences // CHUNK, resident_ctas)
         return ChunkSchedule(intern_value(HeadMajor), lanes * parts, {"parts": parts}, {})
@@ -88,7 +85,7 @@ def schedule_chunks(
         "early_workers": copies * walk_blocks,
         "rounds": rounds,
         "lanes": lanes,
-        "item_chunks": item_chunks,
+        "item_chunks": ITEM_CHUNKS,
     }
-    items = lanes * chunks // item_chunks
+    items = lanes * -(-chunks // ITEM_CHUNKS)
     return ChunkSchedule(intern_value(ChunkMajor, copies), processors, args | {"items": items}, args)

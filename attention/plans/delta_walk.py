@@ -28,7 +28,7 @@ from ..parts.recurrent.chunk_factors import TokenFactors
 from ..parts.recurrent.chunk_order import HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from .chunk_schedule import ChunkCosts, ChunkSchedule, count_parts, schedule_chunks
+from .chunk_schedule import ChunkCosts, ChunkSchedule, count_parts, count_stored_chunks, schedule_chunks
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
@@ -204,7 +204,7 @@ def _count_walk_blocks(problem: Problem) -> int:
 def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches of a walk over factors, with decays of tokens. arrays, raw: see plan_walk."""
     length, heads, key_heads = problem("seqlen", "heads", "heads_k")
-    chunks, input_dtype, varlen = count_chunk_indices(problem), DTYPES[problem.dtype], is_varlen(problem)
+    chunks, input_dtype, varlen = count_stored_chunks(problem), DTYPES[problem.dtype], is_varlen(problem)
     key_dim, group = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), heads // key_heads
     gates = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
     solved = scratch(chunks, heads, CHUNK, key_dim + CHUNK, dtype=problem.dtype)
@@ -249,12 +249,8 @@ def _plan_walk_over(
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
     length, heads, key_heads = problem("seqlen", "heads", "heads_k")
-    gates, input_dtype, varlen, chunks = (
-        arrays["gGates"],
-        DTYPES[problem.dtype],
-        is_varlen(problem),
-        count_chunk_indices(problem),
-    )
+    gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
+    chunks = count_stored_chunks(problem)
     assert gates is not None
     key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
 

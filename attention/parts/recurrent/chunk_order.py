@@ -117,19 +117,24 @@ class WorkerChunks(NamedTuple):
 
     @inlined
     def locate(self, item, step):
-        """A chunk of one of the worker's items."""
+        """A chunk of one of the worker's items. One that the head does not have is of zeros, and stored behind those
+        of all sequences."""
         order = self.order
-        number = int32(order.workers * item + self.worker)
+        index = int32(order.workers * item + self.worker)
         if item >= order.rounds:
             late = int32(order.workers - order.early_workers)
-            number = int32(order.workers * order.rounds + late * (item - order.rounds) + self.worker - order.early_workers)
-        chunks, lane = divmod(number, order.lanes)
+            index = int32(order.workers * order.rounds + late * (item - order.rounds) + self.worker - order.early_workers)
+        chunks, lane = divmod(index, order.lanes)
         sequence, head = divmod(lane, self.heads)
         key_head, _ = divmod(head, self.group)
         chunk = int32(order.item_chunks * chunks + step)
         token, seq = int32(CHUNK * chunk), TokenRange(int32(0), int32(self.length), sequence)
-        index = int32(chunk + sequence * ((self.length + CHUNK - 1) // CHUNK))
-        return HeadChunk(index, head, key_head, token, int32(self.length - token), seq, item, step)
+        per_sequence = int32((self.length + CHUNK - 1) // CHUNK)
+        number = int32(chunk + sequence * per_sequence)
+        if token >= self.length:
+            sequences, _ = divmod(order.lanes, self.heads)
+            number = int32(sequences * per_sequence)
+        return HeadChunk(number, head, key_head, token, int32(max(1, self.length - token)), seq, item, step)
 
     @inlined
     def changes_head(self, at):
@@ -204,7 +209,8 @@ class ChunkMajor(HeadMajor):
     def params(self):
         """The parameters of the kernel that computes the chunks, as a record. gCounts: how many items each worker has counted.
         workers: how many there are. early_workers: how many of them end early, after `rounds` items each. lanes: sequences
-        times heads. item_chunks: the chunks of an item, a divisor of a sequence's. items: how many there are."""
+        times heads. item_chunks: the chunks of an item, of which the last one of a head may lack some. items: how many there
+        are."""
         return record(**self.walk_params().fields, items=INT)
 
     def walk_params(self):

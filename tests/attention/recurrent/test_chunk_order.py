@@ -43,7 +43,8 @@ def beside(monkeypatch, nothing_known):
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
     monkeypatch.setattr(delta_walk, "CHANNEL_BESIDE", True)
 
-    def beside(rounds, processors=3):
+    def beside(rounds, processors=3, item_chunks=1):
+        monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
         monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
         for table in ("GUARDED_CALLS", "REMEMBERED"):
@@ -53,10 +54,13 @@ def beside(monkeypatch, nothing_known):
     return beside
 
 
-@pytest.mark.parametrize(("length", "batch", "rounds", "processors"), [(10 * 64 - 20, 2, 1, 3), (16 * 64, 1, 1, 2)])
-def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, processors):
-    """Items of 2 and 4 chunks."""
-    beside(rounds, processors)
+@pytest.mark.parametrize(
+    ("length", "batch", "rounds", "processors", "item_chunks"),
+    [(7 * 64 - 20, 2, 1, 3, 2), (9 * 64, 1, 1, 2, 2), (14 * 64, 1, 1, 2, 4)],
+)
+def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, processors, item_chunks):
+    """The last item of each head lacks some chunks."""
+    beside(rounds, processors, item_chunks)
     agree(place, *draw(length, 1, batch))
 
 
@@ -122,7 +126,7 @@ def arriving(monkeypatch):
         copies = [x.copy() for x in arrays]
         for x in arrays:
             x[...] = np.nan
-        numbers = order.workers, order.early_workers, order.rounds, len(copies[0]) // order.item_chunks * order.lanes
+        numbers = order.workers, order.early_workers, order.rounds, (len(copies[0]) - 1) // order.item_chunks * order.lanes
 
         def wait(counts, at, n):
             for item in numbers_of_worker(at[0], *numbers)[:n]:
@@ -155,11 +159,12 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("lanes", "chunks", "rounds"), [(32, 512, 9), (16, 512, 1), (32, 128, 2), (66, 512, 0), (64, 512, 0), (2, 512, 0)]
+    ("lanes", "chunks", "rounds"),
+    [(32, 512, 9), (16, 512, 1), (32, 128, 2), (66, 512, 0), (64, 512, 0), (2, 512, 0), (9, 509, 1)],
 )
 def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
     """Two blocks a head, 132 multiprocessors."""
-    assert choose_rounds(lanes, chunks, 4, 2 * lanes, 132, 2, COSTS) == rounds
+    assert choose_rounds(lanes, chunks, 2 * lanes, 132, 2, COSTS) == rounds
 
 
 @pytest.mark.release

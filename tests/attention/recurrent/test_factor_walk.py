@@ -59,7 +59,8 @@ def beside(monkeypatch):
     monkeypatch.setattr(delta_walk, "TOKEN_BESIDE", True)
     monkeypatch.setattr(delta_walk, "CLUSTER_ROOM", 0)
 
-    def beside(rounds, processors, copies=1):
+    def beside(rounds, processors, copies=1, item_chunks=4):
+        monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
         monkeypatch.setattr(delta_factors_hopper, "CTAS_PER_SM", copies)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
         monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
@@ -71,15 +72,16 @@ def beside(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("chunks", "heads", "sharers", "processors", "copies"), [(8, 1, 1, 2, 1), (6, 1, 2, 3, 1), (5, 2, 1, 3, 3)]
+    ("chunks", "heads", "sharers", "processors", "copies", "item_chunks"),
+    [(8, 1, 1, 2, 1, 4), (5, 1, 2, 3, 1, 2), (5, 2, 1, 3, 3, 1)],
 )
-def test_a_walk_beside_the_grid_before(place, beside, monkeypatch, chunks, heads, sharers, processors, copies):
-    """Items of 4, 2 and 1 chunks: no bit is another than after the end of that grid."""
+def test_a_walk_beside_the_grid_before(place, beside, monkeypatch, chunks, heads, sharers, processors, copies, item_chunks):
+    """Items of 4, 2 and 1 chunks, the last one of which may lack one: no bit is another than after the end of that grid."""
     monkeypatch.setattr(delta_walk, "count_sharers", lambda _: sharers)
     *args, decay = inputs(1, 64 * chunks - 9, heads, 64, 64 * sharers, key_heads=1)
     results = []
     for rounds in (0, 1):
-        beside(rounds, processors, copies)
+        beside(rounds, processors, copies, item_chunks)
         results.append(agree(place, *args, decay))
     assert all((x == y).all() for x, y in zip(*results, strict=True))
 
