@@ -8,6 +8,7 @@ import pytest
 from delta_cases import BF16, agree, inputs
 from numpy import int32
 from poison import poison_new_memory
+from test_raw_gates import agree as agree_raw
 
 from attention.kernels import kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent.chunk_order import ChunkMajor
@@ -56,12 +57,18 @@ def beside(monkeypatch, nothing_known):
 
 @pytest.mark.parametrize(
     ("length", "batch", "rounds", "processors", "item_chunks"),
-    [(7 * 64 - 20, 2, 1, 3, 2), (9 * 64, 1, 1, 2, 2), (14 * 64, 1, 1, 2, 4)],
+    [(7 * 64 - 20, 2, 1, 3, 2), (14 * 64, 1, 1, 2, 4)],
 )
 def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, processors, item_chunks):
     """The last item of each head lacks some chunks."""
     beside(rounds, processors, item_chunks)
     agree(place, *draw(length, 1, batch))
+
+
+def test_raw_gates_of_heads_in_turn(place, beside):
+    """A worker's next item is of another head, with another A_log and dt_bias; the last items lack a chunk."""
+    beside(1, 3, 2)
+    agree_raw(place, "sigmoid", 5 * 64 - 9, delta_rule, True)
 
 
 def test_the_order_changes_no_bit(place, beside, monkeypatch):
