@@ -40,6 +40,7 @@ from .elementwise.functions import (
     tanh,
 )
 from .elementwise.masks import causal, left_fill, lower_fill, outside_fill, right_fill, tril, triu, upper_fill
+from .elementwise.order_of_computation import compute_now
 from .for_attention.online_softmax import lazy_maximum, rescale
 from .for_attention.taylor_features import taylor
 from .for_attention.triangular_inverse import inverse_unit_lower
@@ -90,19 +91,19 @@ from .shape.viewed import viewed
 
 __all__ = [
     "abs", "add_fragment", "bernoulli", "bernoulli_of_row", "block", "causal", "cluster", "col_index", "col_max", "col_min",
-    "col_prod", "col_sum", "column", "columns", "commit_group", "complex", "copy_async", "copy_pages", "count_stored",
-    "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full", "gelu", "gelu_tanh",
-    "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum", "lane_moment", "lane_sum",
-    "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load", "load_fragment", "load_number",
-    "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up", "lower_fill", "map", "matmul",
-    "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB", "mma_AtBt", "neg_infty",
-    "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product", "rasterize", "raw",
-    "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill", "row_index", "row_max",
-    "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus", "sqrt", "store",
-    "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh", "taylor", "tile_all",
-    "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose", "tril", "triu",
-    "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group", "warp_index", "warpgroup",
-    "where", "zeros", "zipped",
+    "col_prod", "col_sum", "column", "columns", "commit_group", "complex", "compute_now", "copy_async", "copy_pages",
+    "count_stored", "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full",
+    "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum",
+    "lane_moment", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load",
+    "load_fragment", "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up",
+    "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB",
+    "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product",
+    "rasterize", "raw", "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill",
+    "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus",
+    "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh",
+    "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose",
+    "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group",
+    "warp_index", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

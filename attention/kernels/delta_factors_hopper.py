@@ -149,7 +149,7 @@ def make(config: Config):
             fill(k, gK, int32(j + 1), n, next_chunk)
             chunks.count_previous(chunk, warp)
             decays = chunk_vectors.decay_rows(zeros(COL_VEC) + 1.0, vector_tile, DECAY)
-            key_factors, query_factors = norm.scale_rows(decays, key_norms), norm.scale_rows(decays, query_norms)
+            key_factors, query_factors = norm.scale_rows(decays, key_norms), norm.scale_rows(decays * scale, query_norms)
             factors.store(factor_vectors, key_factors, query_factors, decays)
             warpgroup.store(square, warpgroup.causal(scores, 0, 0.0))
             beta_rows = chunk_vectors.rows(vector_tile, BETA)

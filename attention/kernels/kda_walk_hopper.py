@@ -6,7 +6,9 @@ them already (kda_transform_hopper.py, delta_factors_hopper.py):
     S' = exp(r) S        P~ = scale tril(q' k*^T) T       k~ = exp(b_last - r) T^T k*
 
 so that a chunk is four products, and its chain two. k' S' and q' S' have the same left operand, transposed, and so have the
-last two: the right ones lie side by side in shared memory, and each pair is one product."""
+last two: the right ones lie side by side in shared memory, and each pair is one product. A round of the loop is the second
+product of a chunk and the first one of the next chunk, beside which the state decays: ptxas would wait for a product before it
+used what a product of the round before gave."""
 
 import functools
 import itertools
@@ -16,7 +18,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import cluster, columns, hstack, warpgroup, zeros
+from ops import cluster, columns, compute_now, hstack, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -99,7 +101,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
+    INPUT, STATE = config.dtype, rt(16, config.key_dim, fp32)
     factors, seq_layout, stages = config.factors, SequenceLayout(config.varlen), STAGES[config.key_dim]
     chunk_order, ORDER = config.order, config.order.walk_params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
@@ -122,6 +124,54 @@ def make(config: Config):
             return hstack(columns(x, CHUNK, 0), columns(x, CHUNK, 1))
         else:
             return columns(x, CHUNK, 0)
+
+    @inlined
+    def subtract_read(read, values, read_factors, remaining):
+        """(D, scale q' S') of a chunk, transposed. read: k' S' and q' S' before their factors."""
+        key_factors, query_factors = read_factors
+        d = fp32(values) - columns(read, CHUNK, 0) * key_factors
+        return INPUT(seq_layout.zero_other_columns(d, remaining)), columns(read, CHUNK, 1) * query_factors
+
+    @inlined
+    def read_first_state(rings, s_t, remaining, scale):
+        """read_state of the first chunk."""
+        (decayed, v, vectors, _), j = rings, int32(0)
+        vector_tile = vectors.wait(j)
+        rounded, (decay, read_factors) = INPUT(factors.to_reference(s_t, vector_tile)), factors.load_decays(vector_tile, scale)
+        s_t = compute_now(s_t * decay)  # beside the product ptxas would wait for that one
+        read = warpgroup.mm_ABt(rounded, decayed.wait(j))
+        values = warpgroup.load_transposed(v.wait(j), state.values)
+        v.release(j)
+        vectors.release(j)
+        d, o = subtract_read(warpgroup.wait(read), values, read_factors, remaining)
+        decayed.release(j)
+        return s_t, d, o
+
+    @inlined
+    def read_state(rings, s_t, o, j, remaining, scale):
+        """(the state decayed over the j-th chunk, D, scale q' S'). o: the outputs of the chunk before, which are stored."""
+        decayed, v, vectors, out = rings
+        vector_tile = vectors.wait(j)
+        rounded = INPUT(factors.to_reference(s_t, vector_tile))
+        read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
+        warpgroup.store_transposed(out.claim(j - 1), INPUT(o))
+        values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
+        decay, read_factors = factors.load_decays(vector_tile, scale)
+        s_t = compute_now(s_t * decay)
+        out.publish(j - 1)  # its fence is also that of the loads from V and the decays
+        v.release(j)
+        vectors.release(j, fenced=True)
+        d, o = subtract_read(warpgroup.wait(read), values, read_factors, remaining)
+        decayed.release(j)
+        return s_t, d, o
+
+    @inlined
+    def add_chunk(solved, s_t, d, o, j):
+        """(the state after the j-th chunk, its outputs) of the state decayed, D and scale q' S'. One product: its right factors
+        lie side by side."""
+        both = warpgroup.wait(warpgroup.mma_AB(hstack(s_t, o), d, solved.wait(j)))
+        solved.release(j)
+        return all_but_last(both), columns(both, CHUNK, PANELS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
@@ -153,38 +203,22 @@ def make(config: Config):
                 chunk_order.end_walk()
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
-            out.wait(int32(0))  # of no chunk
-            out.release(int32(0))
             for j in range(n):
-                state.send_output(gO, out, j, seq, head, block, 1)
+                state.send_output(gO, out, j, seq, head, block)
             seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             column = COLUMNS * block
+            rings = decayed, v, vectors, out
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
-            outputs = INPUT(zeros(OUTPUTS))
-            for j in range(n):
-                vector_tile = vectors.wait(j)
-                rounded = INPUT(factors.to_reference(s_t, vector_tile))
-                read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
-                warpgroup.store_transposed(out.claim(j), outputs)  # of the chunk before
-                values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
-                decay, key_factors, query_factors = factors.load_decays(vector_tile)
-                out.publish(j)  # its fence is also that of the loads from V and the decays
-                v.release(j)
-                vectors.release(j, fenced=True)
-                read = warpgroup.wait(read)
-                d = fp32(values) - columns(read, CHUNK, 0) * key_factors
-                d = INPUT(seq_layout.zero_other_columns(d, seq.remaining(j)))
-                decayed.release(j)
-                # Scaled here: half of an accumulator as it is, in the next product, makes ptxas serialise both
-                both = hstack(s_t * decay, columns(read, CHUNK, 1) * query_factors * scale)
-                both = warpgroup.wait(warpgroup.mma_AB(both, d, solved.wait(j)))  # the state and O
-                solved.release(j)
-                s_t, o = all_but_last(both), columns(both, CHUNK, PANELS)
-                outputs = INPUT(o)
-            warpgroup.store_transposed(out.claim(n), outputs)
-            out.publish(n)
+            if n > 0:
+                s_t, d, o = read_first_state(rings, s_t, seq.remaining(0), scale)
+                for j in range(n - 1):
+                    s_t, o = add_chunk(solved, s_t, d, o, j)
+                    s_t, d, o = read_state(rings, s_t, o, int32(j + 1), seq.remaining(j + 1), scale)
+                s_t, o = add_chunk(solved, s_t, d, o, int32(n - 1))
+                warpgroup.store_transposed(out.claim(n - 1), INPUT(o))
+                out.publish(n - 1)
             warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
         if CLUSTER > 1:
             cluster.sync()  # the other block may still release tiles

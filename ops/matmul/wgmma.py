@@ -193,4 +193,4 @@ def _(tile, newer: int):
         raise TypeError(f"wait: newer must be 0 or more, got {newer}")
     if tile is None:
         return void, lambda b, *_: b.do(f"wgmma.wait_group.sync.aligned {newer};")
-    return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, tile.tile.elements, newer)
+    return tile.tile, lambda b, v, *_: ptx.wgmma_wait(b, v, newer)

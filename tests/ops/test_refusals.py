@@ -35,6 +35,8 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.lazy_maximum, [T, T, X], "lazy_maximum: takes two vectors of one type and a number"),
     (ops.lazy_maximum, [PARTIAL, PARTIAL, X], "lazy_maximum: takes two vectors of one type and a number"),
     (ops.lazy_maximum, [T.col_vec, T.col_vec, T], "lazy_maximum: takes two vectors of one type and a number"),
+    (ops.compute_now, [S], "compute_now: takes a register tile or vector"),
+    (ops.compute_now, [X], "compute_now: takes a register tile or vector"),
     (ops.rescale, [B, B.col_vec], "rescale: takes an fp32 tile and its col_vec"),
     (ops.rescale, [T, T.row_vec], "rescale: takes an fp32 tile and its col_vec"),
     (ops.rescale, [T.col_vec, T.col_vec], "rescale: takes an fp32 tile and its col_vec"),

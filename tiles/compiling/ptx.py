@@ -272,11 +272,17 @@ def wgmma_commit(b):
     b.do("wgmma.commit_group.sync.aligned;")
 
 
-def wgmma_wait(b, value, registers, newer):
+def wgmma_wait(b, value, newer):
     """Until all groups but the `newer` youngest are done. The registers pass through, so nothing can touch them before."""
-    letter = "f" if value.type.elements[0] == f32 else "r"
-    constraints = [f"={letter}"] * registers + [str(k) for k in range(registers)]
-    return b.asm(value.type, f"wgmma.wait_group.sync.aligned {newer};", ",".join(constraints), *b.unpack(value))
+    return pass_through(b, value, f"wgmma.wait_group.sync.aligned {newer};")
+
+
+def pass_through(b, value, text):
+    """A tile's registers after this instruction, for LLVM a value of its own: they are computed before."""
+    registers = b.unpack(value)
+    letter = "f" if registers[0].type == f32 else "r"
+    constraints = [f"={letter}"] * len(registers) + [str(k) for k in range(len(registers))]
+    return b.asm(value.type, text, ",".join(constraints), *registers)
 
 
 # ---- sm_80: cp.async and mma.sync -----------------------------------------------------------------------------------

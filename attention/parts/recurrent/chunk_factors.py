@@ -48,17 +48,16 @@ class ChannelFactors:
         return s_t * load(subtile(vectors, self.key_dim, 0), self.channel_vec)
 
     @inlined
-    def load_decays(self, vectors):
-        """Start to load (the decay of the state, the factor of the columns of k' S', that of q' S'), the latter two transposed,
-        and return them."""
-        return load(subtile(vectors, self.key_dim, 1), self.channel_vec), 1.0, 1.0
+    def load_decays(self, vectors, scale):
+        """Start to load (the decay of the state, (the factors of k' S', of q' S')) of transposed tiles, and return them."""
+        return load(subtile(vectors, self.key_dim, 1), self.channel_vec), (1.0, scale)
 
 
 @static
 class TokenFactors:
     """Decays that are one number a token and head, or none: queries and keys are the call's own. Vectors, of the chunk's
-    tokens: exp(b) times the key's inverse norm (l2norm.py), exp(b) times the query's, exp(b). ChannelFactors says what the
-    methods do."""
+    tokens: exp(b) times the key's inverse norm (l2norm.py), exp(b) times the query's and the scale, exp(b). ChannelFactors says
+    what the methods do."""
 
     @property
     def vectors(self):
@@ -81,9 +80,9 @@ class TokenFactors:
         return s_t
 
     @inlined
-    def load_decays(self, vectors):
+    def load_decays(self, vectors, scale):
         decay = last_element(subtile(vectors, CHUNK, DECAYS))
-        return decay, load(subtile(vectors, CHUNK, KEYS), ROW_VEC), load(subtile(vectors, CHUNK, QUERIES), ROW_VEC)
+        return decay, (load(subtile(vectors, CHUNK, KEYS), ROW_VEC), load(subtile(vectors, CHUNK, QUERIES), ROW_VEC))
 
     @inlined
     def store(self, vectors, key_factors, query_factors, decays):
