@@ -4,17 +4,18 @@ decay is one number for a token and head, or for a head.
     S_t = exp(g_t) S_(t-1) + k_t^T v_t        o_t = scale q_t S_t
 
 A sequence is cut into runs of two chunks of 64 tokens, which the blocks of a cluster have in turn, each one run of a round. All
-have the same head and the same 64 columns of its values. Where b is the cumulative sum of gates from the beginning of a run on,
-a block's warpgroups are
+have the same head and the same 64 columns of its values. Where b is the cumulative sum of a chunk's gates, a block's warpgroups
+are
 
     a producer, whose first warp loads Q, K and V; others compute b
-    one for states:   N^T = (exp(b_last - b) V)^T K       the local state of a run: the state after it if that before it is 0
+    one for states:   N^T = (exp(b_last - b) V)^T K       the local state: that after the run if the state before it is 0
                       N and b_last go to all peers, and those of the peers' runs come
                       S^T = exp(b_last) S^T + N^T         from run to run of all blocks, so each has the whole state
-    two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before the run
+    two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before it
 
 What blocks send each other depends on no state, so it is under way while outputs of earlier runs are computed. From run to run
-a state takes one multiplication and addition in registers. Every exponent that is used is a sum of gates, so never positive."""
+a state takes one multiplication and addition in registers. Local states are rounded to 16 bits: their errors are those of the
+values' products. Every exponent that is used is a sum of gates, so never positive."""
 
 import functools
 import itertools
@@ -29,15 +30,14 @@ from tiles import barrier, bf16, dtype, fp16, fp32, inlined, ring, rt, shared, s
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import COL_VEC, TILE, DecayGate, Gate, HeadGate, TokenGate
+from ..parts.recurrent.gates import COL_VEC, DecayGate, Gate, HeadGate, TokenGate
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 
 BLOCKS = 2, 3  # of a cluster
 RUN = 2  # chunks of a run
 STAGES = 2  # runs of keys and values in shared memory: while outputs of one are computed, the next one's state is
-QUERY_STAGES = 4  # chunks of queries in shared memory; a multiple of the two warpgroups that take turns at them
 STATES, PRODUCER = RUN, RUN + 1  # the warpgroups after those that compute outputs
-STATE_REGISTERS, PRODUCER_REGISTERS = 208, 48  # those that compute outputs keep the 128 of a launch of 512 threads
+OUTPUT_REGISTERS, STATE_REGISTERS, PRODUCER_REGISTERS = 112, 240, 48
 CUMSUM_WARPS = 2  # warps of the producer that compute b, a chunk each in turn
 NUMBERS = rt(16, 16, fp32).row_vec  # a vector in which a warp sends a number
 KEY_DIMS = 64, 128  # as padded
@@ -65,9 +65,9 @@ class Config:
         return self.blocks
 
     @property
-    def start_stages(self):
-        """How many states before runs shared memory holds, beside those of the peers."""
-        return max(BLOCKS) + 1 - self.blocks
+    def query_stages(self):
+        """Chunks of queries in shared memory. The more peers send states, the fewer it holds."""
+        return RUN * (max(BLOCKS) + 1 - self.blocks)
 
     def __str__(self):
         return ", ".join(filter(None, (f"Dk {self.key_dim} {self.dtype}", str(self.gate), f"{self.blocks} blocks")))
@@ -96,9 +96,9 @@ def make(config: Config):
     smem = shared(
         k=ring(KEY, STAGES, CONSUMERS),
         v=ring(VALUE, STAGES, CONSUMERS, once=True),
-        q=ring(QUERY, QUERY_STAGES, WARPS),
-        b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
-        start=ring(st(COLUMNS, KEYS, INPUT), config.start_stages, RUN * WARPS, writers=WARPS),
+        q=ring(QUERY, config.query_stages, WARPS),
+        b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, 2 * WARPS, writers=1),
+        start=ring(st(COLUMNS, KEYS, INPUT), RUN, WARPS, writers=WARPS),
         out=st(RUN * CHUNK, COLUMNS, INPUT),
         state=st(PEERS * WARPS * PART.rows, PART.cols, INPUT),
         decay=sv(PEERS * WARPS * NUMBERS.length, fp32),
@@ -114,12 +114,11 @@ def make(config: Config):
         return peer
 
     @inlined
-    def send_state(memory, n_t, run_decay, i):
-        """Send this warp's part of a run's local state and its decay to the i-th peer. The state is rounded: its error is that
-        of the values' products, which are of 16 bits, too."""
+    def send_state(memory, run_t, run_decay, i):
+        """Send this warp's part of a run's local state and its decay to the i-th peer."""
         peer, slot = peer_of(cluster.rank(), i), WARPS * (PEERS - 1 - i) + warpgroup.rank()
         state, decay, full = subtile(memory.state, PART.rows, slot), subtile(memory.decay, NUMBERS.length, slot), memory.full
-        cluster.store_fragment_async(cluster.map(state, peer), INPUT(n_t), cluster.map(full, peer))
+        cluster.store_fragment_async(cluster.map(state, peer), run_t, cluster.map(full, peer))
         cluster.store_async(cluster.map(decay, peer), zeros(NUMBERS) + run_decay, cluster.map(full, peer))
 
     @inlined
@@ -185,61 +184,58 @@ def make(config: Config):
             s_t, g = warpgroup.load(gInitialState, STATE, at, aligned=False), gate.load_head_gate(gGates, head)
             for i in range(PEERS):
                 if peer_of(block, i) < block:  # to whom this block has a run before their first one: an empty one
-                    send_state(memory, zeros(STATE), float32(0), i)
+                    send_state(memory, INPUT(zeros(STATE)), float32(0), i)
                     allow_next(memory, i)
             for r in range(rounds):
                 remaining = int32(length - CHUNK * RUN * (BLOCKS * r + block))
                 keys, values = k.wait(r), v.wait(r)
                 _, a_first, b_first = gate.consume_cumsum(b, b, RUN * r, g, max(remaining, int32(0)))
                 _, a_second, b_second = gate.consume_cumsum(b, b, RUN * r + 1, g, max(int32(remaining - CHUNK), int32(0)))
-                run_decay = b_first + b_second
                 v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 0), TRANSPOSED, fenced=False))
-                v_t = INPUT(gate.decay_values(v_t, a_first, run_decay))
+                v_t = INPUT(gate.decay_values(v_t, a_first, b_first))
                 n_t = warpgroup.mm_AB(v_t, cluster.unmap(subtile(keys, CHUNK, 0)))
                 v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 1), TRANSPOSED))
                 v_t = INPUT(gate.decay_values(v_t, a_second, b_second))
-                n_t = warpgroup.wait(warpgroup.mma_AB(n_t, v_t, cluster.unmap(subtile(keys, CHUNK, 1))))
+                n_t = warpgroup.wait(n_t)
+                first_t = INPUT(n_t)
+                n_t = warpgroup.mma_AB(gate.decay(n_t, b_second), v_t, cluster.unmap(subtile(keys, CHUNK, 1)))
+                run_t = INPUT(warpgroup.wait(n_t))
                 k.release(r)
                 v.release(r)
                 wait_for_peers(memory, r)
                 for i in range(PEERS):
                     if peer_of(block, i) > block or r + 1 < rounds:
-                        send_state(memory, n_t, run_decay, i)
+                        send_state(memory, run_t, b_first + b_second, i)
                 s_t = add_peers(memory, s_t, r)
                 warpgroup.sync(fenced=True)  # all warps have read
                 for i in range(PEERS):
                     if peer_of(block, i) > block or r + 1 < rounds:
                         allow_next(memory, i)
-                warpgroup.store(start.claim(r), s_t)
-                start.publish(r)
-                s_t = gate.decay(s_t, run_decay) + n_t
+                warpgroup.store(start.claim(RUN * r), s_t)
+                start.publish(RUN * r)
+                warpgroup.store(start.claim(RUN * r + 1), gate.decay(s_t, b_first) + fp32(first_t))
+                start.publish(RUN * r + 1)
+                s_t = gate.decay(s_t, b_first + b_second) + fp32(run_t)
             if block == BLOCKS - 1:
                 warpgroup.store(gFinalState, s_t, at, aligned=False)
         else:
+            warpgroup.release_registers(OUTPUT_REGISTERS)
             g, log2_scale = gate.load_head_gate(gGates, head), log2(zeros(COL_VEC) + scale)
             out = subtile(memory.out, CHUNK, wg)
             for r in range(rounds):
-                token = int32(CHUNK * (RUN * (BLOCKS * r + block) + wg))
-                remaining = max(int32(length - token), int32(0))
-                b_rows, a_cols, _ = gate.consume_cumsum(b, b, int32(RUN * r + wg), g, remaining)
+                j, token = int32(RUN * r + wg), int32(CHUNK * (RUN * (BLOCKS * r + block) + wg))
+                b_rows, a_cols, _ = gate.consume_cumsum(b, b, j, g, max(int32(length - token), int32(0)))
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
-                _, a_other, b_other = gate.consume_cumsum(b, b, int32(RUN * r + 1 - wg), g, CHUNK)
-                queries, keys, values = q.wait(int32(RUN * r + wg)), k.wait(r), v.wait(r)
-                o, b_run = zeros(TILE), b_rows
-                if wg > 0:
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, 0)))
-                    b_run = b_rows + b_other
-                    p = INPUT(gate.decay_all_scores(s, b_run, a_other))
-                    o = warpgroup.wait(warpgroup.mm_AB(p, subtile(values, CHUNK, 0)))
+                queries, keys, values = q.wait(j), k.wait(r), v.wait(r)
                 s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, wg)))
                 p = INPUT(gate.decay_scores(s, b_rows, a_cols))
-                o = warpgroup.wait(warpgroup.mma_AB(o, p, subtile(values, CHUNK, wg)))
+                o = warpgroup.wait(warpgroup.mm_AB(p, subtile(values, CHUNK, wg)))
                 k.release(r)
                 v.release(r)
-                o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(r))), b_run)
-                start.release(r)
-                q.release(int32(RUN * r + wg))
+                o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(j))), b_rows)
+                start.release(j)
+                q.release(j)
                 if not gate.folds_scale:
                     o = o * scale
                 warpgroup.send(gO, (sequence, token, head, column), out, o)
