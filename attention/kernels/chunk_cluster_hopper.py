@@ -35,7 +35,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 
 BLOCKS = 2, 3  # of a cluster
 RUN = 2  # chunks of a run
-STAGES = 2  # runs of keys and values in shared memory: while outputs of one are computed, the next one's state is
+STAGES = {64: 8, 128: 4}  # by the padded key dim: chunks of keys and values in shared memory, a multiple of a run's
 STATES, PRODUCER = RUN, RUN + 1  # the warpgroups after those that compute outputs
 OUTPUT_REGISTERS, STATE_REGISTERS, PRODUCER_REGISTERS = 112, 240, 48
 CUMSUM_WARPS = 2  # warps of the producer that compute b, a chunk each in turn
@@ -86,18 +86,19 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KEYS, INPUT, gate, BLOCKS = config.key_dim, config.dtype, config.gate, config.blocks
-    KEY, VALUE, QUERY = st(RUN * CHUNK, KEYS, INPUT), st(RUN * CHUNK, COLUMNS, INPUT), st(CHUNK, KEYS, INPUT)
-    OUT, STATE, TRANSPOSED = st(CHUNK, COLUMNS, INPUT), rt(16, KEYS, fp32), rt(16, CHUNK, INPUT)
-    WARPS, CONSUMERS = warpgroup.WARPGROUP, warpgroup.WARPGROUP * (RUN + 1)
+    KEY, VALUE = st(CHUNK, KEYS, INPUT), st(CHUNK, COLUMNS, INPUT)  # a chunk of Q or K, and of V or the outputs
+    STATE, TRANSPOSED = rt(16, KEYS, fp32), rt(16, CHUNK, INPUT)
+    WARPS = warpgroup.WARPGROUP
+    READERS = 2 * WARPS  # of a chunk: the warpgroup that computes its outputs, and that for states
     SENT = rt(16, KEYS, INPUT)
     PEERS = BLOCKS - 1
     PART = st(SENT.rows * SENT.cols // 64, 64, INPUT)  # of what is received, by a warp
     NUMBER_BYTES = NUMBERS.length * fp32.itemsize
     smem = shared(
-        k=ring(KEY, STAGES, CONSUMERS),
-        v=ring(VALUE, STAGES, CONSUMERS, once=True),
-        q=ring(QUERY, config.query_stages, WARPS),
-        b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, 2 * WARPS, writers=1),
+        k=ring(KEY, STAGES[KEYS], READERS),
+        v=ring(VALUE, STAGES[KEYS], READERS, once=True),
+        q=ring(KEY, config.query_stages, WARPS),
+        b=ring(sv(CHUNK, fp32), STAGES[KEYS] if gate.per_token else 1, READERS, writers=1),
         start=ring(st(COLUMNS, KEYS, INPUT), RUN, WARPS, writers=WARPS),
         out=st(RUN * CHUNK, COLUMNS, INPUT),
         state=st(PEERS * WARPS * PART.rows, PART.cols, INPUT),
@@ -106,6 +107,12 @@ def make(config: Config):
         full=barrier(WARPS),
         free=barrier(),
     )
+
+    @inlined
+    def first_token(block, j):
+        """The first token of a block's j-th chunk."""
+        r, i = divmod(int32(j), RUN)
+        return int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
 
     @inlined
     def peer_of(block, i):
@@ -150,8 +157,8 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan_in_turn(
-        gQ: tiled(QUERY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gGates: array(gate.rank), gA: array(2),
-        gDtBias: array(2), gO: tiled(OUT, unit=1), gInitialState: array(4), gFinalState: array(4), length: INT, rounds: INT,
+        gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gV: tiled(VALUE, unit=1), gGates: array(gate.rank), gA: array(2),
+        gDtBias: array(2), gO: tiled(VALUE, unit=1), gInitialState: array(4), gFinalState: array(4), length: INT, rounds: INT,
         heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs of a block's runs. `group` of the value heads share a key head, and each is `width` blocks of 64 columns
@@ -167,17 +174,14 @@ def make(config: Config):
             warpgroup.release_registers(PRODUCER_REGISTERS)
             warp = cuda.threadIdx.x // 32 - 4 * PRODUCER
             if warp == 0:
-                for r in range(rounds):
-                    token = int32(CHUNK * RUN * (BLOCKS * r + block))
-                    k.fill(r, gK, (sequence, token, key_head, 0))
-                    v.fill(r, gV, (sequence, token, head, column))
-                    for i in range(RUN):
-                        q.fill(RUN * r + i, gQ, (sequence, int32(token + CHUNK * i), key_head, 0))
+                for j in range(RUN * rounds):
+                    token = first_token(block, j)
+                    k.fill(j, gK, (sequence, token, key_head, 0))
+                    v.fill(j, gV, (sequence, token, head, column))
+                    q.fill(j, gQ, (sequence, token, key_head, 0))
             elif gate.per_token and warp <= CUMSUM_WARPS:
                 for j in range(warp - 1, RUN * rounds, CUMSUM_WARPS):
-                    r, i = divmod(j, RUN)
-                    token = int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
-                    gate.produce_cumsum(b, b, j, gGates, gA, gDtBias, sequence, token, length, head)
+                    gate.produce_cumsum(b, b, j, gGates, gA, gDtBias, sequence, first_token(block, j), length, head)
         elif wg == STATES:
             warpgroup.claim_registers(STATE_REGISTERS)
             at = sequence, head, int32(COLUMNS * column), 0
@@ -187,21 +191,25 @@ def make(config: Config):
                     send_state(memory, INPUT(zeros(STATE)), float32(0), i)
                     allow_next(memory, i)
             for r in range(rounds):
-                remaining = int32(length - CHUNK * RUN * (BLOCKS * r + block))
-                keys, values = k.wait(r), v.wait(r)
-                _, a_first, b_first = gate.consume_cumsum(b, b, RUN * r, g, max(remaining, int32(0)))
-                _, a_second, b_second = gate.consume_cumsum(b, b, RUN * r + 1, g, max(int32(remaining - CHUNK), int32(0)))
-                v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 0), TRANSPOSED, fenced=False))
-                v_t = INPUT(gate.decay_values(v_t, a_first, b_first))
-                n_t = warpgroup.mm_AB(v_t, cluster.unmap(subtile(keys, CHUNK, 0)))
-                v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 1), TRANSPOSED))
-                v_t = INPUT(gate.decay_values(v_t, a_second, b_second))
+                first, second = RUN * r, RUN * r + 1
+                remaining = int32(length - first_token(block, first))
+                keys, values = k.wait(first), v.wait(first)
+                _, a_cols, b_first = gate.consume_cumsum(b, b, first, g, max(remaining, int32(0)))
+                v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
+                v_t = INPUT(gate.decay_values(v_t, a_cols, b_first))
+                n_t = warpgroup.mm_AB(v_t, cluster.unmap(keys))
+                keys, values = k.wait(second), v.wait(second)
+                _, a_cols, b_second = gate.consume_cumsum(b, b, second, g, max(int32(remaining - CHUNK), int32(0)))
+                v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
+                v_t = INPUT(gate.decay_values(v_t, a_cols, b_second))
                 n_t = warpgroup.wait(n_t)
+                k.release(first)
+                v.release(first)
                 first_t = INPUT(n_t)
-                n_t = warpgroup.mma_AB(gate.decay(n_t, b_second), v_t, cluster.unmap(subtile(keys, CHUNK, 1)))
+                n_t = warpgroup.mma_AB(gate.decay(n_t, b_second), v_t, cluster.unmap(keys))
                 run_t = INPUT(warpgroup.wait(n_t))
-                k.release(r)
-                v.release(r)
+                k.release(second)
+                v.release(second)
                 wait_for_peers(memory, r)
                 for i in range(PEERS):
                     if peer_of(block, i) > block or r + 1 < rounds:
@@ -211,10 +219,10 @@ def make(config: Config):
                 for i in range(PEERS):
                     if peer_of(block, i) > block or r + 1 < rounds:
                         allow_next(memory, i)
-                warpgroup.store(start.claim(RUN * r), s_t)
-                start.publish(RUN * r)
-                warpgroup.store(start.claim(RUN * r + 1), gate.decay(s_t, b_first) + fp32(first_t))
-                start.publish(RUN * r + 1)
+                warpgroup.store(start.claim(first), s_t)
+                start.publish(first)
+                warpgroup.store(start.claim(second), gate.decay(s_t, b_first) + fp32(first_t))
+                start.publish(second)
                 s_t = gate.decay(s_t, b_first + b_second) + fp32(run_t)
             if block == BLOCKS - 1:
                 warpgroup.store(gFinalState, s_t, at, aligned=False)
@@ -222,17 +230,17 @@ def make(config: Config):
             warpgroup.release_registers(OUTPUT_REGISTERS)
             g, log2_scale = gate.load_head_gate(gGates, head), log2(zeros(COL_VEC) + scale)
             out = subtile(memory.out, CHUNK, wg)
-            for r in range(rounds):
-                j, token = int32(RUN * r + wg), int32(CHUNK * (RUN * (BLOCKS * r + block) + wg))
+            for j in range(wg, RUN * rounds, RUN):
+                token = first_token(block, j)
                 b_rows, a_cols, _ = gate.consume_cumsum(b, b, j, g, max(int32(length - token), int32(0)))
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
-                queries, keys, values = q.wait(j), k.wait(r), v.wait(r)
-                s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, wg)))
+                queries, keys, values = q.wait(j), k.wait(j), v.wait(j)
+                s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                 p = INPUT(gate.decay_scores(s, b_rows, a_cols))
-                o = warpgroup.wait(warpgroup.mm_AB(p, subtile(values, CHUNK, wg)))
-                k.release(r)
-                v.release(r)
+                o = warpgroup.wait(warpgroup.mm_AB(p, values))
+                k.release(j)
+                v.release(j)
                 o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(j))), b_rows)
                 start.release(j)
                 q.release(j)
