@@ -88,7 +88,7 @@ class TwoBlockScores(WarpChannels):
 
     @property
     def far_writes(self):
-        """As many rows of keys as have room in a tile of scores."""
+        """The tile of as many rows of keys as a tile of scores has room for."""
         return st(CHUNK * CHUNK // self.key_dim, self.key_dim, self.dtype, width=self._panel)
 
     @property
