@@ -3,9 +3,9 @@ channel of the keys has a decay (parts/recurrent/delta_channels.py has the equat
 multiplied by, exp(b) Q, exp(b) K and exp(b_last - b) K, the chunk's decay exp(b_last), the scores P / scale, and -L^T in two
 parts.
 
-A block is one warpgroup, and has some chunks of a head, one after the other. A chunk is two blocks of 32 tokens with a
-reference each (two_block_scores.py), or it is halved (anchored_scores.py). The next chunk is loaded while this one's triangle
-is inverted."""
+A block has some chunks of a head, one after the other. A chunk is two blocks of 32 tokens with a reference each
+(two_block_scores.py), or it is halved (anchored_scores.py). A warpgroup computes, and a fifth warp loads and stores: the next
+chunk is loaded while this one's triangle is inverted."""
 
 import functools
 import itertools
@@ -19,6 +19,7 @@ from ops import divmod, exp2, load, store, store_wait, subtile, tma_store, trunc
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import bf16, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
+from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
@@ -26,9 +27,11 @@ from ..parts.recurrent.anchored_scores import KdaScores
 from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.delta_chunk_solver import away_from_zero
 from ..parts.recurrent.delta_chunks import KEY_DIMS, LEAST_BETA, TwoParts
-from ..parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout, block_coord
 from ..parts.recurrent.two_block_scores import ScoreTiles, TwoBlockScores
+
+SENDER = 1  # the number of the warpgroup that the fifth warp is the first of
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Config(channel_config.Config):
     """A kernel's configuration: that of channel_config.py. There are no consumers."""
 
     ctas_per_sm = 2
+
+    @property
+    def threads(self):
+        return warpgroup.THREADS + LANES
 
     @property
     def decayed_keys(self):
@@ -67,12 +74,12 @@ def make(config: Config):
         q=ring(KEY, 1, 1),
         k=ring(KEY, 1, 1),
         g=ring(config.gate, 1, 1),
-        k_decayed=config.decayed_keys,
+        k_decayed=ring(config.decayed_keys, 1, 1, writers=warpgroup.WARPGROUP),
         square=SQUARE,
         triangles=TRIANGLES,
         state_decay=config.state_decay,
         gate_sums=config.gate_sums,
-        chunk_beta=sv(CHUNK, fp32),
+        beta=ring(sv(CHUNK, fp32), 1, warpgroup.WARPGROUP + 1, writers=1),
     )
 
     @inlined
@@ -86,9 +93,17 @@ def make(config: Config):
             seq_layout.fill_chunk(q, j, gQ, gTailQ, place, key_head)
 
     @inlined
+    def store_beta(beta, betas, j, n, seq, head):
+        """Write beta of the j-th of a sequence's n chunks, if there is one, as others divide by it."""
+        if j < n:
+            x = load(betas, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(j), head), cols=1)
+            store(beta.claim(j), away_from_zero(x, LEAST))
+            beta.publish(j)
+
+    @inlined
     def send_chunk(tiles, arrays, at):
-        """One warp stores what is known of a chunk before the inverse: its decayed queries and keys, its own decay, its betas
-        and P. Returns when they have left shared memory."""
+        """Store what is known of a chunk before the inverse: its decayed queries and keys, its own decay, its betas and P.
+        Returns when they have left shared memory."""
         queries, decayed_keys, keys, state_decay, beta, scores = tiles
         gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores = arrays
         tma_store(gDecayedQ, at, queries)
@@ -100,25 +115,12 @@ def make(config: Config):
         store_wait()
 
     @inlined
-    def send_solution(gSolutions, at, parts, square, extra, warp):
-        """Store -L^T in two parts, the second through a tile that is free, if there is one."""
-        (chunk, head), (high, low) = at, parts
-        warpgroup.store(square, high)
+    def low_part(decayed_keys, reads):
+        """The tile of the second part of -L^T: free once P has been sent."""
         if IN_PLACE:
-            warpgroup.store(subtile(extra, CHUNK, 0, CHUNK, 0), low)
-        warpgroup.sync()
-        if warp == 0:
-            tma_store(gSolutions, (chunk, head, 0), square)
-            if IN_PLACE:
-                tma_store(gSolutions, (chunk, head, 1), subtile(extra, CHUNK, 0, CHUNK, 0))
-            else:
-                store_wait()
-        if not IN_PLACE:
-            warpgroup.sync()
-            warpgroup.store(square, low)
-            warpgroup.sync()
-            if warp == 0:
-                tma_store(gSolutions, (chunk, head, 1), square)
+            return subtile(decayed_keys, CHUNK, 0, CHUNK, 0)
+        else:
+            return subtile(reads, CHUNK, 1, CHUNK, 0)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def invert(
@@ -130,59 +132,78 @@ def make(config: Config):
         """Each of the `parts` blocks of a head of a sequence has as many of its chunks. gB, gChunkBeta: exp(b_last) and beta of
         each chunk and head, LEAST_BETA for one that is less, as others divide by it; gSolutions: -L^T, high above low. gTailQ
         .. gTailGates: see packed_tails.py. `group` value heads share one of the key `heads`."""
-        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, chunk_beta = smem.open()
+        q, k, g, k_decayed, square, triangles, state_decay, gate_sums, beta = smem.open()
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
-        rings, arrays, sent_arrays = (q, k, g), (gQ, gK, gGates), (gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores)
-        tails = gTailQ, gTailK, gTailGates
-        fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
-        (high, low), (writes, _) = decay.open_triangles(triangles, ())
-        far_writes, betas = block_scores.open_far_writes(square), truncate(gBeta, 1, seq.end)
-        beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.start, head), cols=1)
-        for j in range(n):
-            chunk = int32(first + j)
-            queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
-            if IN_PLACE:
-                sums, decayed_keys = gates, k_decayed
-            else:
-                sums, decayed_keys = gate_sums, viewed(gates, KEY)
-            tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
-            scores_tile = subtile(tiles.reads, CHUNK, 0, CHUNK, 0)  # a warp's rows of it are those of its Q^
-            channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
-            block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
-            references = block_scores.find_references(*block_sums)
-            if warp == 0:
-                store_wait()  # the chunk before has left the tiles that are written from here on
-            halved = block_scores.vote(references)
-            store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(references.last))
-            warpgroup.store(chunk_beta, away_from_zero(beta, LEAST))
-            if halved:
-                scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
-                warpgroup.sync()  # all have read what is decayed now
-                b_last = decay.load_last_sums(sums, warp)
-                decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
-                warpgroup.sync()  # all have read the sums, whose place scores take
-                a = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
-            else:
-                block_scores.factor(tiles, block_sums, references, warp)
-                warpgroup.sync()
-                scores, a = block_scores.compute(tiles, warp)
-                scores = INPUT(warpgroup.causal(scores, 0, 0.0))
-            warpgroup.store(scores_tile, scores)
-            warpgroup.sync()
-            if warp == 0:
-                send_chunk((queries, decayed_keys, keys, state_decay, chunk_beta, scores_tile), sent_arrays, (chunk, head))
+        if warpgroup.id() == SENDER:
+            rings, arrays, tails = (q, k, g), (gQ, gK, gGates), (gTailQ, gTailK, gTailGates)
+            sent_arrays = gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores
+            fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
+            betas = truncate(gBeta, 1, seq.end)
+            store_beta(beta, betas, int32(0), n, seq, head)
+            for j in range(n):
+                decayed_keys, queries, keys, gates = k_decayed.wait(int32(2 * j)), q.wait(j), k.wait(j), g.wait(j)
+                if IN_PLACE:
+                    sums = gates
+                else:
+                    sums, decayed_keys = gate_sums, viewed(gates, KEY)
+                reads = viewed(sums, block_scores.reads)
+                scores, at = subtile(reads, CHUNK, 0, CHUNK, 0), (int32(first + j), head)
+                send_chunk((queries, decayed_keys, keys, state_decay, beta.wait(j), scores), sent_arrays, at)
+                beta.release(j)
+                k_decayed.release(int32(2 * j))
                 q.release(j)
                 k.release(j)
                 g.release(j)
-            fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
-            a = a * load(chunk_beta, ROW_VEC)
-            beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
-            x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / warpgroup.load(chunk_beta, COL_VEC)
-            send_solution(gSolutions, (chunk, head), two_parts.split(x), square, decayed_keys, warp)
-        if warp == 0:
-            store_wait()
+                fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
+                second_tile = low_part(k_decayed.wait(int32(2 * j + 1)), reads)
+                tma_store(gSolutions, (*at, 0), square)
+                tma_store(gSolutions, (*at, 1), second_tile)
+                store_wait()
+                k_decayed.release(int32(2 * j + 1))
+                store_beta(beta, betas, int32(j + 1), n, seq, head)
+        else:
+            (high, low), (writes, _) = decay.open_triangles(triangles, ())
+            far_writes = block_scores.open_far_writes(square)
+            for j in range(n):
+                queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+                if IN_PLACE:
+                    sums = gates
+                    channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
+                    decayed_keys = k_decayed.claim(int32(2 * j))
+                else:
+                    sums, decayed_keys = gate_sums, viewed(gates, KEY)
+                    k_decayed.claim(int32(2 * j))  # the chunk before has left the place of sums, among others
+                    channel_gates.cumsum(sums, gates, (), warp, seq.remaining(j))
+                tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
+                block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
+                references = block_scores.find_references(*block_sums)
+                halved = block_scores.vote(references)
+                store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(references.last))
+                if halved:
+                    scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                    warpgroup.sync()  # all have read what is decayed now
+                    b_last = decay.load_last_sums(sums, warp)
+                    decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
+                    warpgroup.sync()  # all have read the sums, whose place scores take
+                    a = warpgroup.load(high, TILE) + warpgroup.load(low, TILE)
+                else:
+                    block_scores.factor(tiles, block_sums, references, warp)
+                    warpgroup.sync()
+                    scores, a = block_scores.compute(tiles, warp)
+                    scores = INPUT(warpgroup.causal(scores, 0, 0.0))
+                warpgroup.store(subtile(tiles.reads, CHUNK, 0, CHUNK, 0), scores)  # a warp's rows are those of its Q^
+                k_decayed.publish(int32(2 * j))
+                chunk_beta = beta.wait(j)
+                a = a * load(chunk_beta, ROW_VEC)
+                x = warpgroup.triu(inverse_transposed(a, high, low), 1, 0.0) / warpgroup.load(chunk_beta, COL_VEC)
+                beta.release(j)
+                first_part, second_part = two_parts.split(x)
+                second_tile = low_part(k_decayed.claim(int32(2 * j + 1)), tiles.reads)
+                warpgroup.store(square, first_part)
+                warpgroup.store(second_tile, second_part)
+                k_decayed.publish(int32(2 * j + 1))
 
     return invert, smem
