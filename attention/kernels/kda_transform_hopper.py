@@ -94,7 +94,7 @@ def make(config: Config):
     decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates, config.beta
     PARAMS, ORDER = channel_gates.params(), chunk_order.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
-    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), RoundedEndScores(config.key_dim, INPUT)
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT, chunk_order.copies), RoundedEndScores(config.key_dim, INPUT)
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(

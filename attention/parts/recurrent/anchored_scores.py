@@ -37,13 +37,16 @@ from .gates import LOG2_E
 
 SQUARE = rt(TOKEN_GROUP, TOKEN_GROUP, fp32)  # the scores of so many queries and keys
 HALVES, PAIRS = warpgroup.named_barrier(4), warpgroup.named_barrier(2, first=2)  # later warps wait for earlier ones' keys
+BARRIERS = 3  # of a warpgroup: one of halves, two of pairs
 
 
 @static
 class AnchoredScores(WarpChannels):
     """The scores of a halved chunk, computed by a preparer. A kernel that scores keys with keys, too, overrides `stack_rows`
-    and `round_scores`."""
+    and `round_scores`. workers: the warpgroups of a block that each score chunks of their own, the first ones; at most two, as
+    there are no more named barriers."""
 
+    workers: int = 1
     scored = TOKEN_GROUP  # rows of scores of TOKEN_GROUP tokens
 
     @property
@@ -62,6 +65,14 @@ class AnchoredScores(WarpChannels):
         return rt(self.scored, 2 * TOKEN_GROUP, fp32)
 
     @inlined
+    def barrier_group(self):
+        """The first group of this warpgroup's barriers."""
+        if self.workers > 1:
+            return BARRIERS * warpgroup.id()
+        else:
+            return 0
+
+    @inlined
     def compute(self, queries, keys, extra, sums, far_keys, warp):
         """The scores of a chunk, 16 rows in each warp, 0 where j > i. far_keys: memory as for a chunk's keys. extra: what
         `round_scores` stores to: nothing above the diagonal."""
@@ -70,13 +81,13 @@ class AnchoredScores(WarpChannels):
         nothing = self.dtype(zeros(SQUARE))
         first, second, before = nothing, nothing, nothing
         if warp >= 2:
-            HALVES.sync(0)
+            HALVES.sync(self.barrier_group())
             earlier = subtile(far_keys, 2 * TOKEN_GROUP, 0)
             scores = self.anchored_block(zeros(self.square_pair), queries, keys, sums, earlier, warp, 2)
             first = self.round_scores(extra, columns(scores, TOKEN_GROUP, 0), warp, 0)
             second = self.round_scores(extra, columns(scores, TOKEN_GROUP, 1), warp, 1)
         if warp % 2 == 1:
-            PAIRS.sync(warp // 2)
+            PAIRS.sync(self.barrier_group() + warp // 2)
             earlier = subtile(far_keys, TOKEN_GROUP, 2 + warp // 2)
             scores = self.anchored_block(zeros(self.square), queries, keys, sums, earlier, warp, warp)
             before = self.round_scores(extra, scores, warp, warp - 1)
@@ -91,10 +102,10 @@ class AnchoredScores(WarpChannels):
         last two, then of warps 0 and 2 for the warp after each."""
         if warp < 2:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, warp), keys, sums, warp, 2)
-            HALVES.arrive(0)
+            HALVES.arrive(self.barrier_group())
         if warp % 2 == 0:
             self.store_anchored_keys(subtile(far_keys, TOKEN_GROUP, 2 + warp // 2), keys, sums, warp, warp + 1)
-            PAIRS.arrive(warp // 2)
+            PAIRS.arrive(self.barrier_group() + warp // 2)
 
     @inlined
     def store_anchored_keys(self, target, keys, sums, warp, later):

@@ -71,6 +71,14 @@ def test_raw_gates_of_heads_in_turn(place, beside):
     agree_raw(place, "sigmoid", 5 * 64 - 9, delta_rule, True)
 
 
+def test_halved_chunks_beside_each_other(place, beside):
+    """Both workers of a block score one at a time, each with barriers of its own."""
+    beside(1, 2)
+    *args, decay = draw(5 * 64, 1)
+    decay[..., 5] = -1e4
+    agree(place, *args, decay)
+
+
 def test_the_order_changes_no_bit(place, beside, monkeypatch):
     """Nor does what lay in memory before. Items of one chunk."""
     poison_new_memory(monkeypatch)
