@@ -43,7 +43,7 @@ def copying(*kernels, prepare_next=None, shared_bytes=None):
 
     @program(COPIES, prepare_next=prepare_next)
     def copies(problem) -> Plan:
-        plans = [SimpleNamespace(nbytes=n) for n in shared_bytes or [0] * len(kernels)]
+        plans = [SimpleNamespace(nbytes=n, blocks=1) for n in shared_bytes or [0] * len(kernels)]
         bound = [launching.Kernel(x, 32, plan, 0) for x, plan in zip(kernels, plans)]
         return Plan([x.bind(1, gX=problem["x"], gOut=problem["out"]) for x in bound])
 
