@@ -34,7 +34,8 @@ class ShardedRecurrence:
     optional_gradients that a flag asks for. initial_option, final_option: the function's options for states; final_gradient:
     backward's; value_index: which array holds the values; without_tokens: the indices of arrays that have no token axis; names:
     of the arrays; autocast_names: the arrays and options that torch.autocast casts. in_training: will there be gradients?
-    stored: what forward then stores for them, as options of `backward`."""
+    stored: what `backward` is given besides, by the names of its options: what forward stores for it, and if it reuses_states
+    what gradient_before computes."""
 
     function: Callable
     backward: Callable
@@ -44,6 +45,7 @@ class ShardedRecurrence:
     without_tokens: tuple[int, ...] = ()
     names: tuple[str, ...] = "q", "k", "v"
     autocast_names: tuple[str, ...] = "q", "k", "v"
+    reuses_states = False
 
     def __init__(self, arrays: tuple[Any, ...], options: dict[str, Any]):
         self.arrays, self.options = arrays, {name: x for name, x in options.items() if x is not None}

@@ -23,7 +23,7 @@ import attention
 from .. import gates
 from ..options import check_flag
 from ..plans.chunk_states import STORED, choose_memory
-from ..public import delta_rules, linear_family, mamba
+from ..public import delta_rules, linear_family, linear_gradients, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
 from .sequence_shard import MIN_DECAY, SequenceShard
@@ -104,6 +104,8 @@ class ShardedLinear(ShardedRecurrence):
 class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
     """attention.linear, by the kernels that split sequences into segments."""
 
+    backward, reuses_states = staticmethod(linear_gradients.gradients_from_segments), True
+
     @staticmethod
     def supports(k: Any, decay: Any) -> bool:
         """Do these kernels support the call? Not decays of channels, nor wide keys."""
@@ -128,7 +130,9 @@ class SegmentedLinear(SegmentedRecurrence, ShardedLinear):
         q, scale = self.arrays[0], self.options.get("scale")
         options = self._select_options(shard, "decay")
         local_state, total_decay = linear_family.segment_states(q, q, dout, reverse=True, **options)
-        return local_state.mul_(q.shape[-1] ** -0.5 if scale is None else scale), total_decay
+        local_state.mul_(q.shape[-1] ** -0.5 if scale is None else scale)
+        self.stored |= {"local_state": local_state, "total_decay": total_decay}
+        return local_state, total_decay
 
     def convert_state(self, state: Any) -> Any:
         return state.transpose(-1, -2)

@@ -9,8 +9,9 @@ composes those of the ranks after it,
 and computes its gradients by the function of one GPU, from the state before its shard, which forward kept, and dS after it.
 The first rank sends nothing. The others compute L first: a SegmentedRecurrence by a pass over q and dO, which computes states
 alone; other recurrences by the backward function, of whose results only this gradient is used. (Their last rank, which knows
-dS_R, calls it once.) Linear attention stores the states before chunks in forward where one GPU does (plans/chunk_states.py).
-All sums have a fixed order: the same bits every time."""
+dS_R, calls it once.) The gradients of linear attention need what the pass computes in any case, so the first rank makes it,
+too, instead of waiting, and there it is not computed again. Linear attention stores the states before chunks in forward where
+one GPU does (plans/chunk_states.py). All sums have a fixed order: the same bits every time."""
 
 from __future__ import annotations
 
@@ -78,8 +79,9 @@ class GradientPasses:
         first, last = peers.rank == 0, peers.rank == peers.world - 1
         rest = [name for name in requested if name != initial]
         gradients, sent = None, (torch.zeros_like(m), self.zero_state())
-        if not first:
+        if not first or recurrence.reuses_states:
             before = recurrence.gradient_before(self.shard, self.dout) if len(self.shard.span) else None
+        if not first:
             if before is not None:
                 carried = 0 if dfinal is None or not last else recurrence.compose(recurrence.transpose(m), dfinal)
                 sent = recurrence.transpose(m), before + carried

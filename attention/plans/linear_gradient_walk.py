@@ -66,7 +66,11 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         is_varlen(problem),
         with_gates,
     )
-    segments = recurrent_chunks.count_segments(problem, config, CONSUMERS)
+    known_states: Arrays = {"gLocalStates": arrays.get("local_state"), "gTotalDecays": arrays.get("total_decay")}
+    if known_states["gLocalStates"]:
+        segments = problem.extents["segments"]
+    else:
+        segments = recurrent_chunks.count_segments(problem, config, CONSUMERS)
     shared: Arrays = {"gGates": gates, "gCuSeqlens": problem["cu_seqlens"]}
     q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
     end_states = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
@@ -82,7 +86,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         steps, initial_state = forward.states_before_segments(end_states["initial_state"], segments, scratch)
         outputs_of_scan = {"gInitialState": initial_state, "states": states}
         steps.append(forward.launch(intern_value(ChunkStates), segments, segments, outputs_of_scan))
-    reverse_steps, last_gradient = reverse.states_before_segments(end_states["dstate"], segments, scratch)
+    reverse_steps, last_gradient = reverse.states_before_segments(end_states["dstate"], segments, scratch, known_states)
     steps += reverse_steps
     buffers: Arrays = {"gGates": walk_gates, "gCuSeqlens": problem["cu_seqlens"]}
     buffers |= {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gStates": states, "gLastState": last_gradient}
@@ -119,18 +123,22 @@ class StateScan(NamedTuple):
         return launch_scan(self.problem, config, width, segments, scanned_segments, self.arrays | arrays, self.scale, segments)
 
     def states_before_segments(
-        self, initial: Operand | None, segments: int, scratch: ScratchAllocator
+        self, initial: Operand | None, segments: int, scratch: ScratchAllocator, known_states: Arrays | None = None
     ) -> tuple[list[Step], Operand | None]:
-        """(the launches that compute the state before each segment, that state). initial: before each sequence."""
+        """(the launches that compute the state before each segment, that state). initial: before each sequence. known_states:
+        the local states of all segments, where another call has computed them."""
         if segments == 1:
             return [], initial
         sequences, heads, key_dim, columns = self.problem("sequences", "heads", "key_dim", "value_dim")
-        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
-        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
-        states = scratch(sequences * segments, heads, columns, key_dim)
-        scan = self.launch(intern_value(ScanStates), segments, segments - 1, local_states)
+        states, scans = scratch(sequences * segments, heads, columns, key_dim), list[Step]()
+        if known_states and known_states["gLocalStates"]:
+            local_states = known_states
+        else:
+            local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
+            local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+            scans = [self.launch(intern_value(ScanStates), segments, segments - 1, local_states)]
         composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
-        return [scan, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
+        return [*scans, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
 
     def store_states(self, states: Operand, ends: Arrays, scratch: ScratchAllocator) -> list[Step]:
         """The launches that store the states before all chunks in `states`. ends: the state before each sequence, and where

@@ -30,17 +30,18 @@ INPUTS = """
     dfinal_z        (sequences, heads, key_dim)                                     float32  optional
     chunk_states    (batch, chunks, heads, value_dim, key_dim)                      tile     optional
 """
-LINEAR_BACKWARD = Schema(
-    "linear_backward",
-    INPUTS
-    + """
+RESULTS = """
     dq              (batch, seqlen, heads_k, key_dim)                               tile     output
     dk              (batch, seqlen, heads_k, key_dim)                               tile     output
     dv              (batch, seqlen, heads, value_dim)                               tile     output
     ddecay          =decay                                                          float32  output  grads:ddecay
     dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  output  grads:dinitial_state
     dinitial_z      (sequences, heads, key_dim)                                     float32  output  grads:dinitial_z
-    """,
+"""
+LINEAR_BACKWARD = Schema("linear_backward", INPUTS + RESULTS, chunks=recurrent_chunks.count_chunks)
+LINEAR_BACKWARD_FROM_SEGMENTS = Schema(
+    "linear_backward_from_segments",
+    INPUTS + recurrent_chunks.SEGMENT_RESULTS + RESULTS,
     chunks=recurrent_chunks.count_chunks,
 )
 LINEAR_BACKWARD_INTO = Schema(
@@ -156,7 +157,7 @@ def _linear_backward(problem: Problem, scale: float | None, grads: str, normaliz
         raise problem.error("v", "must have at least one head", "v")
     vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
-    arrays["chunk_states"] = problem["chunk_states"]
+    arrays |= {name: problem[name] for name in ("chunk_states", "local_state", "total_decay")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
     plan = plan_normalized_gradients if normalize else plan_linear_gradients
     if normalize:
@@ -166,6 +167,40 @@ def _linear_backward(problem: Problem, scale: float | None, grads: str, normaliz
         plan = functools.partial(recurrent_gradients.plan_accumulation, plan)
         return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes, return_none)
     return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
+
+
+_linear_backward_from_segments = program(LINEAR_BACKWARD_FROM_SEGMENTS)(_linear_backward.planner)
+
+
+def gradients_from_segments(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    local_state: Any = None,
+    total_decay: Any = None,
+    decay: Any = None,
+    scale: float | None = None,
+    initial_state: Any = None,
+    dstate: Any = None,
+    chunk_states: Any = None,
+    cu_seqlens: Any = None,
+    ddecay: Any = None,
+    dinitial_state: Any = None,
+    family: str | None = None,
+) -> tuple[Any, ...]:
+    """linear_backward, to which the gradients of the states before segments are known, as linear_family.segment_states(q, q,
+    dout, reverse=True) returns them, times the scale. Kernels that need them do not compute them again. ddecay,
+    dinitial_state: are they wanted?"""
+    options: dict[str, Any] = {"decay": decay, "scale": scale, "initial_state": initial_state, "dstate": dstate}
+    if local_state is None:
+        options |= {"chunk_states": chunk_states, "cu_seqlens": cu_seqlens, "ddecay": ddecay, "dinitial_state": dinitial_state}
+        return linear_backward(dout, q, k, v, family=family, **options)
+    grads, outputs = choose_optional_gradients(ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state))
+    states = recurrent_checks.split_states(False, initial_state, dstate, outputs[1])
+    arrays = dout, q, k, v, decay, cu_seqlens, *states.inputs, chunk_states, local_state, total_decay, *[None] * 6
+    return _linear_backward_from_segments(None, arrays, (check_number("scale", scale), grads, False, family))
 
 
 LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward, stored="chunk_states")

@@ -8,6 +8,7 @@ from places import OnInterpreter
 import attention
 from attention import reference
 from attention.plans import recurrent_chunks, shared_heads_gradients
+from attention.public import linear_family, linear_gradients
 
 FAMILIES = "sm_90", "sm_80"
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -119,6 +120,23 @@ def test_stored_states(place, monkeypatch, nothing_known, decay, family, segment
         alone = attention.linear_backward(**{name: place.put(x) for name, x in stored.items()}, ddecay=False, family=family)
         for (name, x), y in zip([pair for pair in want.items() if pair[0] != "ddecay"], alone, strict=True):
             assert relative_rms(place.get(y), x) < 0.005, name
+
+
+@pytest.mark.parametrize("segments", [1, 3])
+def test_states_of_segments_that_are_known(place, monkeypatch, nothing_known, segments):
+    """The gradients of states before segments by a pass before, as ranks have it: the same bits."""
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    args, scale = case(64 * segments - 30, "token", heads=1), np.float32(0.25)  # a power of 2 rounds nothing
+    want = check(place, args, family="sm_90", scale=float(scale))
+    given = {name: place.put(x) for name, x in args.items()}
+    passes = linear_family.segment_states(
+        given["q"], given["q"], given["dout"], decay=given["decay"], reverse=True, family="sm_90"
+    )
+    local_state, total_decay = (place.get(x) for x in passes)
+    known = {"local_state": place.put(local_state * scale), "total_decay": place.put(total_decay)}
+    results = linear_gradients.gradients_from_segments(**given, **known, scale=float(scale), family="sm_90")
+    for x, (name, expected) in zip(map(place.get, results), want.items(), strict=True):
+        np.testing.assert_array_equal(x, expected, name)
 
 
 def test_stored_states_of_packed_sequences(place):
