@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {"aux": (), "norm_eps": 1e-6, "dropout": 0.0}  # of t
 # Records are flat in a Program's options (tiles/calls/planner_options.py).
 class ScoreOptions(NamedTuple):
     """Which keys a query sees and what becomes of scores, besides arrays. left, right: of the window. mask, score: the names
-    under which python_functions.py has registered the functions."""
+    under which python_functions.py has registered the functions. attention.decode fills the first four by their places."""
 
     causal: bool = False
     left: int | None = None

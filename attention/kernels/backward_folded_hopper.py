@@ -37,8 +37,8 @@ class Config(pipeline_hopper.Config):
 
 
 def serves(head_dim: int, variant: Variant, value_dim: int | None = None) -> bool:
-    """Is this kernel for such head dims and such a variant?"""
-    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward
+    """Is this kernel for such head dims and such a variant? It knows of no derivative of a score."""
+    return max(head_dim, value_dim or 0) <= HEAD_DIM and variant.fits_folded_backward and not variant.nonlinear
 
 
 @functools.lru_cache(1024)

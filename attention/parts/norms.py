@@ -66,7 +66,6 @@ class QueryNorm(Variant):
     """A variant that normalises the query tile by `norm`."""
 
     cheap_mask = True
-    prepares_queries = True
 
     norm: RmsNorm
 

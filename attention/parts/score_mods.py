@@ -1,7 +1,8 @@
 """Built-in functions of a score, each with all that there is of it: the option that asks for it, the equation and its
 derivative for the reference, and what kernels do."""
 
-from typing import Any
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -13,34 +14,37 @@ from ..options import check_positive
 from .variant import Variant
 
 
-class BuiltinScoreMod(Variant):
+class BuiltinScoreMod(Variant, ABC):
     """A function of each score alone, s = f(s; value), where `value` is what a call passes as the argument `option`. That is a
-    field of ScoreOptions and AttentionArguments (options.py), too."""
+    field of ScoreArguments and ScoreOptions (options.py), too."""
 
-    changes_scores = needs_raw_scores = nonlinear = True
-    fits_folded_backward = False
-    option = ""
+    option: ClassVar[str]
 
     def check(self, value: Any) -> Any:
-        """The value as ScoreOptions has it. TypeError, ValueError: it is wrong."""
-        raise NotImplementedError
+        """The value as ScoreOptions has it: a positive number, or None. TypeError, ValueError: it is wrong."""
+        return check_positive(self.option, value)
 
+    @abstractmethod
     def bind_unit(self, unit: float, value: Any) -> tuple[dict[str, float], float]:
         """({argument of the kernel: number}, the unit of the changed scores), for scores that come in this unit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reference(self, x: np.ndarray, value: Any) -> tuple[np.ndarray, np.ndarray]:
         """(f(x), f'(x)) of scores in units of 1, in x's dtype."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def score(self, s, ctx, key):
+        """The changed scores, for kernels."""
+
+    @abstractmethod
+    def score_and_grad(self, s, ctx, key):
+        """(the changed scores, their derivative by s), for kernels."""
 
 
 class Softcap(BuiltinScoreMod):
     """cap tanh(s / cap), in units of the cap."""
 
     option = "softcap"
-
-    def check(self, value: Any) -> float | None:
-        return check_positive("softcap", value)
 
     def bind_unit(self, unit: float, value: float) -> tuple[dict[str, float], float]:
         return {"per_cap": unit / value}, value

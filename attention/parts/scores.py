@@ -27,8 +27,6 @@ class Alibi(Variant):
     whose warps have 16 keys each, use the row offset in all blocks, counted from the warp's eighth key: weights are off by
     slope 2^-20 (2 % at 20000)."""
 
-    changes_scores = needs_raw_scores = True
-
     signed_distance: bool
     is_last: bool
 
@@ -72,10 +70,6 @@ class Alibi(Variant):
     @inlined
     def score_in_edge_block_by(self, s, prefetched, ctx, key):
         return self.score_in_edge_block(s, ctx, key)
-
-    @inlined
-    def score_and_grad(self, s, ctx, key):
-        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
     def late_term(self, s, ctx, key, scale):
@@ -151,7 +145,6 @@ class ScoreBias(Variant):
     """score + bias[b, h, i, j]. is_last: does no score function follow, which would need the score itself? in_units_of_one: are
     scores multiplied to units of 1, in which the lowest float of a bias stays finite? (Gradients need not.)"""
 
-    changes_scores = needs_raw_scores = True
     reads_score_matrix = True
     fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
@@ -195,10 +188,6 @@ class ScoreBias(Variant):
     @inlined
     def score(self, s, ctx, key):
         return self.in_bias_unit(s, ctx) + self.late_term(s, ctx, key, 1.0)
-
-    @inlined
-    def score_and_grad(self, s, ctx, key):
-        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
     def late_term(self, s, ctx, key, scale):
@@ -264,7 +253,7 @@ class ScoreMod(Variant):
     """function(score, b, h, i, j, *aux), with a tile of scores in units of 1, a column vector i of queries and a row vector j
     of keys."""
 
-    changes_scores = needs_raw_scores = allows_low_scores = True
+    allows_low_scores = True
     fits_narrow_backward = fits_folded_backward = fits_wide_backward = False
 
     function: Callable

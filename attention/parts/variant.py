@@ -127,34 +127,52 @@ def arrays_of(axes: Sequence[int]) -> Record:
     return positional_record(**{f"aux{n}": array(rank) for n, rank in enumerate(axes)})
 
 
+OVERRIDES: dict[str, dict[str, bool]] = {  # {method: what is true of a variant that has it of its own}
+    "mask": {"sees_all_keys": False},
+    "score": {"changes_scores": True, "needs_raw_scores": True},
+    "score_and_grad": {"nonlinear": True},
+    "prepare_queries": {"prepares_queries": True},
+    "drop": {"uses_random": True},
+}
+
+
 @static
 class Variant(KernelPart):
     """Full attention: every query sees every key, and scores stay as they are. Kernels and planners read the attributes below
     to choose code and configurations."""
 
-    sees_all_keys = True  # do all queries see all keys?
     starts_at_zero = True  # do all queries see the first key?
     monotonic = False  # do later queries see more keys, as in causal attention?
-    changes_scores = False  # does it change scores?
-    needs_raw_scores = False  # must fp8 scores be multiplied by their descales before the variant gets them?
     positional = True  # do positions alone say which keys a query sees?
     has_row_offset = False  # is a number subtracted from all scores of a row, in blocks that need no mask (`row_offset`)?
     may_end_early = False  # may the windows of all queries end before the last key?
     ends_at_last_key = False  # does the mask hide what comes after the last key, so that kernels need not?
     cheap_mask = False  # do tiles take as long as in full or causal attention?
-    uses_random = False  # does it draw random numbers, which need many registers?
     reads_score_matrix = False  # does it load one number for each score, which needs as many registers as scores?
     prefetches_columns = False  # if so, does it load one number for each column only, while wgmma runs (`prefetch`)?
     tma_bias = None  # the dtype of a bias that TMA loads in tiles (bias_tiles.py)
-    prepares_queries = False  # does it change the query tile before the scores (`prepare_queries`)?
     adds_late = False  # in gradients, is its term added to the exponents of weights, not to scores (`late_term`)?
     allows_low_scores = False  # may scores below -1e30 be more than masked ones (online_softmax.py)?
-    nonlinear = False  # is the derivative of a changed score by the raw score other than 1?
     # Are there registers for it in the backward ...
     fits_narrow_backward = True  # ... kernel for head dims up to 64 (kernels/backward_narrow_hopper.py)?
     fits_folded_backward = True  # ... kernel for head dims up to 128 (kernels/backward_folded_hopper.py)?
     fits_wide_backward = True  # ... kernel for head dims over 128 (kernels/backward_wide_hopper.py)?
     fits_slope_gradient = False  # ... main kernel that computes the gradient of slopes, too (backward/slope_gradient.py)?
+
+    # These follow from a class's methods (OVERRIDES), unless it says otherwise.
+    sees_all_keys = True  # do all queries see all keys?
+    changes_scores = False  # does it change scores?
+    needs_raw_scores = False  # must fp8 scores be multiplied by their descales before the variant gets them?
+    nonlinear = False  # is the derivative of a changed score by the raw score other than 1? (Kernels leave 1 out.)
+    prepares_queries = False  # does it change the query tile before the scores?
+    uses_random = False  # does it draw random numbers, which need many registers?
+
+    def __init_subclass__(cls, **options):
+        super().__init_subclass__(**options)
+        for method, facts in OVERRIDES.items():
+            if method in vars(cls):
+                for name in facts.keys() - vars(cls).keys():
+                    setattr(cls, name, facts[name])
 
     def __str__(self):
         return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", type(self).__name__).lower()
@@ -222,8 +240,9 @@ class Variant(KernelPart):
 
     @inlined
     def score_and_grad(self, s, ctx, key):
-        """(score(s, ctx, key) without `late_term`, its derivative by s), both in the units of s."""
-        return self.score(s, ctx, key), 1.0
+        """(score(s, ctx, key) without `late_term`, its derivative by s), both in the units of s. As it stands it is that of a
+        score to which something is added."""
+        return (s if self.adds_late else self.score(s, ctx, key)), 1.0
 
     @inlined
     def late_term(self, s, ctx, key, scale):
@@ -286,7 +305,6 @@ class Variant(KernelPart):
 class DataDependentMask(Variant):
     """A mask that positions do not determine: kernels must evaluate a function, or read a map of blocks."""
 
-    sees_all_keys = False
     positional = False
     monotonic = True  # as most masks are
 
@@ -463,3 +481,5 @@ TRUE_OF_ANY = """monotonic changes_scores needs_raw_scores has_row_offset may_en
 for _names, _fold in ((TRUE_OF_ALL, all), (TRUE_OF_ANY, any)):
     for _name in _names.split():
         setattr(CombinedVariant, _name, _of_both(_name, _fold))
+if _absent := {name for name in vars(Variant) if not name.startswith("_")} - vars(CombinedVariant).keys():
+    raise TypeError(f"CombinedVariant does not say what becomes of {sorted(_absent)} of its two parts")

@@ -22,7 +22,6 @@ class FullAttention(Variant):
 class Causal(Variant):
     """A query sees the keys up to its own position, aligned bottom right."""
 
-    sees_all_keys = False
     monotonic = True
     ends_at_last_key = True  # the last query is aligned with the last key
     cheap_mask = True
@@ -44,7 +43,6 @@ class Causal(Variant):
 class WindowRight(Variant):
     """A query sees the keys up to params.right positions after its own: the right edge of a window."""
 
-    sees_all_keys = False
     monotonic = True
     may_end_early = True  # a window recognised in a mask function may have a negative `right`
 
@@ -70,7 +68,6 @@ class WindowRight(Variant):
 class WindowLeft(Variant):
     """A query sees the keys from params.left positions before its own on: the left edge of a window."""
 
-    sees_all_keys = False
     starts_at_zero = False
     fits_slope_gradient = True
 

@@ -18,8 +18,6 @@ class Dropout(Variant):
     """Dropout: a weight becomes 0 with probability params.dropped / 65536; the others are multiplied by 1 / (1 - dropout). The
     row sum counts all weights."""
 
-    uses_random = True
-
     @property
     def params(self) -> dict[str, Any]:
         """{parameter: its type}. per_kept: 1 / (1 - dropout), by which kept weights are multiplied."""

@@ -115,10 +115,11 @@ def check_aux(aux: Any) -> Any:
     return aux
 
 
-SCORE_CHECKS: dict[str, Callable[[Any], Any]] = {
+_CHECKS: dict[str, Callable[[Any], Any]] = {
     **{mod.option: mod.check for mod in BUILTIN_SCORE_MODS},
     **{name: functools.partial(register_function, name) for name in ("mask", "score")},
 }
+SCORE_CHECKS = {name: _CHECKS[name] for name in ScoreOptions._fields[3:]}  # of the options besides causal and the window
 NO_SCORES = ScoreOptions()[1:]
 _NO_FIELDS = dict(zip(ScoreOptions._fields[1:], NO_SCORES))
 

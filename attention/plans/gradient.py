@@ -139,14 +139,18 @@ def _gradients(
 
 
 def _forward_arguments(inputs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """A program's options as arguments of forward, without those that are None."""
-    scores = ScoreOptions(**{name: options[name] for name in ScoreOptions._fields if name in options})
-    arguments = score_arguments(scores) | {name: options.get(name) for name in ("scale", "family", "dropout")}
-    arguments["seed"] = options.get("seed_value")
-    size = options.get("block_rows"), options.get("block_cols")
+    """A program's options as arguments of forward, without those that are None. TypeError: the gradient would ignore one."""
+    rest = {**options}
+    scores = ScoreOptions(**{name: rest.pop(name) for name in ScoreOptions._fields if name in rest})
+    arguments = score_arguments(scores) | {name: rest.pop(name, None) for name in ("scale", "family", "dropout")}
+    arguments["seed"] = rest.pop("seed_value", None)
+    size, prepared_for = (rest.pop("block_rows", None), rest.pop("block_cols", None)), rest.pop("prepared_for", None)
+    norm_eps, _ = rest.pop("norm_eps", None), rest.pop("return_lse", None)
+    if rest:
+        raise TypeError(f"{min(rest)}: is an option of forward that no gradient knows")
     if "lists" in inputs:
-        arguments["blocks"] = BlockLists(inputs["lists"], options["prepared_for"], inputs.get("marks"), size)
+        arguments["blocks"] = BlockLists(inputs["lists"], prepared_for, inputs.get("marks"), size)
     elif "kv_indices" in inputs:
         arguments["blocks"] = SimpleNamespace(**{name: inputs.get(name) for name in FIELDS}, BLOCK_SIZE=size)
-    arguments |= {"norm_eps": options["norm_eps"]} if {*NORMS} & inputs.keys() else {}
+    arguments |= {"norm_eps": norm_eps} if {*NORMS} & inputs.keys() else {}
     return {name: value for name, value in arguments.items() if value is not None}

@@ -76,7 +76,7 @@ def build_variant(
     if mask is not None:
         parts.append(MaskMod(mask))
     for mod in BUILTIN_SCORE_MODS:
-        if value := getattr(options, mod.option):
+        if (value := getattr(options, mod.option)) is not None:
             parts.append(mod)
             added, unit = mod.bind_unit(unit, value)
             numbers = _merge(numbers, added)

@@ -134,7 +134,7 @@ class ProjectedOptions(NamedTuple):
     @property
     def scores(self) -> ScoreOptions:
         """What these options ask of scores."""
-        return ScoreOptions(self.causal, self.left, self.right, self.softcap)
+        return ScoreOptions(causal=self.causal, left=self.left, right=self.right, softcap=self.softcap)
 
 
 @program(FORWARD, no_gradient=NO_SECOND_DERIVATIVES, prepare_next=_prepare_backward)

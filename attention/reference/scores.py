@@ -54,7 +54,8 @@ class ReferenceVariant:
     ):
         self.causal, self.window, self.mask, self.blocks = causal, window, mask, blocks
         self.alibi, self.bias, self.score, self.aux = alibi, bias, score, tuple(aux)
-        self.score_mods = [(mod, value) for mod in BUILTIN_SCORE_MODS if (value := score_mods.pop(mod.option, None))]
+        checked = [(mod, mod.check(score_mods.pop(mod.option, None))) for mod in BUILTIN_SCORE_MODS]
+        self.score_mods = [(mod, value) for mod, value in checked if value is not None]
         if score_mods:
             raise TypeError(f"{min(score_mods)}: is no option of scores")
 

@@ -99,7 +99,7 @@ class AuxRead(NamedTuple):
 
 class Derivatives(NamedTuple):
     """The derivatives of a score. score_and_grad(s, b, h, i, j, *aux): (the score, its derivative with respect to s).
-    even: is that derivative 1?"""
+    linear: is that derivative 1?"""
 
     score_and_grad: Callable
     linear: bool

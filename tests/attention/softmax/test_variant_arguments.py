@@ -11,7 +11,13 @@ from forward_checks import inputs
 from numpy import minimum
 
 import attention
-from attention.plans import forward_launches, forward_programs
+from attention.kernels import backward_folded_hopper
+from attention.options import AttentionArguments, ScoreOptions
+from attention.parts.score_mods import BuiltinScoreMod, Softcap
+from attention.parts.scores import Sink
+from attention.parts.variant import CombinedVariant, Variant
+from attention.parts.visibility import CAUSAL
+from attention.plans import call_options, forward_launches, forward_programs, gradient
 from attention.scoring import python_functions
 from attention.scoring.python_functions import register_function
 from ops import where
@@ -144,6 +150,38 @@ def test_devices(name):
     problem(**{name: form})
     with pytest.raises(ValueError, match=rf"^{name}: must lie where q does .*{name}\.device=1, q\.device=None"):
         problem(**{name: form._replace(device=1)})
+
+
+def test_no_option_of_scores_is_left_out():
+    """Each argument that forward and backward share has one place: the arrays, what comes with an array, or a field of
+    ScoreOptions, which plans read. What no gradient knows, JAX's gradient refuses."""
+    of_scores = {*call_options.SCORE_CHECKS, "window", "blocks"}
+    arrays = gradient.ARRAYS - {*"qkv"}
+    assert {*AttentionArguments.__annotations__} == arrays | gradient.PARTLY_ARRAYS | of_scores
+    assert arrays.isdisjoint(of_scores | gradient.PARTLY_ARRAYS) and of_scores.isdisjoint(gradient.PARTLY_ARRAYS)
+    assert ScoreOptions._fields[:4] == ("causal", "left", "right", "softcap")  # decode fills these by their places
+    for program in forward_programs._forward, forward_programs._variant:
+        known = dict.fromkeys(program.option_types)
+        assert gradient._forward_arguments({}, known) == {}
+        with pytest.raises(TypeError, match="tilt: is an option of forward that no gradient knows"):
+            gradient._forward_arguments({}, known | {"tilt": 1.0})
+
+
+def test_facts_of_a_variant_follow_from_its_methods():
+    """A flag that a class forgets would drop its derivative, or its descales; a function without one is refused."""
+
+    class Doubled(Variant):
+        def score(self, s, ctx, key):
+            return 2.0 * s
+
+        def score_and_grad(self, s, ctx, key):
+            return 2.0 * s, 2.0
+
+    assert Doubled().changes_scores and Doubled().needs_raw_scores and Doubled().nonlinear and Doubled().sees_all_keys
+    assert CombinedVariant(CAUSAL, Doubled()).nonlinear and not CombinedVariant(CAUSAL, Sink()).nonlinear
+    assert backward_folded_hopper.serves(128, CAUSAL) and not backward_folded_hopper.serves(128, Doubled())
+    with pytest.raises(TypeError, match="abstract methods? score_and_grad"):
+        type("Forgetful", (Softcap,), {"score_and_grad": BuiltinScoreMod.score_and_grad})()
 
 
 @pytest.mark.parametrize("option", ["mask", "score"])
