@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from tiles.calls.torch_op import imported_module
 
 from .options import check_flag, check_number
+from .parts.recurrent.gate_formulas import GATE_FORMULAS, LogSigmoidFormula, SigmoidFormula, SoftplusFormula, sigmoid_of
 
 L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers
 __all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", "sigmoid", "softplus"]
@@ -61,21 +62,21 @@ class RawBeta(NamedTuple):
 
 def softplus(a: Any, A_log: Any = None, dt_bias: Any = None) -> RawGate:
     """g = -exp(A_log) softplus(a + dt_bias)."""
-    return RawGate(a, A_log, dt_bias, "softplus")
+    return RawGate(a, A_log, dt_bias, SoftplusFormula.name)
 
 
 def sigmoid(a: Any, A_log: Any = None, dt_bias: Any = None, *, lower: float = -5.0) -> RawGate:
     """g = lower sigmoid(exp(A_log) (a + dt_bias)), from lower to 0. ValueError: lower is not negative."""
     if check_number("lower", lower) is None or not -1e30 < lower < 0:
         raise ValueError(f"lower: must be negative and finite, because gates are never positive: {lower=}")
-    return RawGate(a, A_log, dt_bias, "sigmoid", float(lower))
+    return RawGate(a, A_log, dt_bias, SigmoidFormula.name, float(lower))
 
 
 def logsigmoid(a: Any, dt_bias: Any = None, *, divisor: float = 16.0) -> RawGate:
     """g = log(sigmoid(a + dt_bias)) / divisor. ValueError: divisor is not positive."""
     if check_number("divisor", divisor) is None or not 0 < divisor < 1e30:
         raise ValueError(f"divisor: must be positive and finite, because gates are never positive: {divisor=}")
-    return RawGate(a, None, dt_bias, "logsigmoid", float(divisor))
+    return RawGate(a, None, dt_bias, LogSigmoidFormula.name, float(divisor))
 
 
 def beta(b: Any, *, doubled: bool = False) -> RawBeta:
@@ -94,7 +95,7 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     library, real = _library(*raw)
     x = real(raw.x)
     if isinstance(raw, RawBeta):
-        return raw.scale * _sigmoid(library, x)
+        return raw.scale * sigmoid_of(library, x)
     head_axis = 2 if layout == "bshd" else 1
     check_parameters(raw, head_axis)
 
@@ -107,7 +108,7 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     if raw.dt_bias is not None:
         x = x + spread(raw.dt_bias)
     rate = 1.0 if raw.A_log is None else library.exp(spread(raw.A_log))
-    return FORMULAS[raw.formula](library, x, rate, raw.number)
+    return GATE_FORMULAS[raw.formula].evaluate(library, x, rate, raw.number)
 
 
 def check_parameters(raw: RawGate, head_axis: int) -> None:
@@ -130,21 +131,6 @@ def normalize(x: Any) -> Any:
     y = real(x)
     y = y / library.sqrt((y * y).sum(-1, keepdims=True) + L2NORM_EPSILON)
     return y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
-
-
-FORMULAS = {
-    "softplus": lambda library, x, rate, number: -rate * _softplus(library, x),
-    "sigmoid": lambda library, x, rate, number: number * _sigmoid(library, rate * x),
-    "logsigmoid": lambda library, x, rate, number: -_softplus(library, -x) / number,
-}
-
-
-def _softplus(library: Any, x: Any) -> Any:
-    return library.logaddexp(x, library.zeros_like(x))
-
-
-def _sigmoid(library: Any, x: Any) -> Any:
-    return library.exp(-_softplus(library, -x))
 
 
 def _library(*arrays: Any) -> tuple[Any, Any]:

@@ -1,7 +1,8 @@
 """Inputs of the recurrent family as layers project them: gates before their formula, beta before its sigmoid, queries and keys
 before they are divided by their L2 norms (attention.gates)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,24 +17,13 @@ from tiles.launching.tensor_maps import STRIDE_END
 from .. import gates
 from ..gates import RawBeta, RawGate
 from ..kernels import copy_rows
-from ..parts.recurrent.gate_formulas import (
-    BetaFormula,
-    GateFormula,
-    LogSigmoidFormula,
-    SigmoidFormula,
-    SoftplusFormula,
-)
+from ..parts.recurrent.gate_formulas import GATE_FORMULAS, BetaFormula, GateFormula
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_checks
 from .call_options import requires_grad
 from .recurrent_checks import DTYPES
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 
-GATE_FORMULAS: dict[str, Callable[[float], GateFormula]] = {
-    "softplus": lambda number: intern_value(SoftplusFormula),
-    "sigmoid": lambda number: intern_value(SigmoidFormula, number),
-    "logsigmoid": lambda number: intern_value(LogSigmoidFormula, number),
-}
 RAW_GATES = """
     gate     (batch, seqlen, heads)|(batch, seqlen, heads, key_dim)  real  optional
     A_log    (heads)                                                 real  optional
@@ -57,7 +47,10 @@ class RawOptions(NamedTuple):
     @property
     def gate(self) -> GateFormula | None:
         """The formula of the gates for kernels, None if they are in memory."""
-        return GATE_FORMULAS[self.formula](self.number) if self.formula else None
+        if not self.formula:
+            return None
+        formula = GATE_FORMULAS[self.formula]
+        return intern_value(formula, *[self.number for _ in fields(formula)])
 
     @property
     def beta(self) -> BetaFormula:

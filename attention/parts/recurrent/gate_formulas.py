@@ -1,8 +1,11 @@
-"""Gates and beta as functions of what a layer projects (attention.gates describes them to users). Kernels of the recurrent
-family evaluate these where they read a gate or beta, so that no pass before them writes one.
+"""Gates and beta as functions of what a layer projects (attention.gates has the functions that people call). Kernels of the
+recurrent family evaluate these where they read a gate or beta, so that no pass before them writes one. Each formula stands here
+twice: for kernels, `compute`, and for arrays of a framework, `evaluate`, where derivatives or a reference are wanted.
 
 x is an element in memory, rate is exp(A_log) of its head, bias is dt_bias of its head, or of its channel. A gate g is the
 logarithm of a decay, never positive."""
+
+from typing import Any, ClassVar
 
 from numpy import float32
 
@@ -14,11 +17,19 @@ HEAD_VEC = rt(16, 64, fp32).col_vec  # what holds a number of a head that stride
 
 @static
 class GateFormula:
-    """The gate itself is in memory: g = x."""
+    """The gate itself is in memory: g = x. A formula has a name, by which options of calls know it, and at most one field, a
+    number, with the value that models have."""
+
+    name: ClassVar[str] = ""
 
     @inlined
     def compute(self, x, rate, bias):
         """g of a tile, vector or number x."""
+        return x
+
+    @staticmethod
+    def evaluate(library: Any, x: Any, rate: Any, number: float) -> Any:
+        """g of x + dt_bias, an array of NumPy, torch or jax.numpy. number: the field's value."""
         return x
 
     @inlined
@@ -35,6 +46,8 @@ class GateFormula:
 class SoftplusFormula(GateFormula):
     """g = -exp(A_log) softplus(x + dt_bias): Mamba-2, gated delta networks, Kimi delta attention."""
 
+    name = "softplus"
+
     def __str__(self):
         return "softplus"
 
@@ -42,12 +55,17 @@ class SoftplusFormula(GateFormula):
     def compute(self, x, rate, bias):
         return softplus(x + bias) * -rate
 
+    @staticmethod
+    def evaluate(library, x, rate, number):
+        return -rate * softplus_of(library, x)
+
 
 @static
 class SigmoidFormula(GateFormula):
     """g = lower sigmoid(exp(A_log) (x + dt_bias)): gates that are bounded below."""
 
-    lower: float
+    name = "sigmoid"
+    lower: float = -5.0
 
     def __str__(self):
         return f"{self.lower} sigmoid"
@@ -56,12 +74,17 @@ class SigmoidFormula(GateFormula):
     def compute(self, x, rate, bias):
         return sigmoid((x + bias) * rate) * float32(self.lower)
 
+    @staticmethod
+    def evaluate(library, x, rate, number):
+        return number * sigmoid_of(library, rate * x)
+
 
 @static
 class LogSigmoidFormula(GateFormula):
     """g = log(sigmoid(x + dt_bias)) / divisor: gated linear attention."""
 
-    divisor: float
+    name = "logsigmoid"
+    divisor: float = 16.0
 
     def __str__(self):
         return f"logsigmoid / {self.divisor}"
@@ -69,6 +92,10 @@ class LogSigmoidFormula(GateFormula):
     @inlined
     def compute(self, x, rate, bias):
         return softplus(-(x + bias)) * float32(-1 / self.divisor)
+
+    @staticmethod
+    def evaluate(library, x, rate, number):
+        return -softplus_of(library, -x) / number
 
 
 @static
@@ -89,5 +116,16 @@ class BetaFormula:
             return x
 
 
+def softplus_of(library: Any, x: Any) -> Any:
+    """log(1 + exp(x)) of an array of this library, NumPy, torch or jax.numpy."""
+    return library.logaddexp(x, library.zeros_like(x))
+
+
+def sigmoid_of(library: Any, x: Any) -> Any:
+    """1 / (1 + exp(-x)) of an array of this library."""
+    return library.exp(-softplus_of(library, -x))
+
+
 PLAIN_BETA = BetaFormula()
-FORMULAS: tuple[GateFormula, ...] = SoftplusFormula(), SigmoidFormula(-5.0), LogSigmoidFormula(16.0)  # as models have them
+GATE_FORMULAS: dict[str, type[GateFormula]] = {x.name: x for x in (SoftplusFormula, SigmoidFormula, LogSigmoidFormula)}
+FORMULAS: tuple[GateFormula, ...] = tuple([formula() for formula in GATE_FORMULAS.values()])  # as models have them
