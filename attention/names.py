@@ -7,8 +7,8 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Callable
-from typing import TypeVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 from .options import DEFAULTS
 
@@ -92,11 +92,11 @@ ARGUMENT_HINTS = (
 HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in names.split()}
 
 
-def suggests_argument_names(function: F) -> F:
+def suggests_argument_names(function: F, defaults: Mapping[str, Any] = DEFAULTS) -> F:
     """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one
-    more Python call, and for no check."""
+    more Python call, and for no check. defaults: see flatten_signature."""
 
-    signature = flatten_signature(function)
+    signature = flatten_signature(function, defaults)
 
     @functools.wraps(function)
     def call(*args, **options):
@@ -116,16 +116,18 @@ def suggests_argument_names(function: F) -> F:
     return cast(F, call)
 
 
-def flatten_signature(function: Callable) -> inspect.Signature:
-    """The function's signature. Where it takes `**arguments: Unpack[Fields]`, the fields of this TypedDict are parameters."""
+def flatten_signature(function: Callable, defaults: Mapping[str, Any] = DEFAULTS) -> inspect.Signature:
+    """The function's signature. Where it takes `**arguments: Unpack[Fields]`, the fields of this TypedDict are parameters, with
+    these defaults, or else None."""
     signature = inspect.signature(function)
     *parameters, last = signature.parameters.values()
     unpacked = re.fullmatch(r"Unpack\[(\w+)\]", str(last.annotation))
     if unpacked is None:
         return signature
     fields = inspect.unwrap(function).__globals__[unpacked[1]].__annotations__
-    first = next(n for n, parameter in enumerate(parameters) if parameter.kind is parameter.KEYWORD_ONLY)
-    flat = [last.replace(name=x, kind=last.KEYWORD_ONLY, default=DEFAULTS.get(x), annotation=fields[x]) for x in fields]
+    kinds = [parameter.kind for parameter in parameters]
+    first = kinds.index(last.KEYWORD_ONLY) if last.KEYWORD_ONLY in kinds else len(kinds)
+    flat = [last.replace(name=x, kind=last.KEYWORD_ONLY, default=defaults.get(x), annotation=fields[x]) for x in fields]
     return signature.replace(parameters=[*parameters[:first], *flat, *parameters[first:]])
 
 

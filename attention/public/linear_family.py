@@ -20,10 +20,11 @@ decays.
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
 
@@ -59,6 +60,11 @@ from ..plans.raw_inputs import (
 from ..plans.recurrent_checks import NO_DT_OPTIONS
 from ..plans.recurrent_chunks import SEGMENT_RESULTS
 from .linear_gradients import LINEAR_DERIVATIVE
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+F = TypeVar("F", bound=Callable)
 
 TOKENS = """
     q           (batch, seqlen, heads_k, key_dim)                               tile
@@ -184,60 +190,43 @@ def linear(
     return (results[0], results[1:3], *results[3:]) if return_state and normalize else results
 
 
-@suggests_argument_names
-def retention(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    scale: float | None = None,
-    initial_state: Any = None,
-    return_state: bool = False,
-    return_chunk_states: bool = False,
-    normalize: bool = False,
-    qk_l2norm: bool = False,
-    cu_seqlens: Any = None,
-    layout: str = "bshd",
-    memory: str = "states",
-    out: Any = None,
-    stream: Any = None,
-    family: str | None = None,
-) -> Any:
+# ---- members: functions of linear's arguments ----------------------------------------------------------------------
+class LinearArguments(TypedDict, total=False):
+    """The arguments of linear besides q, k, v and decay."""
+
+    scale: float | None
+    initial_state: Any
+    return_state: bool
+    return_chunk_states: bool
+    normalize: bool
+    qk_l2norm: bool
+    cu_seqlens: Any
+    layout: str
+    memory: str
+    out: Any
+    stream: Any
+    family: str | None
+
+
+def _member(function: F) -> F:
+    """Decorator of a function that passes LinearArguments to linear: it has their defaults."""
+    return suggests_argument_names(function, {name: x.default for name, x in inspect.signature(linear).parameters.items()})
+
+
+@_member
+def retention(q: Any, k: Any, v: Any, **arguments: "Unpack[LinearArguments]") -> Any:
     """Retention (Sun et al. 2023): `linear` with a decay of log(1 - 2^(-5 - h)) for head h. All other arguments are those of
     linear.
 
     flash-linear-attention's chunk_retention(q, k, v, scale, initial_state, output_final_state, cu_seqlens) has the same
     decays, default scale and state layout; its output_final_state is return_state here. The decays are copied to a GPU once:
     call it once before you capture a CUDA graph."""
-    decay = _head_decays(q, v, layout, lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
-    return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
-        return_chunk_states=return_chunk_states, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
-    )  # fmt: skip
+    decay = _head_decays(q, v, arguments.get("layout", "bshd"), lambda h, heads, log1p: log1p(-(2.0 ** (-5 - h))))
+    return linear(q, k, v, decay=decay, **arguments)
 
 
-@suggests_argument_names
-def lightning(
-    q: Any,
-    k: Any,
-    v: Any,
-    layer: int,
-    layers: int,
-    *,
-    scale: float | None = None,
-    initial_state: Any = None,
-    return_state: bool = False,
-    return_chunk_states: bool = False,
-    normalize: bool = False,
-    qk_l2norm: bool = False,
-    cu_seqlens: Any = None,
-    layout: str = "bshd",
-    memory: str = "states",
-    out: Any = None,
-    stream: Any = None,
-    family: str | None = None,
-) -> Any:
+@_member
+def lightning(q: Any, k: Any, v: Any, layer: int, layers: int, **arguments: "Unpack[LinearArguments]") -> Any:
     """Lightning attention (Qin et al. 2024): `linear` with a decay of -8 h / H (1 - layer / layers) for head h of H. All other
     arguments are those of linear.
 
@@ -247,34 +236,12 @@ def lightning(
     if not (isinstance(layer, Integral) and isinstance(layers, Integral) and 0 <= layer <= layers > 0):
         raise ValueError(f"layer: must be an integer from 0 to layers, which is 1 or more: {layer=}, {layers=}")
     rate = 8 * (1 - layer / layers)
-    decay = _head_decays(q, v, layout, lambda h, heads, log1p: -rate * h / heads)
-    return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
-        return_chunk_states=return_chunk_states, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
-    )  # fmt: skip
+    decay = _head_decays(q, v, arguments.get("layout", "bshd"), lambda h, heads, log1p: -rate * h / heads)
+    return linear(q, k, v, decay=decay, **arguments)
 
 
-@suggests_argument_names
-def gla(
-    q: Any,
-    k: Any,
-    v: Any,
-    decay: Any,
-    *,
-    scale: float | None = None,
-    initial_state: Any = None,
-    return_state: bool = False,
-    return_chunk_states: bool = False,
-    normalize: bool = False,
-    qk_l2norm: bool = False,
-    cu_seqlens: Any = None,
-    layout: str = "bshd",
-    memory: str = "states",
-    out: Any = None,
-    stream: Any = None,
-    family: str | None = None,
-) -> Any:
+@_member
+def gla(q: Any, k: Any, v: Any, decay: Any, **arguments: "Unpack[LinearArguments]") -> Any:
     """Gated linear attention (Yang et al. 2024): `linear` with a decay (B, S, H, Dk) for each token and channel. All other
     arguments are those of linear.
 
@@ -285,11 +252,7 @@ def gla(
         raise ValueError(
             f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={shape}"
         )
-    return linear(
-        q, k, v, decay=decay, scale=scale, initial_state=initial_state, return_state=return_state,
-        return_chunk_states=return_chunk_states, normalize=normalize,
-        qk_l2norm=qk_l2norm, cu_seqlens=cu_seqlens, layout=layout, memory=memory, out=out, stream=stream, family=family,
-    )  # fmt: skip
+    return linear(q, k, v, decay=decay, **arguments)
 
 
 @LINEAR_DERIVATIVE.make_program(LINEAR)

@@ -1,15 +1,18 @@
 """The arguments of linear attention's members: the problems of valid calls, and errors with the argument's name and values."""
 
+from inspect import signature
+from typing import get_type_hints
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from attention import based, delta_rule, hedgehog, linear, linear_step, mamba2, reference
+from attention import based, delta_rule, gla, hedgehog, lightning, linear, linear_step, mamba2, reference, retention
 from attention.plans import recurrent_checks
 from attention.public.based_features import BASED
 from attention.public.delta_rules import DELTA_RULE
 from attention.public.hedgehog_features import HEDGEHOG
-from attention.public.linear_family import LINEAR
+from attention.public.linear_family import LINEAR, LinearArguments
 from attention.public.mamba import MAMBA2
 from attention.public.token_steps import STEP
 from tiles.launching.frameworks import describe
@@ -387,3 +390,18 @@ def test_arguments_with_checked_values():
     holds = {(row.holds, name) for _, schema, _ in MEMBERS.values() for name, row in schema.arguments.items()}
     assert {("log", "decay"), ("rate", "A"), ("ends", "cu_seqlens")} <= holds
     assert not {("real", "decay"), ("real", "A"), ("index", "cu_seqlens")} & holds
+
+
+@pytest.mark.parametrize("member", [retention, lightning, gla])
+def test_members_take_linears_arguments(member):
+    """All but the decays, with the same types and defaults; an option of linear that LinearArguments lacks would be refused."""
+    all_parameters = signature(linear).parameters
+    passed = {name: x for name, x in all_parameters.items() if name not in ("q", "k", "v", "decay")}
+    parameters = signature(member).parameters
+    assert (
+        [*passed] == [*LinearArguments.__annotations__] == [name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY]
+    )
+    types = get_type_hints(LinearArguments)
+    assert all(types[name] == x.annotation and parameters[name].default == x.default for name, x in passed.items())
+    with pytest.raises(TypeError, match=rf"^{member.__name__}\(\) got an unexpected keyword argument 'head_first'"):
+        member(zeros(1, 5, 1, 16), zeros(1, 5, 1, 16), zeros(1, 5, 1, 16), 1, 1, head_first=True)
