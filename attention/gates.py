@@ -27,8 +27,8 @@ from tiles.calls.torch_op import imported_module
 
 from .options import check_flag, check_number
 from .parts.recurrent.gate_formulas import GATE_FORMULAS, LogSigmoidFormula, SigmoidFormula, SoftplusFormula, sigmoid_of
+from .parts.recurrent.l2norm import L2NORM_EPSILON
 
-L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers
 __all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", "sigmoid", "softplus"]
 
 

@@ -18,7 +18,7 @@ from tiles.launching.arguments import INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..gates import L2NORM_EPSILON
+from ..parts.recurrent.l2norm import L2NORM_EPSILON
 
 WARPS, ROWS = 8, 16  # of a block; tokens that a warp has
 LARGEST_COLUMNS = 128, 256  # with one block an SM from 144 on: if these do not spill, none do

@@ -20,8 +20,8 @@ from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, record
 from tiles.targets import Target
 
-from ..gates import L2NORM_EPSILON
 from ..parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
+from ..parts.recurrent.l2norm import L2NORM_EPSILON
 from ..parts.recurrent.results import NORMALIZER_EPSILON
 from ..parts.recurrent.tokens import SequenceLayout
 
