@@ -140,7 +140,7 @@ def make(config: Config):
             q.release(j)
             vector_tile = vectors.wait(j)
             scores = norm.scale_rows(chunk_vectors.decay_scores(scores, vector_tile, scale), query_norms)
-            next_chunk = chunks.next_chunk(int32(j + 1), chunk)
+            next_chunk = chunks.locate_next(chunk)
             warpgroup.store_wait()  # of the chunk before
             warpgroup.sync()
             if j > 0:
