@@ -14,6 +14,7 @@ same algebra. docs/parallel.md says what the passes cost."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[A
 class ShardedLinear(ShardedRecurrence):
     """attention.linear. M: for each head a number, or a vector of the channels' decays."""
 
-    function, backward = staticmethod(attention.linear), staticmethod(attention.linear_backward)
+    function = staticmethod(attention.linear)
+    backward: Callable = staticmethod(attention.linear_backward)  # SegmentedLinear's takes states
 
     def m_shape(self, shard: SequenceShard) -> Shape:
         k, v, decay = self.arrays[1], self.arrays[2], self.options.get("decay")

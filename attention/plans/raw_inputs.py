@@ -2,7 +2,6 @@
 before they are divided by their L2 norms (attention.gates)."""
 
 from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from tiles.launching.tensor_maps import STRIDE_END
 from .. import gates
 from ..gates import RawBeta, RawGate
 from ..kernels import copy_rows
-from ..parts.recurrent.gate_formulas import GATE_FORMULAS, BetaFormula, GateFormula
+from ..parts.recurrent.gate_formulas import BetaFormula, GateFormula, gate_formula
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_checks
 from .call_options import requires_grad
@@ -47,10 +46,7 @@ class RawOptions(NamedTuple):
     @property
     def gate(self) -> GateFormula | None:
         """The formula of the gates for kernels, None if they are in memory."""
-        if not self.formula:
-            return None
-        formula = GATE_FORMULAS[self.formula]
-        return intern_value(formula, *[self.number for _ in fields(formula)])
+        return gate_formula(self.formula, self.number) if self.formula else None
 
     @property
     def beta(self) -> BetaFormula:

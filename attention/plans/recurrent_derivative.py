@@ -50,10 +50,14 @@ class RecurrentDerivative(NamedTuple):
         return no_second_derivatives(self.name)
 
     def make_program(self, schema: Schema) -> Callable[[Callable[..., Plan]], Program]:
-        """Decorator: makes the member's program of its planner, and its entry in MEMBERS."""
+        """Decorator: makes the member's program of its planner, and its entry in MEMBERS. TypeError: the planner has an option
+        that gradients do not take, and that does not just say which results there are."""
 
         def decorate(planner: Callable[..., Plan]) -> Program:
             member = Program(schema, planner, self.make_vjp, self.no_second_derivatives, self.prepare)
+            of_results = {flag.partition(":")[0] for row in schema.arguments.values() for flag in row.flags}
+            if ignored := {*member.options} - {*self.program.options} - of_results:
+                raise TypeError(f"{self.name}: its gradients would ignore {sorted(ignored)}")
             MEMBERS[self.name.removeprefix("attention.")] = member, self
             return member
 

@@ -5,6 +5,8 @@ twice: for kernels, `compute`, and for arrays of a framework, `evaluate`, where 
 x is an element in memory, rate is exp(A_log) of its head, bias is dt_bias of its head, or of its channel. A gate g is the
 logarithm of a decay, never positive."""
 
+import functools
+from dataclasses import fields
 from typing import Any, ClassVar
 
 from numpy import float32
@@ -129,3 +131,10 @@ def sigmoid_of(library: Any, x: Any) -> Any:
 PLAIN_BETA = BetaFormula()
 GATE_FORMULAS: dict[str, type[GateFormula]] = {x.name: x for x in (SoftplusFormula, SigmoidFormula, LogSigmoidFormula)}
 FORMULAS: tuple[GateFormula, ...] = tuple([formula() for formula in GATE_FORMULAS.values()])  # as models have them
+
+
+@functools.lru_cache(256)
+def gate_formula(name: str, number: float) -> GateFormula:
+    """The formula of this name, with this number if it has a field: the same object for equal arguments."""
+    formula = GATE_FORMULAS[name]
+    return formula(*[number for _ in fields(formula)])
