@@ -8,9 +8,11 @@ import fuse
 from fuse import operators, repeat
 from fuse.algebra import rules
 from fuse.algebra.derivative import NoRule
+from fuse.language import terms
 from fuse.language.evaluate import NumPyArithmetic, evaluate
 from fuse.language.graph import group_scaled
 from fuse.planning.cost import card_of
+from fuse.templates.products.group_scales import GroupScales
 from tiles import bf16, fp8e4m3, fp16, int8
 from tiles.testing import ptx
 
@@ -146,6 +148,34 @@ def test_without_wgmma(monkeypatch):
     kernel, arrays = fuse.kernel(linear(128)), (rows_of(5), weights(), scales(3))
     assert len(kernel.candidates(*arrays)[0].plan.kernels) == 2
     compare(kernel, arrays, kernel.run(*arrays))
+
+
+WEIGHTS = {  # of the first of two kernels: (definition, groups of scales, columns, groups in a proof); None: others compute it
+    "three groups": (lambda w, s: w * repeat(s, 128, -2), 3, N, [3]),
+    "scales first": (lambda w, s: repeat(s, 64, -2) * w, 6, N, [3]),
+    "along columns": (lambda w, s: w * repeat(s, 48), K, 2, [2]),
+    "one group": (lambda w, s: w * repeat(s, K, -2), 1, N, []),
+    "computed scales": (lambda w, s: w * repeat(2 * s, 128, -2), 3, N, None),
+    "computed weights": (lambda w, s: 2 * w * repeat(s, 128, -2), 3, N, None),
+    "groups that no tile divides": (lambda w, s: w * repeat(s, 24, -2), 16, N, None),
+    "scales that are not repeated": (lambda w, s: w * s, K, N, None),
+    "a vector": (lambda w, s: w * repeat(s, 128, -2), 3, N, None),
+    "a vector of scales": (lambda w, s: w * repeat(s, 48), 0, 2, None),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_of_the_first_kernel(name):
+    definition, groups, columns, groups_of_proof = WEIGHTS[name]
+    w = np.ascontiguousarray(weights(dtype=bf16))
+    scale = scales(groups, columns) if groups else scales(1, columns)[0]
+    traced = fuse.kernel(definition).trace((w[0] if name == "a vector" else w, scale))
+    terms.TABLES.append(traced.table)
+    try:
+        extents = [[*kernel.fixed_extents.values()] for kernel in GroupScales.kernels_for(traced.roots[0])]
+    finally:
+        terms.TABLES.pop()
+    assert extents == ([] if groups_of_proof is None else [groups_of_proof])
 
 
 @pytest.mark.parametrize("axis", [-1, -2, 0, 1])
