@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, load, store, subtile, truncate, viewed, warpgroup
+from ops import exp2, load, store, subtile, tma_store, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -134,12 +134,13 @@ def make(config: Config):
         store(subtile(key_decays, cols, warp), exp2(none if halved else last - references.end))
 
     @inlined
-    def send_decayed(tiles, arrays, at):
-        """Store q', k', exp(r) and exp(b_last) of a chunk."""
+    def send_decayed(tiles, arrays, at, warp):
+        """The first warp stores q', k', exp(r) and exp(b_last) of a chunk, which all have written."""
         (queries, decayed_keys, state_decays), (gQueries, gDecayedKeys, gStateDecays) = tiles, arrays
-        warpgroup.tma_store(gQueries, at, queries)
-        warpgroup.tma_store(gDecayedKeys, at, decayed_keys)
-        warpgroup.tma_store(gStateDecays, at, state_decays)
+        if warp == 0:
+            tma_store(gQueries, at, queries)
+            tma_store(gDecayedKeys, at, decayed_keys)
+            tma_store(gStateDecays, at, state_decays)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def transform(
@@ -169,8 +170,9 @@ def make(config: Config):
             if j > 0 and chunks.changes_head(chunk):
                 channel_gates.load_constants(constants, params, chunk.head, warp)
             sums = gates if IN_PLACE else gate_sums
-            warpgroup.store_wait()  # of the chunk before, from the place of sums among others
-            warpgroup.sync()
+            if not IN_PLACE:
+                warpgroup.store_wait()  # of the chunk before, from the place of sums
+                warpgroup.sync()
             seq_layout.zero_other_rows(gates, chunk.remaining)
             channel_gates.cumsum(sums, gates, constants, warp, chunk.remaining)
             keys = k.wait(j)
@@ -187,6 +189,8 @@ def make(config: Config):
             decayed = queries, decayed_keys, state_decays
             block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
             references = block_scores.find_references(*block_sums)
+            if IN_PLACE:
+                warpgroup.store_wait()  # of the chunk before, from the tiles that are written once the warps have voted
             halved = block_scores.vote(references)
             store_decays(state_decays, key_decays, references, halved, warp)
             chunks.count_previous(chunk, warp)
@@ -195,13 +199,16 @@ def make(config: Config):
                 warpgroup.sync()  # all warps have read what they overwrite now
                 b_last = decay.load_last_sums(sums, warp)
                 decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
-                send_decayed(decayed, decayed_arrays, at)
+                warpgroup.sync()
+                send_decayed(decayed, decayed_arrays, at, warp)
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
             else:
                 tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
                 block_scores.factor(tiles, block_sums, references, warp)
-                send_decayed(decayed, decayed_arrays, at)
-                scores, a = block_scores.compute(tiles, warp)
+                warpgroup.sync()
+                products = block_scores.issue(tiles)
+                send_decayed(decayed, decayed_arrays, at, warp)
+                scores, a = block_scores.finish(products, warp)
                 scores = INPUT(warpgroup.causal(scores, 0, 0.0))
                 warpgroup.sync()  # all warps have read the keys whose place scores take
             warpgroup.store(square, scores)
@@ -220,8 +227,10 @@ def make(config: Config):
             fill_keys(k, gK, int32(j + 1), n, next_chunk)
             warpgroup.store(solved_keys, solved * load(key_decays, decay.channel_vec))
             warpgroup.store(square, solved_scores * scale)
-            warpgroup.tma_store(gSolvedKeys, at, solved_keys)
-            warpgroup.tma_store(gSolvedScores, (*at, 0, KEY_DIM // CHUNK), square)
+            warpgroup.sync()
+            if warp == 0:
+                tma_store(gSolvedKeys, at, solved_keys)
+                tma_store(gSolvedScores, (*at, 0, KEY_DIM // CHUNK), square)
         chunks.finish(warp)
 
     return transform, smem

@@ -185,19 +185,28 @@ class TwoBlockScores(WarpChannels):
     @inlined
     def compute(self, tiles, warp):
         """(scores of queries, scores of keys) with keys, of a warp's rows. What stands above the diagonal is not for use."""
-        near_p, far_p = self.issue(tiles, 0)
-        near_n, far_n = self.issue(tiles, 1)
-        near_p, far_p = warpgroup.wait(near_p, newer=3), warpgroup.wait(far_p, newer=2)
-        near_n, far_n = warpgroup.wait(near_n, newer=1), warpgroup.wait(far_n)
-        return self.join(near_p, far_p, warp), self.join(near_n, far_n, warp)
+        return self.finish(self.issue(tiles), warp)
 
     @inlined
-    def issue(self, tiles, index):
+    def issue(self, tiles):
+        """The products of `compute`, pending."""
+        return self.issue_rows(tiles, 0), self.issue_rows(tiles, 1)
+
+    @inlined
+    def issue_rows(self, tiles, index):
         """(scores within blocks, scores of the second block with the first one), of queries (index 0) or keys (1), pending."""
         near = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index, HALF, 0), subtile(tiles.writes, CHUNK, 0))
         if self.key_dim > HALF:
             near = warpgroup.mma_ABt(near, subtile(tiles.reads, CHUNK, index, HALF, 1), subtile(tiles.writes, CHUNK, 1))
         return near, warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index), tiles.far_writes)
+
+    @inlined
+    def finish(self, products, warp):
+        """What `compute` returns, from what `issue` does."""
+        (near_p, far_p), (near_n, far_n) = products
+        near_p, far_p = warpgroup.wait(near_p, newer=3), warpgroup.wait(far_p, newer=2)
+        near_n, far_n = warpgroup.wait(near_n, newer=1), warpgroup.wait(far_n)
+        return self.join(near_p, far_p, warp), self.join(near_n, far_n, warp)
 
     @inlined
     def join(self, near, far, warp):
