@@ -12,7 +12,8 @@ from numba import cuda
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Schema
-from tiles.compiling.compiler import Compiled
+from tiles.compiling.compiler import Compiled, CompileError
+from tiles.compiling.line_table import SourcePlace
 from tiles.launching import loaded_code
 from tiles.launching.arguments import array
 
@@ -168,3 +169,39 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
     assert result == [one, two] and len(gpu.launches) == 2 and heard == [(["x", "out"], (4, 8), (4, 8), {}, "bshd")]
     called(copying(one, prepare_next=prepare_next))
     assert len(heard) == 1, "all was there"
+
+
+def test_shared_memory_is_allowed_once(gpu):
+    """The driver hears of more than it has allowed before, up to what the GPU has."""
+    device = loaded_code.Device(0)
+    code, most = loaded_code.LoadedKernel(Compiled(b"", "k", ""), device), device.shared_bytes
+    for nbytes in 0, 1000, 1000, 1001, 900, most:
+        code.allow(nbytes)
+    assert gpu.attributes == [1000, 1001, most]
+    with pytest.raises(ValueError, match=rf"^shared: {most + 1} bytes a block, but .* has {most}"):
+        code.allow(most + 1)
+
+
+def test_what_was_compiled_is_stored(gpu, monkeypatch):
+    """Under its name; what lies there is not compiled. A kernel is refused by the instructions that the GPU lacks, and any
+    other error of the compiler is its own."""
+    stored, complaints = {}, []
+
+    def compile_kernel(kernel, signature, arch, turn):
+        if complaints:
+            raise CompileError("one", arch, complaints)
+        return Compiled(b"", "k", "")
+
+    monkeypatch.setattr(loaded_code.digest, "key", lambda *_: "name")
+    monkeypatch.setattr(loaded_code.cache, "load", stored.get)
+    monkeypatch.setattr(loaded_code.cache, "store", stored.__setitem__)
+    monkeypatch.setattr(loaded_code, "compile_kernel", compile_kernel)
+    compiled = machine_code(one, (), loaded_code.Device(0))
+    complaints.append(("Instruction 'wgmma.fence' not supported on .target 'sm_80'", SourcePlace()))
+    assert stored == {"name": compiled} and machine_code(one, (), loaded_code.Device(0)) is compiled
+    stored.clear()
+    with pytest.raises(RuntimeError, match="^one uses wgmma.fence, which .*Fake.* does not have"):
+        machine_code(one, (), loaded_code.Device(0))
+    complaints[:] = [("too many registers", SourcePlace())]
+    with pytest.raises(CompileError, match="too many registers"):
+        machine_code(one, (), loaded_code.Device(0))

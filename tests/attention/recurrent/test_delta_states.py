@@ -1,5 +1,7 @@
 """final_states of the delta rule against its recurrence in float64."""
 
+import itertools
+
 import numpy as np
 import pytest
 from delta_cases import BF16, FP16, STATE, inputs
@@ -7,7 +9,10 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
+from attention.parts.recurrent import delta_tiles
+from attention.parts.recurrent.gate_formulas import BetaFormula
 from attention.public.delta_rules import final_states
+from tiles import bf16, fp16
 
 
 def agree(place, k, v, beta, decay, more=None, ends=None, **options):
@@ -97,3 +102,27 @@ def test_as_compiled_for_hopper(as_compiled):
     as_compiled("sm_90a")
     _, k, v, beta, decay = inputs(1, 70, 1, 64, 64)
     agree(OnInterpreter(), k, v, beta, decay)
+
+
+NAMES = [
+    (delta_tiles.DeltaTiles(64, bf16, False), "Dk 64 bf16"),
+    (delta_tiles.NormedTiles(64, bf16, True, True), "Dk 64 bf16, gated, varlen"),
+    (delta_tiles.NormedTiles(64, fp16, False, l2norm=True), "Dk 64 fp16, l2norm"),
+    (delta_tiles.RawTiles(128, bf16, True, beta=BetaFormula(2.0)), "Dk 128 bf16, gated, beta 2.0 sigmoid"),
+    (delta_tiles.ScanTiles(128, bf16, False, consumers=2), "Dk 128 bf16, consumers 2"),
+]
+
+
+@pytest.mark.parametrize(("config", "name"), NAMES, ids=[name for _, name in NAMES])
+def test_names_of_configurations(config, name):
+    """What differs is in the name, and what is not there is not."""
+    assert str(config) == name
+
+
+def test_sizes_of_configurations():
+    """float16 with everything only. Two consumers have twice the columns, beside two warpgroups that work ahead."""
+    assert [*delta_tiles.delta_sizes(False)] == [(64, bf16), (128, bf16)]
+    assert {*delta_tiles.delta_sizes(True)} == {*itertools.product((64, 128), (bf16, fp16))}
+    one, two = (delta_tiles.ScanTiles(64, bf16, False, consumers=n) for n in (1, 2))
+    assert (one.columns, one.threads, two.columns, two.threads) == (64, 384, 128, 512)
+    assert one.values.cols == 64 and two.values.cols == two.state.rows == 128 and two.key.cols == two.state.cols == 64
