@@ -22,6 +22,7 @@ from ..kernels import (
     chunk_hopper,
     compose_segment_states,
     gla_hopper,
+    gla_recent_states_hopper,
     gla_states_hopper,
     mamba2_shared_heads_hopper,
 )
@@ -38,6 +39,7 @@ BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chu
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
 PREFERS_CLUSTERS = False  # are few long sequences scanned by clusters of thread blocks? Not yet measured
 MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
+PREFERS_RECENT_STATES = False  # does gla_recent_states_hopper.py compute local states? Not yet measured
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
 SEGMENT_RESULTS = """
     local_state  (sequences, heads, segments, value_dim, key_dim)  float32
@@ -419,8 +421,11 @@ def plan_channel_decay(
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
         segment_states = scratch(sequences * segments, heads, columns, key_dim)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState", "gFinalState")}
-        inputs |= local_states | dict.fromkeys(("gInitialState", "gStates"))
-        steps.append(launch(gla_states_hopper, segments - 1, inputs | {"scanned_segments": segments - 1, "scale": 1.0}))
+        inputs |= local_states | {"scanned_segments": segments - 1, "scale": 1.0}
+        if scans_recent_states(problem.dtype):
+            steps.append(launch(gla_recent_states_hopper, segments - 1, inputs))
+        else:
+            steps.append(launch(gla_states_hopper, segments - 1, inputs | dict.fromkeys(("gInitialState", "gStates"))))
         initial_state = arrays["gInitialState"]
         steps.append(
             compose_segments(
@@ -436,6 +441,12 @@ def plan_channel_decay(
         arrays = arrays | {"gInitialState": segment_states}
     arguments = arrays | {"gStates": chunk_states, "scale": scale}
     return [*steps, launch(gla_hopper, segments, arguments, stores_states=chunk_states is not None)], scratch.shapes
+
+
+def scans_recent_states(dtype: str) -> bool:
+    """Does gla_recent_states_hopper.py compute local states? In float16, keys decayed to the end of a segment would be 0 too
+    soon."""
+    return PREFERS_RECENT_STATES and dtype == "bfloat16"
 
 
 def compose_segments(

@@ -39,6 +39,11 @@ class TokenRange(NamedTuple):
         """The number of tokens from the start of the j-th chunk to the end of the range."""
         return int32(self.end - self.start - CHUNK * j)
 
+    @inlined
+    def backwards(self):
+        """The same tokens, from the last chunk to the first."""
+        return ReversedTokens(self.start, self.end, self.batch)
+
 
 class ReversedTokens(TokenRange):
     """A TokenRange whose chunks come in reverse order: the j-th is the j-th from the end, and the first one may be shorter than

@@ -12,6 +12,7 @@ from attention import reference
 from attention.kernels import (
     delta_compose_states_hopper,
     delta_walk_states_hopper,
+    gla_recent_states_hopper,
     gla_states_hopper,
     kda_states_hopper,
 )
@@ -229,6 +230,7 @@ def test_choose_segments_counts_all_costs():
 
 SHIPPED = [
     (gla_states_hopper, gla_states_hopper.Config(128, 2, fp32, bf16, True)),
+    (gla_recent_states_hopper, gla_recent_states_hopper.Config(128, 2, fp32, bf16, True)),
     (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
     (delta_walk_states_hopper, delta_walk_states_hopper.Config(128, bf16, True, True, consumers=2)),
     (delta_compose_states_hopper, delta_compose_states_hopper.Config(128)),
