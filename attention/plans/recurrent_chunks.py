@@ -37,7 +37,7 @@ MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
 COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
 BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
-PREFERS_CLUSTERS = False  # are few long sequences scanned by clusters of thread blocks? Not yet measured
+PREFERS_CLUSTERS = True  # are few long sequences scanned by clusters of thread blocks?
 MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
 PREFERS_RECENT_STATES = False  # does gla_recent_states_hopper.py compute local states? Not yet measured
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
@@ -139,7 +139,8 @@ def plan_token_decay(
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
-    arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
+    unbroadcast, scratch = arrays, scratch or ScratchAllocator(problem)
+    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
@@ -149,9 +150,8 @@ def plan_token_decay(
     config = choose_config(problem, gate, result, vector_bytes, width)
     if serves_clusters(config, arrays):
         chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
-        blocks = count_cluster_blocks(sequences * heads * width, chunks, processors)
-        if blocks > 1:
-            return [_scan_in_clusters(problem, config, blocks, arrays, width, scale)], scratch.shapes
+        if prefers_clusters(sequences * heads * width, chunks, processors):
+            return [_scan_in_clusters(problem, config, unbroadcast, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
@@ -326,29 +326,29 @@ def serves_clusters(config: chunk_hopper.Config, arrays: Arrays) -> bool:
 
 
 @watched_function
-def count_cluster_blocks(clusters: int, chunks: int, processors: int) -> int:
-    """The number of blocks of each cluster that scans a sequence; 1 where single blocks are faster. clusters: how many there
-    are to be. A multiprocessor has one block, and a cluster lies in one GPC: of 132 multiprocessors 66 clusters of two run at
-    once, 43 of three, but only 30 of four."""
-    if not PREFERS_CLUSTERS or chunks < MIN_CLUSTER_CHUNKS:
-        return 1
-    fitting = [blocks for blocks in chunk_cluster_hopper.BLOCKS if 0.7 * processors <= blocks * clusters <= 0.99 * processors]
-    return max(fitting, default=1)
+def prefers_clusters(clusters: int, chunks: int, processors: int) -> bool:
+    """Are sequences of so many chunks scanned by clusters? A multiprocessor has one block, and they fill most of the GPU."""
+    blocks = clusters * chunk_cluster_hopper.BLOCKS
+    return PREFERS_CLUSTERS and chunks >= MIN_CLUSTER_CHUNKS and 0.7 * processors <= blocks <= processors
 
 
 def _scan_in_clusters(
-    problem: Problem, chunk_config: chunk_hopper.Config, blocks: int, arrays: Arrays, width: int, scale: float
+    problem: Problem, chunk_config: chunk_hopper.Config, arrays: Mapping[str, Operand | None], width: int, scale: float
 ) -> Step:
-    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration. blocks: of a
-    cluster."""
+    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration. The gate of a head
+    becomes that of all its tokens."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate, blocks)
+    gate, arrays = chunk_config.gate, _broadcast_arrays(problem, arrays, True)
+    if isinstance(gate, HeadGate):
+        gate = intern_value(TokenGate, gate.scale_at_end)
+    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, gate)
+    blocks = chunk_cluster_hopper.BLOCKS
     tokens = blocks * chunk_cluster_hopper.RUN * chunk_hopper.CHUNK  # of a round
     names = "gQ", "gK", "gV", "gGates", "gA", "gDtBias", "gO", "gInitialState", "gFinalState"
     return kernel_for(chunk_cluster_hopper, config, problem.device).bind(
         blocks * sequences * heads * width,
         length=length,
-        rounds=-(-length // tokens),
+        rounds=-(-length // (2 * tokens)) * 2,
         heads=heads,
         group=heads // key_heads,
         width=width,
