@@ -16,7 +16,7 @@ from tiles.launching.tensor_maps import STRIDE_END
 from .. import gates
 from ..gates import RawBeta, RawGate
 from ..kernels import copy_rows
-from ..parts.recurrent.gate_formulas import BetaFormula, GateFormula, gate_formula
+from ..parts.recurrent.gate_formulas import BetaFormula, GateFormula, make_gate_formula
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_checks
 from .call_options import requires_grad
@@ -46,7 +46,7 @@ class RawOptions(NamedTuple):
     @property
     def gate(self) -> GateFormula | None:
         """The formula of the gates for kernels, None if they are in memory."""
-        return gate_formula(self.formula, self.number) if self.formula else None
+        return make_gate_formula(self.formula, self.number) if self.formula else None
 
     @property
     def beta(self) -> BetaFormula:

@@ -134,7 +134,7 @@ FORMULAS: tuple[GateFormula, ...] = tuple([formula() for formula in GATE_FORMULA
 
 
 @functools.lru_cache(256)
-def gate_formula(name: str, number: float) -> GateFormula:
+def make_gate_formula(name: str, number: float) -> GateFormula:
     """The formula of this name, with this number if it has a field: the same object for equal arguments."""
     formula = GATE_FORMULAS[name]
     return formula(*[number for _ in fields(formula)])
