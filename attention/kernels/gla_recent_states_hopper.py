@@ -58,7 +58,7 @@ def make(config: Config):
         k=ring(config.key, STAGE_COUNT, readers + WARPS),
         v=ring(config.value, STAGE_COUNT * CONSUMERS, WARPS),
         g=ring(config.gate, STAGE_COUNT, WARPS),
-        more=ring(FLAG, STAGE_COUNT, readers, writers=WARPS),
+        flag=ring(FLAG, STAGE_COUNT, readers, writers=WARPS),
         gate_sums=config.gate_sums,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
@@ -76,7 +76,7 @@ def make(config: Config):
         """The local state of each of the first `scanned_segments` of the `segments`, and its total decay, in powers of 2, or
         less than LEAST_LOG2 if that is less. `group` heads share a key head; each is `blocks` blocks of columns wide. scale: of
         local states."""
-        k, v, g, more, gate_sums, biases, rates = smem.open()
+        k, v, g, flag, gate_sums, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments).backwards()
@@ -101,11 +101,11 @@ def make(config: Config):
                     key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)
                     store(decay.group_part(keys, i, warp), key * exp2(total - b))
                 goes_on = warpgroup.reduce_any(tile_max(total) > LEAST_LOG2) and j + 1 < n
-                flag = more.claim(j)
+                number = flag.claim(j)
                 if warp == 0:
-                    store(flag, zeros(FLAG_VEC) + (1.0 if goes_on else 0.0))
+                    store(number, zeros(FLAG_VEC) + (1.0 if goes_on else 0.0))
                 warpgroup.sync()  # its fence makes the keys visible to wgmma; publishing a vector has no such fence
-                more.publish(j)
+                flag.publish(j)
                 g.release(j)
                 k.release(j)
                 j = int32(j + 1)
@@ -122,11 +122,11 @@ def make(config: Config):
                     decay.fill_keys(rings, arrays, i, n, seq, head, key_head, block)
             s_t = zeros(STATE)
             while goes_on:
-                goes_on = decay.load_flag(more.wait(j)) > 0
+                goes_on = decay.load_flag(flag.wait(j)) > 0
                 keys, values = k.wait(j), v.wait(CONSUMERS * j + wg)
                 seq_layout.zero_other_rows(values, seq.remaining(j))
                 s_t = warpgroup.wait(warpgroup.mma_AtB(s_t, values, keys))
-                more.release(j)
+                flag.release(j)
                 k.release(j)
                 v.release(CONSUMERS * j + wg)
                 if goes_on and wg == 0:

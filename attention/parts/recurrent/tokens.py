@@ -41,7 +41,7 @@ class TokenRange(NamedTuple):
 
     @inlined
     def backwards(self):
-        """The same tokens, from the last chunk to the first."""
+        """This range with its chunks in reverse order."""
         return ReversedTokens(self.start, self.end, self.batch)
 
 
