@@ -230,14 +230,14 @@ def make(config: Config):
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
                 queries, keys, values = q.wait(j), k.wait(j), v.wait(j)
-                s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
-                p = INPUT(gate.decay_scores(s, b_rows, a_cols))
-                o = warpgroup.wait(warpgroup.mm_AB(p, values))
-                k.release(j)
-                v.release(j)
+                s = warpgroup.mm_ABt(queries, keys)
                 if j >= RUN and warpgroup.rank() == 0:
                     warpgroup.store_wait()
                     q.release(j - RUN)
+                p = INPUT(gate.decay_scores(warpgroup.wait(s), b_rows, a_cols))
+                o = warpgroup.wait(warpgroup.mm_AB(p, values))
+                k.release(j)
+                v.release(j)
                 o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(j))), b_rows)
                 start.release(j)
                 if not gate.folds_scale:
