@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup, zeros
+from ops import exp2, load, store, subtile, tile_min, tma_store, transpose, truncate, warpgroup, zeros
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE, inverse_transposed
 from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -165,9 +165,11 @@ def make(config: Config):
             solved = warpgroup.wait(solved)
             warpgroup.sync()  # and the keys
             warpgroup.store(keys, solved)
-            warpgroup.tma_store(gSolvedKeys, (chunk.number, chunk.head), keys)
-            warpgroup.tma_store(gSolvedScores, (chunk.number, chunk.head, 0, PANELS), square)
-            warpgroup.tma_store(gVectors, (chunk.number, chunk.head), factor_vectors)
+            warpgroup.sync()
+            if warp == 0:
+                tma_store(gSolvedKeys, (chunk.number, chunk.head), keys)
+                tma_store(gSolvedScores, (chunk.number, chunk.head, 0, PANELS), square)
+                tma_store(gVectors, (chunk.number, chunk.head), factor_vectors)
             chunk = next_chunk
         chunks.finish(warp)
 
