@@ -30,6 +30,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
 CONSUMER, SENDER, LOADER = range(3)  # warpgroups
+WATCHER = 1  # the loader's warp that waits for what the grid before stores
 REGISTERS = 40, 40, 240  # of a thread of loader, sender and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 SENT = 2  # tiles of outputs on their way
@@ -115,6 +116,7 @@ def make(config: Config):
         v=ring(config.value, stages, WARPS),
         vectors=ring(factors.vectors, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
+        **chunk_order.rings(),
     )
 
     @inlined
@@ -182,7 +184,8 @@ def make(config: Config):
     ):  # fmt: skip
         """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. order: see
         chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
-        decayed, solved, v, vectors, out = smem.open()
+        tiles = smem.open()
+        decayed, solved, v, vectors, out = tiles[:5]
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -192,7 +195,7 @@ def make(config: Config):
             first = seq_layout.chunk_index(seq.start, sequence, length)
             if warpgroup.rank() == 0:
                 for j in range(n):
-                    chunk_order.wait_for_chunk(order, int32(heads * sequence + head), j)
+                    chunk_order.take_item(tiles[5:], order, j)
                     chunk = int32(first + j)
                     at = factors.keys_coord(params, seq, j, chunk, head)
                     decayed.fill(j, gDecayedKeys, at, 0, 2)
@@ -200,7 +203,8 @@ def make(config: Config):
                     vectors.fill(j, gVectors, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
-                chunk_order.end_walk()
+            elif warpgroup.rank() == WATCHER:
+                chunk_order.watch_items(tiles[5:], order, int32(heads * sequence + head), n)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             for j in range(n):

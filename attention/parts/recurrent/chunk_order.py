@@ -23,10 +23,12 @@ from numba import cuda
 from numpy import int32
 
 from ops import block, count_up, divmod, grid, reset_count, stores_done, warpgroup
-from tiles import inlined, static
+from tiles import fp32, inlined, ring, static, sv
 from tiles.launching.arguments import ENDS, INT, record
 
 from .tokens import CHUNK, TokenRange, block_coord
+
+ITEMS_AHEAD = 4  # items of which the walk knows that they are there before it loads them: to ask takes half a chunk's time
 
 
 class HeadChunk(NamedTuple):
@@ -212,13 +214,18 @@ class HeadMajor:
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, order.parts)
         return SegmentChunks(seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), head, key_head, seq)
 
-    @inlined
-    def wait_for_chunk(self, order, lane, j):
-        """Wait until the j-th chunk of a sequence may be read. lane: sequence * heads + head. order: `walk_params`."""
+    def rings(self):
+        """What the walk has in shared memory, by name: a ring by which one warp tells the loader which items are there."""
+        return {}
 
     @inlined
-    def end_walk(self):
-        """Wait for the end of the grid before, as far as that is needed, at the end of the walk."""
+    def watch_items(self, rings, order, lane, n):
+        """One warp waits for the items of a sequence's n chunks, as far ahead as the ring has room, and then for the end of the
+        grid before. lane: sequence * heads + head. order: `walk_params`."""
+
+    @inlined
+    def take_item(self, rings, order, j):
+        """The loader's warp waits until the j-th chunk may be read, if it is the first of its item."""
 
 
 @static
@@ -250,17 +257,31 @@ class ChunkMajor(HeadMajor):
             items = int32(order.rounds + left)
         return WorkerChunks(int32(items * order.item_chunks), worker, int32(heads * group), group, length, order)
 
-    @inlined
-    def wait_for_chunk(self, order, lane, j):
-        chunks, step = divmod(j, order.item_chunks)
-        if step == 0:
-            item, worker = divmod(int32(chunks * order.lanes + lane), order.workers)
-            if item >= order.rounds:
-                late = int32(order.workers - order.early_workers)
-                item, worker = divmod(int32((item - order.rounds) * order.workers + worker), late)
-                item, worker = int32(item + order.rounds), int32(worker + order.early_workers)
-            grid.wait_count(order.gCounts, (worker,), int32(item + 1))
+    def rings(self):
+        return {"ready": ring(sv(16, fp32), ITEMS_AHEAD, 1, writers=1)}
 
     @inlined
-    def end_walk(self):
+    def watch_items(self, rings, order, lane, n):
+        (ready,), (items, _) = rings, divmod(int32(n + order.item_chunks - 1), order.item_chunks)
+        for index in range(items):
+            self.wait_for_item(order, lane, index)
+            ready.claim(index)
+            ready.publish(index, fenced=True)
         grid.wait()
+
+    @inlined
+    def wait_for_item(self, order, lane, index):
+        """Wait until the item with this index, of a sequence and head, may be read."""
+        item, worker = divmod(int32(index * order.lanes + lane), order.workers)
+        if item >= order.rounds:
+            late = int32(order.workers - order.early_workers)
+            item, worker = divmod(int32((item - order.rounds) * order.workers + worker), late)
+            item, worker = int32(item + order.rounds), int32(worker + order.early_workers)
+        grid.wait_count(order.gCounts, (worker,), int32(item + 1))
+
+    @inlined
+    def take_item(self, rings, order, j):
+        (ready,), (index, step) = rings, divmod(j, order.item_chunks)
+        if step == 0:
+            ready.wait(index)
+            ready.release(index)

@@ -98,14 +98,14 @@ def numbers_of_worker(worker, workers, early_workers, rounds, items):
 
 
 @static
-class FirstChunkAwaited(ChunkMajor):
-    """A walk that waits for the first chunk of its sequence only."""
+class FirstItemAwaited(ChunkMajor):
+    """A walk that waits for the first item of its sequence only."""
 
     whole: ChunkMajor = ChunkMajor()
 
     @inlined
-    def wait_for_chunk(self, order, lane, j):
-        self.whole.wait_for_chunk(order, lane, int32(0))
+    def wait_for_item(self, order, lane, index):
+        self.whole.wait_for_item(order, lane, int32(0))
 
 
 @static
@@ -113,17 +113,36 @@ class EndNotAwaited(ChunkMajor):
     """A walk that may end before the grid before it."""
 
     @inlined
-    def end_walk(self):
+    def watch_items(self, rings, order, lane, n):
+        for index in range(n):  # of a chunk each
+            self.wait_for_item(order, lane, index)
+            rings[0].claim(index)
+            rings[0].publish(index, fenced=True)
+
+
+@static
+class ItemsNotTaken(ChunkMajor):
+    """A walk that loads before it knows what is there."""
+
+    @inlined
+    def take_item(self, rings, order, j):
         pass
 
 
 @static
-class NothingAwaited(EndNotAwaited):
+class NothingAwaited(ItemsNotTaken):
     """A walk that waits for nothing."""
 
     @inlined
-    def wait_for_chunk(self, order, lane, j):
+    def watch_items(self, rings, order, lane, n):
         pass
+
+
+FAULTS = {
+    NothingAwaited: "grid.wait.. comes first",
+    EndNotAwaited: "has waited for counts of the grid before it, but not",
+    ItemsNotTaken: "the slot for tile 4 of ring 'ready'",
+}
 
 
 @pytest.fixture
@@ -158,18 +177,17 @@ def arriving(monkeypatch):
         yield
 
 
-@pytest.mark.parametrize("order", [ChunkMajor, FirstChunkAwaited, NothingAwaited, EndNotAwaited])
+@pytest.mark.parametrize("order", [ChunkMajor, FirstItemAwaited, *FAULTS])
 def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, order):
     """Were the waits fewer, outputs would be NaN, or the interpreter would refuse."""
     beside(1, 2)
     monkeypatch.setattr(chunk_schedule, "ChunkMajor", order)
     q, k, v, beta, decay = draw(5 * 64, 1)
-    faults = {NothingAwaited: "grid.wait.. comes first", EndNotAwaited: "has waited for counts of the grid before it, but not"}
-    if order in faults:
-        with pytest.raises(Hazard, match=faults[order]):
+    if order in FAULTS:
+        with pytest.raises(Hazard, match=FAULTS[order]):
             delta_rule(q, k, v, beta, decay=decay)
     else:
-        assert np.isnan(delta_rule(q, k, v, beta, decay=decay).astype(np.float32)).any() == (order is FirstChunkAwaited)
+        assert np.isnan(delta_rule(q, k, v, beta, decay=decay).astype(np.float32)).any() == (order is FirstItemAwaited)
 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
