@@ -7,6 +7,8 @@ import pytest
 
 import attention
 from attention.names import ARGUMENT_HINTS, HINTS_BY_NAME
+from attention.options import AttentionArguments
+from attention.public.linear_family import LinearArguments
 
 
 def said(function, name):
@@ -93,3 +95,11 @@ def test_every_row_serves():
         for ours in hints:
             name = re.match(r"(\w+)(=|$)", ours)
             assert name is None or name[1] in known, (theirs, ours)
+
+
+def test_help_shows_the_arguments_that_functions_share():
+    """They come first among those that have names, as if the function had them itself."""
+    for function, shared in (attention.forward, AttentionArguments), (attention.gla, LinearArguments):
+        parameters = inspect.signature(function).parameters
+        named = [name for name, x in parameters.items() if x.kind is x.KEYWORD_ONLY]
+        assert named[: len(shared.__annotations__)] == [*shared.__annotations__] and "arguments" not in parameters

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import attention
+from attention.public import linear_family
 
 
 class Trained(NamedTuple):
@@ -33,6 +34,16 @@ class Trained(NamedTuple):
 
 LINEAR = Trained(attention.linear, attention.linear_backward, ("q", "k", "v", "decay", "initial_state"))
 DELTA_RULE = Trained(attention.delta_rule, attention.delta_rule_backward, ("q", "k", "v", "beta", "decay", "initial_state"))
+
+
+def test_gradients_take_all_options():
+    """An option that the program of gradients lacked would be ignored by torch's autograd and by JAX."""
+
+    def tilted(problem, scale: float | None, return_state: bool, memory: str, tilt: float):
+        raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"^attention.linear: its gradients would ignore \['tilt'\]"):
+        linear_family.LINEAR_DERIVATIVE.make_program(linear_family.LINEAR)(tilted)
 
 
 def tensors(kind="token", length=5, dim=16, names=LINEAR.names):

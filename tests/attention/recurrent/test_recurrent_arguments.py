@@ -13,7 +13,6 @@ from attention.public.based_features import BASED
 from attention.public.delta_rules import DELTA_RULE
 from attention.public.hedgehog_features import HEDGEHOG
 from attention.public.linear_family import LINEAR, LinearArguments
-from attention.public.linear_gradients import LINEAR_DERIVATIVE
 from attention.public.mamba import MAMBA2
 from attention.public.token_steps import STEP
 from tiles.launching.frameworks import describe
@@ -406,13 +405,3 @@ def test_members_take_linears_arguments(member):
     assert all(types[name] == x.annotation and parameters[name].default == x.default for name, x in passed.items())
     with pytest.raises(TypeError, match=rf"^{member.__name__}\(\) got an unexpected keyword argument 'head_first'"):
         member(zeros(1, 5, 1, 16), zeros(1, 5, 1, 16), zeros(1, 5, 1, 16), 1, 1, head_first=True)
-
-
-def test_gradients_take_all_options():
-    """An option that the program of gradients lacked would be ignored by torch's autograd and by JAX."""
-
-    def tilted(problem, scale: float | None, return_state: bool, memory: str, tilt: float):
-        raise NotImplementedError
-
-    with pytest.raises(TypeError, match=r"^attention.linear: its gradients would ignore \['tilt'\]"):
-        LINEAR_DERIVATIVE.make_program(LINEAR)(tilted)
