@@ -54,7 +54,9 @@ def test_bias_tiles():
 def test_defaults():
     """Batches, no arrays of aux, no lists; further fields are passed by name."""
     assert (PLAIN.seq_layout, PLAIN.axes, PLAIN.by_list) == (BatchedLayout, (), False) and not PLAIN.aux.fields
-    assert str(PLAIN).startswith("D 64/32 bf16") and len(Rows192Config(64, 64, bf16, Variant(), 128, axes=(2, 1)).aux.fields) == 2
+    assert (
+        str(PLAIN).startswith("D 64/32 bf16") and len(Rows192Config(64, 64, bf16, Variant(), 128, axes=(2, 1)).aux.fields) == 2
+    )
     packed = Rows192Config(64, 64, bf16, Variant(), 128, seq_layout=PackedLayout)
     assert isinstance(packed.sequences, PackedLayout) and packed.sequences.rows == 192
     with pytest.raises(TypeError):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from gradient_cases import bf16, check, check_heads_first, check_row_strides, delta_case, f32, relative_rms, run
 from places import OnInterpreter
+from poison import as_on_a_device
 
 import attention
 from attention import reference
@@ -158,6 +159,19 @@ def packed(ends, **more):
 def test_packed_sequences(place, gates):
     """One with a tail, one without tokens, and one of whole chunks."""
     check(place, packed([70, 70, 198], key_dim=80, value_dim=80, gates=gates))
+
+
+def test_strong_tails_before_poison(place, monkeypatch):
+    """Blocks that are halved read rows of queries, keys and gates again: none behind the sequence's end."""
+    as_on_a_device(monkeypatch)
+    args = packed([5])
+    args["decay"][:, 1:] = -40
+    spread = {name: np.concatenate([x, np.full_like(x[:, :3], np.nan)], 1) for name, x in args.items() if x.ndim > 2}
+    states = {name: args[name] for name in ("initial_state", "dstate")}
+    got, expected = run(place, args | spread | states), run(place, args)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(got[name] if name == "dinitial_state" else got[name][:, :5], x)
+        assert np.isfinite(x.astype(f32)).all()
 
 
 def test_one_packed_sequence(place):
