@@ -16,15 +16,17 @@ from .recurrent_chunks import ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices
 
 ITEM_CHUNKS = 4  # chunks of an item; with a wait for each chunk the gated delta rule's walk took 4 % more time
-MIN_GAIN = 0.02  # the least part of the time that a walk beside the grid before it must save
+MIN_GAIN = 0.06  # the least part of the time that a walk beside the grid before it must save
 
 
 class ChunkCosts(NamedTuple):
     """Microseconds of a chunk on one multiprocessor: in the first launch, where several warpgroups have one each, divided by
-    how many these are; in the walk."""
+    how many these are; in the walk; and of both while they run beside each other."""
 
     chunk: float
     walk: float
+    chunk_beside: float
+    walk_beside: float
 
 
 class ChunkSchedule(NamedTuple):
@@ -53,14 +55,15 @@ def choose_rounds(lanes: int, chunks: int, walk_blocks: int, processors: int, co
     """The number of rounds of all workers before the walk's blocks take the places of some, so that both launches take the
     shortest time; 0 if the walk had better begin when all is done. chunks: of each of `lanes` heads of sequences."""
     workers, late, items = copies * processors, copies * (processors - walk_blocks), lanes * -(-chunks // ITEM_CHUNKS)
-    item_time, walk = ITEM_CHUNKS * copies * costs.chunk, chunks * costs.walk
+    item_time, item_time_beside = (ITEM_CHUNKS * copies * cost for cost in (costs.chunk, costs.chunk_beside))
 
     def time(rounds: int) -> float:
-        chunks_done = item_time * (rounds + math.ceil((items - rounds * workers) / late))
-        return max(item_time * rounds + walk, chunks_done + ITEM_CHUNKS * costs.walk)
+        beside = math.ceil((items - rounds * workers) / late) * item_time_beside
+        walk = max(ITEM_CHUNKS, chunks - beside / costs.walk_beside) * costs.walk
+        return rounds * item_time + beside + walk
 
     best = min(range(1, items // workers + 1) if late > 0 else (), key=time, default=0)
-    one_by_one = lanes * chunks * costs.chunk / processors + walk
+    one_by_one = lanes * chunks * costs.chunk / processors + chunks * costs.walk
     return best if best and time(best) < (1 - MIN_GAIN) * one_by_one else 0
 
 

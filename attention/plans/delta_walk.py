@@ -38,14 +38,18 @@ MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
 MIN_FACTOR_OCCUPANCY = math.inf  # the least part of the multiprocessors that a walk over factors must fill; not measured
 CLUSTER_ROOM = 8  # more multiprocessors that clusters need: one may be left over in each group of them that clusters lie in
+MIN_BESIDE_OCCUPANCY, MIN_BESIDE_CHUNKS = (
+    0.17,
+    64,
+)  # the same, and of each sequence, if the walk may run beside the launch before
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk over factors takes
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
 # step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
-# With decays of channels: 4.5 for gentle ones, 5.7 for -5 sigmoid(normal); the walk. And may it run beside the launch before?
-CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(5.1, 1.02), False
-TOKEN_COSTS, TOKEN_BESIDE = ChunkCosts(2.0, 0.94), False  # the same with decays of tokens, over factors
+# With decays of channels. And may the walk run beside the launch before?
+CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(4.4, 1.02, 5.2, 1.6), True
+TOKEN_COSTS, TOKEN_BESIDE = ChunkCosts(2.0, 0.94, 2.0, 0.94), False  # the same with decays of tokens, over factors
 
 
 def serves_walk(problem: Problem) -> bool:
@@ -57,9 +61,11 @@ def serves_walk(problem: Problem) -> bool:
 
 def serves_channel_walk(problem: Problem) -> bool:
     """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
-    (blocks, _), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
+    (blocks, chunks), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
-    return serves_walk(problem) and blocks >= MIN_OCCUPANCY * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
+    may_run_beside = CHANNEL_BESIDE and not is_varlen(problem) and chunks >= MIN_BESIDE_CHUNKS
+    occupancy = MIN_BESIDE_OCCUPANCY if may_run_beside else MIN_OCCUPANCY
+    return serves_walk(problem) and blocks >= occupancy * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
 
 
 def serves_factor_walk(problem: Problem) -> bool:

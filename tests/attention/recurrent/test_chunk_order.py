@@ -26,7 +26,7 @@ from tiles.interpreter import interpret
 from tiles.launching.arguments import signature
 from tiles.launching.interpreted_launch import run_by
 
-COSTS = ChunkCosts(5.1, 1.02)
+COSTS = ChunkCosts(4.4, 1.02, 5.2, 1.6)
 READ = "gQueries", "gDecayedKeys", "gSolved", "gVectors"  # what a walk reads of chunks
 
 
@@ -193,7 +193,7 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("lanes", "chunks", "rounds"),
-    [(32, 512, 9), (16, 512, 1), (32, 128, 2), (66, 512, 0), (64, 512, 0), (2, 512, 0), (9, 509, 1)],
+    [(24, 512, 1), (16, 512, 1), (28, 512, 3), (32, 512, 0), (66, 512, 0), (2, 512, 0), (9, 509, 1)],
 )
 def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
     """Two blocks a head, 132 multiprocessors."""
