@@ -12,7 +12,7 @@ first one starts all TMA loads, so that the preparer never waits for consumers."
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -35,16 +35,21 @@ LEAST_LOG2 = -150.0  # exp2 of less is 0 in fp32, also if denormal numbers are k
 
 @dataclass(frozen=True)
 class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py. Keys are of bf16, whose exponents are those of fp32."""
+    """A kernel's configuration: that of channel_config.py. Keys are of bf16, whose exponents are those of fp32. reverse: are
+    these gradients of states, and keys the queries, decayed from the start of the segment, whose first chunk comes first?"""
+
+    reverse: bool = field(default=False, kw_only=True)
 
     def __str__(self):
-        return f"recent states, {super().__str__()}"
+        return f"recent {'gradients of ' * self.reverse}states, {super().__str__()}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only."""
     configs = channel_config.channel_space(Config, gla_states_hopper.SIZES, target, everything)
     yield from (config for config in configs if config.dtype is bf16)
+    if target.has_wgmma:
+        yield from (Config(128, 2, fp32, bf16, varlen, reverse=True) for varlen in ((False, True) if everything else (False,)))
 
 
 @functools.cache
@@ -64,7 +69,7 @@ def make(config: Config):
         rates=channel_gates.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    seq_layout = SequenceLayout(config.varlen)
+    REVERSE, seq_layout = config.reverse, SequenceLayout(config.varlen, config.reverse)
     decay = channel_decay.ChannelDecay(config.key_dim, INPUT, CONSUMERS)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -95,11 +100,11 @@ def make(config: Config):
                 seq_layout.zero_other_rows(keys, remaining)
                 norm.normalize(keys, warp)
                 norm.sync()
-                total = total + decay.load_last_sums(sums, warp)
+                before, total = total, total + decay.load_last_sums(sums, warp)
                 for i in range(CHUNK // TOKEN_GROUP):
                     b = load(decay.group_part(sums, i, warp), decay.group_tile, fenced=False) * LOG2_E
                     key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)
-                    store(decay.group_part(keys, i, warp), key * exp2(total - b))
+                    store(decay.group_part(keys, i, warp), key * exp2(before + b if REVERSE else total - b))
                 goes_on = warpgroup.reduce_any(tile_max(total) > LEAST_LOG2) and j + 1 < n
                 number = flag.claim(j)
                 if warp == 0:

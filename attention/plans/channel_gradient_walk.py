@@ -11,7 +11,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
-from ..kernels import channel_gradients_hopper, channel_pairs_ampere, gla_states_hopper
+from ..kernels import channel_gradients_hopper, channel_pairs_ampere, gla_recent_states_hopper, gla_states_hopper
 from ..kernels.channel_gradients_hopper import HALF, KEYS, VALUES
 from ..parts.recurrent.tokens import CHUNK
 from .chunk_states import merge_chunks
@@ -25,12 +25,14 @@ from .recurrent_chunks import (
     choose_segments,
     compose_segments,
     intern_value,
+    scans_recent_states,
 )
 from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
 
 STATES = "initial_state", "dstate"
 COSTS = Costs(two_consumers=1, first_pass=0.7, compose=0.3, extra_launches=3)
 WITH_TAILS = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDGates",)  # see plan_tails; dV is stored by rows
+PREFERS_RECENT_GRADIENTS = False  # does gla_recent_states_hopper.py compute gradients of local states? Not yet measured
 PAIR_WAVES = 4  # waves of thread blocks of the kernel for strong chunks
 
 
@@ -111,9 +113,12 @@ class StatePass(NamedTuple):
         heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
         assert gates is not None
         sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
-        options = {"stores_states": "gStates" in arrays, "reverse": self.reverse}
-        names = "gLocalStates", "gTotalDecays", "gInitialState", "gStates"
-        return kernel_for(gla_states_hopper, intern_value(gla_states_hopper.Config, *sizes, **options), problem.device).bind(
+        module, options, names = gla_states_hopper, {"reverse": self.reverse}, ("gLocalStates", "gTotalDecays")
+        if "gStates" not in arrays and scans_recent_states(problem.dtype) and (PREFERS_RECENT_GRADIENTS or not self.reverse):
+            module = gla_recent_states_hopper
+        else:
+            options, names = options | {"stores_states": "gStates" in arrays}, (*names, "gInitialState", "gStates")
+        return kernel_for(module, intern_value(module.Config, *sizes, **options), problem.device).bind(
             sequences * heads * scanned_segments,
             length=problem.extents["seqlen"],
             blocks=1,

@@ -39,7 +39,6 @@ BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chu
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
 PREFERS_CLUSTERS = True  # are few long sequences scanned by clusters of thread blocks?
 MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
-PREFERS_RECENT_STATES = False  # does gla_recent_states_hopper.py compute local states? Not yet measured
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
 SEGMENT_RESULTS = """
     local_state  (sequences, heads, segments, value_dim, key_dim)  float32
@@ -446,7 +445,7 @@ def plan_channel_decay(
 def scans_recent_states(dtype: str) -> bool:
     """Does gla_recent_states_hopper.py compute local states? In float16, keys decayed to the end of a segment would be 0 too
     soon."""
-    return PREFERS_RECENT_STATES and dtype == "bfloat16"
+    return dtype == "bfloat16"
 
 
 def compose_segments(

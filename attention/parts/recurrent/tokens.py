@@ -64,6 +64,11 @@ class ReversedTokens(TokenRange):
         """The number of tokens from the start of the j-th chunk from the end to the end of the range."""
         return int32(self.end - self.chunk_start(j))
 
+    @inlined
+    def backwards(self):
+        """This range with its chunks in the order of their tokens."""
+        return TokenRange(self.start, self.end, self.batch)
+
 
 class ChunkPlace(NamedTuple):
     """Where a chunk of a head lies. chunk: its SequenceLayout.chunk_index. token: its first one. seq: its TokenRange."""

@@ -6,20 +6,15 @@ from delta_cases import BF16, FP16
 from places import OnInterpreter
 from test_segments import agree, case
 
+from attention.kernels import compose_segment_states, gla_hopper, gla_recent_states_hopper, gla_states_hopper
 from attention.plans import recurrent_chunks
-from attention.plans.recurrent_chunks import scans_recent_states
 from attention.public.linear_family import linear
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cut(monkeypatch, nothing_known):
-    """cut(n): calls cut every sequence into n segments from then on, whose local states this kernel computes."""
-    monkeypatch.setattr(recurrent_chunks, "PREFERS_RECENT_STATES", True)
-
-    def cut(n):
-        monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
-
-    return cut
+    """cut(n): calls cut every sequence into n segments from then on."""
+    return lambda n: monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
 
 
 def on_device(place, args):
@@ -75,10 +70,16 @@ def test_packed_sequences(place, cut):
     agree(place, case(False, "channel", 563, gate=0.5, sequences=5), cu_seqlens=ends)
 
 
-def test_float16_has_no_such_kernel(cut):
-    assert scans_recent_states("bfloat16") and not scans_recent_states("float16")
+@pytest.mark.parametrize(("dtype", "kernel"), [(BF16, gla_recent_states_hopper), (FP16, gla_states_hopper)])
+def test_which_kernel_computes_local_states(monkeypatch, cut, dtype, kernel):
+    """Keys of float16 are decayed to the ends of chunks only."""
+    modules, kernel_for = [], recurrent_chunks.kernel_for
+    monkeypatch.setattr(
+        recurrent_chunks, "kernel_for", lambda module, *rest: modules.append(module) or kernel_for(module, *rest)
+    )
     cut(2)
-    agree(OnInterpreter(), case(False, "channel", 130, 16, 16, dtype=FP16))
+    agree(OnInterpreter(), case(False, "channel", 130, 16, 16, dtype=dtype))
+    assert modules == [kernel, compose_segment_states, gla_hopper]
 
 
 @pytest.mark.parametrize("seed", ["0", "1"])
