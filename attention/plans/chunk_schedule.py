@@ -16,6 +16,7 @@ from .recurrent_chunks import ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices
 
 ITEM_CHUNKS = 4  # chunks of an item; with a wait for each chunk the gated delta rule's walk took 4 % more time
+LEAD = 9.0  # how many times as fast as the walk are the blocks that go on beside it, at most; not measured
 MIN_GAIN = 0.06  # the least part of the time that a walk beside the grid before it must save
 
 
@@ -50,11 +51,17 @@ def count_stored_chunks(problem: Problem) -> Any:
 
 
 @watched_function
+def count_late_blocks(lanes: int, walk_blocks: int, processors: int, costs: ChunkCosts) -> int:
+    """The blocks of the first launch that go on beside the walk: as many as it leaves room for, or as stay ahead of it."""
+    return min(processors - walk_blocks, math.ceil(LEAD * lanes * costs.chunk / costs.walk))
+
+
+@watched_function
 @functools.lru_cache(1024)
-def choose_rounds(lanes: int, chunks: int, walk_blocks: int, processors: int, copies: int, costs: ChunkCosts) -> int:
-    """The number of rounds of all workers before the walk's blocks take the places of some, so that both launches take the
-    shortest time; 0 if the walk had better begin when all is done. chunks: of each of `lanes` heads of sequences."""
-    workers, late, items = copies * processors, copies * (processors - walk_blocks), lanes * -(-chunks // ITEM_CHUNKS)
+def choose_rounds(lanes: int, chunks: int, late_blocks: int, processors: int, copies: int, costs: ChunkCosts) -> int:
+    """The number of rounds of all workers before some make room for the walk, so that both launches take the shortest time; 0
+    if the walk had better begin when all is done. chunks: of each of `lanes` heads of sequences."""
+    workers, late, items = copies * processors, copies * late_blocks, lanes * -(-chunks // ITEM_CHUNKS)
     item_time, item_time_beside = (ITEM_CHUNKS * copies * cost for cost in (costs.chunk, costs.chunk_beside))
 
     def time(rounds: int) -> float:
@@ -76,16 +83,17 @@ def schedule_chunks(
     length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
     lanes, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
-    rounds = 0
+    rounds = late_blocks = 0
     if costs and not is_varlen(problem):
-        rounds = choose_rounds(lanes, chunks, walk_blocks, processors, copies, costs)
+        late_blocks = count_late_blocks(lanes, walk_blocks, processors, costs)
+        rounds = choose_rounds(lanes, chunks, late_blocks, processors, copies, costs)
     if rounds == 0:
         parts = count_parts(lanes, length * batch // sequences // CHUNK, resident_ctas)
         return ChunkSchedule(intern_value(HeadMajor), lanes * parts, {"parts": parts}, {})
     args = {
         "gCounts": scratch(copies * processors, dtype="int32"),
         "workers": copies * processors,
-        "early_workers": copies * walk_blocks,
+        "early_workers": copies * (processors - late_blocks),
         "rounds": rounds,
         "lanes": lanes,
         "item_chunks": ITEM_CHUNKS,

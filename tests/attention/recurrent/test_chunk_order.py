@@ -13,7 +13,7 @@ from test_raw_gates import agree as agree_raw
 from attention.kernels import kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent.chunk_order import ChunkMajor
 from attention.plans import chunk_schedule, delta_walk
-from attention.plans.chunk_schedule import ChunkCosts, choose_rounds
+from attention.plans.chunk_schedule import ChunkCosts, choose_rounds, count_late_blocks
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
 from ops import grid as grid_ops
@@ -197,7 +197,8 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 )
 def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
     """Two blocks a head, 132 multiprocessors."""
-    assert choose_rounds(lanes, chunks, 2 * lanes, 132, 2, COSTS) == rounds
+    late_blocks = count_late_blocks(lanes, 2 * lanes, 132, COSTS)
+    assert choose_rounds(lanes, chunks, late_blocks, 132, 2, COSTS) == rounds
 
 
 @pytest.mark.release
