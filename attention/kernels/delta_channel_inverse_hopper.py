@@ -19,7 +19,6 @@ from ops import divmod, exp2, load, store, store_wait, subtile, tma_store, trunc
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import bf16, fp16, fp32, inlined, ring, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
-from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
@@ -31,7 +30,8 @@ from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, TILE
 from ..parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout, block_coord
 from ..parts.recurrent.two_block_scores import ScoreTiles, TwoBlockScores
 
-SENDER = 1  # the number of the warpgroup that the fifth warp is the first of
+SENDER = 1  # the warpgroup whose first warp loads and stores
+REGISTERS = 40, 216  # of a thread of the sender, of the warpgroup that computes
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Config(channel_config.Config):
 
     @property
     def threads(self):
-        return warpgroup.THREADS + LANES
+        return 2 * warpgroup.THREADS
 
     @property
     def decayed_keys(self):
@@ -70,6 +70,7 @@ def make(config: Config):
     decay, channel_gates = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), TwoBlockScores(config.key_dim, INPUT)
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
+    SENDER_REGISTERS, COMPUTE_REGISTERS = REGISTERS
     smem = shared(
         q=ring(KEY, 1, 1),
         k=ring(KEY, 1, 1),
@@ -120,7 +121,7 @@ def make(config: Config):
         if IN_PLACE:
             return subtile(decayed_keys, CHUNK, 0, CHUNK, 0)
         else:
-            return subtile(reads, CHUNK, 1, CHUNK, 0)
+            return subtile(block_scores.read_part(reads, 1), CHUNK, 0, CHUNK, 0)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def invert(
@@ -138,33 +139,36 @@ def make(config: Config):
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
         if warpgroup.id() == SENDER:
-            rings, arrays, tails = (q, k, g), (gQ, gK, gGates), (gTailQ, gTailK, gTailGates)
-            sent_arrays = gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores
-            fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
-            betas = truncate(gBeta, 1, seq.end)
-            store_beta(beta, betas, int32(0), n, seq, head)
-            for j in range(n):
-                decayed_keys, queries, keys, gates = k_decayed.wait(int32(2 * j)), q.wait(j), k.wait(j), g.wait(j)
-                if IN_PLACE:
-                    sums = gates
-                else:
-                    sums, decayed_keys = gate_sums, viewed(gates, KEY)
-                reads = viewed(sums, block_scores.reads)
-                scores, at = subtile(reads, CHUNK, 0, CHUNK, 0), (int32(first + j), head)
-                send_chunk((queries, decayed_keys, keys, state_decay, beta.wait(j), scores), sent_arrays, at)
-                beta.release(j)
-                k_decayed.release(int32(2 * j))
-                q.release(j)
-                k.release(j)
-                g.release(j)
-                fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
-                second_tile = low_part(k_decayed.wait(int32(2 * j + 1)), reads)
-                tma_store(gSolutions, (*at, 0), square)
-                tma_store(gSolutions, (*at, 1), second_tile)
-                store_wait()
-                k_decayed.release(int32(2 * j + 1))
-                store_beta(beta, betas, int32(j + 1), n, seq, head)
+            warpgroup.release_registers(SENDER_REGISTERS)
+            if warpgroup.rank() == 0:
+                rings, arrays, tails = (q, k, g), (gQ, gK, gGates), (gTailQ, gTailK, gTailGates)
+                sent_arrays = gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores
+                fill(rings, arrays, tails, int32(0), n, seq, sequence, head, key_head)
+                betas = truncate(gBeta, 1, seq.end)
+                store_beta(beta, betas, int32(0), n, seq, head)
+                for j in range(n):
+                    decayed_keys, queries, keys, gates = k_decayed.wait(int32(2 * j)), q.wait(j), k.wait(j), g.wait(j)
+                    if IN_PLACE:
+                        sums = gates
+                    else:
+                        sums, decayed_keys = gate_sums, viewed(gates, KEY)
+                    reads = viewed(sums, block_scores.reads)
+                    scores, at = subtile(reads, CHUNK, 0, CHUNK, 0), (int32(first + j), head)
+                    send_chunk((queries, decayed_keys, keys, state_decay, beta.wait(j), scores), sent_arrays, at)
+                    beta.release(j)
+                    k_decayed.release(int32(2 * j))
+                    q.release(j)
+                    k.release(j)
+                    g.release(j)
+                    fill(rings, arrays, tails, int32(j + 1), n, seq, sequence, head, key_head)
+                    second_tile = low_part(k_decayed.wait(int32(2 * j + 1)), reads)
+                    tma_store(gSolutions, (*at, 0), square)
+                    tma_store(gSolutions, (*at, 1), second_tile)
+                    store_wait()
+                    k_decayed.release(int32(2 * j + 1))
+                    store_beta(beta, betas, int32(j + 1), n, seq, head)
         else:
+            warpgroup.claim_registers(COMPUTE_REGISTERS)
             (high, low), (writes, _) = decay.open_triangles(triangles, ())
             far_writes = block_scores.open_far_writes(square)
             for j in range(n):
@@ -180,9 +184,8 @@ def make(config: Config):
                 tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
                 block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
                 references = block_scores.find_references(*block_sums)
-                halved = block_scores.vote(references)
                 store(subtile(state_decay, decay.warp_tile.cols, warp), exp2(references.last))
-                if halved:
+                if references.halved:
                     scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
                     warpgroup.sync()  # all have read what is decayed now
                     b_last = decay.load_last_sums(sums, warp)
@@ -192,7 +195,7 @@ def make(config: Config):
                 else:
                     block_scores.factor(tiles, block_sums, references, warp)
                     warpgroup.sync()
-                    scores, a = block_scores.compute(tiles, warp)
+                    scores, a = block_scores.compute(tiles, references.mild, warp)
                     scores = INPUT(warpgroup.causal(scores, 0, 0.0))
                 warpgroup.store(subtile(tiles.reads, CHUNK, 0, CHUNK, 0), scores)  # a warp's rows are those of its Q^
                 k_decayed.publish(int32(2 * j))

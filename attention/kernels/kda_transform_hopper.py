@@ -188,10 +188,10 @@ def make(config: Config):
                 solved_keys = viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS)
             decayed = queries, decayed_keys, state_decays
             block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
-            references = block_scores.find_references(*block_sums)
             if IN_PLACE:
                 warpgroup.store_wait()  # of the chunk before, from the tiles that are written once the warps have voted
-            halved = block_scores.vote(references)
+            references = block_scores.find_references(*block_sums)
+            halved = references.halved
             store_decays(state_decays, key_decays, references, halved, warp)
             chunks.count_previous(chunk, warp)
             if halved:
@@ -206,7 +206,7 @@ def make(config: Config):
                 tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
                 block_scores.factor(tiles, block_sums, references, warp)
                 warpgroup.sync()
-                products = block_scores.issue(tiles)
+                products = block_scores.issue(tiles, references.mild)
                 send_decayed(decayed, decayed_arrays, at, warp)
                 scores, a = block_scores.finish(products, warp)
                 scores = INPUT(warpgroup.causal(scores, 0, 0.0))

@@ -10,7 +10,8 @@ states follows by a factor for each channel,
 
     q~ = exp(r) Q^        k^ = exp(r) K^        k~ = exp(b_last - r) K*
 
-Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
+A chunk is mild if the dtype holds its decay: its references are 0, so that q~ and k^ are Q^ and K^, and there is nothing to
+rescale. Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
 
 A warp has a quarter of the channels of all tokens. Its tiles are channels by tokens, so that references are numbers of a
 lane."""
@@ -41,23 +42,24 @@ from .tokens import CHUNK
 
 BLOCK = CHUNK // 2  # tokens with one reference
 HALF = 64  # channels that lie side by side in the tile of K*, the `block_keys` of channel_decay.py
-MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # what b - r may be, in powers of 2
+MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # see TwoBlockScores.min_log2_decay
 
 
 class BlockReferences(NamedTuple):
-    """The references of a chunk's channels, in powers of 2: of both blocks, and of k~; b of the last token; and is the chunk to
-    be halved, in each channel?"""
+    """The references of a chunk's channels, in powers of 2: of both blocks, and of k~; b of the last token; and is the chunk
+    halved or mild?"""
 
     first: Any
     second: Any
     end: Any
     last: Any
     halved: Any
+    mild: Any
 
 
 class ScoreTiles(NamedTuple):
-    """Shared tiles of a chunk: q and k, which q~ and k~ overwrite; k^; Q^ above K^; K*, each half of the channels in rows of
-    its own; K* of the first block at the second one's reference."""
+    """Shared tiles of a chunk: q and k, which q~ and k~ overwrite; k^; Q^ beside K^, unless the chunk is mild; K*, each half of
+    the channels in rows of its own; K* of the first block at the second one's reference."""
 
     queries: Any
     keys: Any
@@ -73,8 +75,8 @@ class TwoBlockScores(WarpChannels):
 
     @property
     def min_log2_decay(self):
-        """The sum of a block's gates, in powers of 2, below which the chunk is halved."""
-        return 2 * MIN_LOG2_DECAY[self.dtype]
+        """What b - r may be, in powers of 2."""
+        return MIN_LOG2_DECAY[self.dtype]
 
     @property
     def channel_tile(self):
@@ -83,8 +85,8 @@ class TwoBlockScores(WarpChannels):
 
     @property
     def reads(self):
-        """The tile of Q^ above K^, in the memory of sums."""
-        return st(2 * CHUNK, self.key_dim, self.dtype, width=self._panel)
+        """The tile of Q^ beside K^, in the memory of sums."""
+        return st(CHUNK, 2 * self.key_dim, self.dtype, width=self._panel)
 
     @property
     def far_writes(self):
@@ -109,11 +111,13 @@ class TwoBlockScores(WarpChannels):
 
     @inlined
     def find_references(self, b_0, b_1):
-        """The BlockReferences of a chunk."""
+        """The BlockReferences of a chunk, on which the warps vote."""
         first_0, last_0, first_1, last = column(b_0, 0), column(b_0, BLOCK - 1), column(b_1, 0), column(b_1, BLOCK - 1)
-        halved = less(minimum(last_0 - first_0, last - first_1), self.min_log2_decay)
-        r_0, r_1 = (first_0 + last_0) * 0.25 // 1 * 2.0, (first_1 + last) * 0.25 // 1 * 2.0
-        return BlockReferences(r_0, r_1, self.end_reference(last), last, halved)
+        halved = warpgroup.reduce_any(tile_any(less(minimum(last_0 - first_0, last - first_1), 2 * self.min_log2_decay)))
+        mild = not warpgroup.reduce_any(tile_any(less(last, self.min_log2_decay)))
+        factor = 0.0 if mild else 0.25
+        r_0, r_1 = (first_0 + last_0) * factor // 1 * 2.0, (first_1 + last) * factor // 1 * 2.0
+        return BlockReferences(r_0, r_1, self.end_reference(last), last, halved, mild)
 
     @inlined
     def end_reference(self, last):
@@ -121,35 +125,40 @@ class TwoBlockScores(WarpChannels):
         return last
 
     @inlined
-    def vote(self, references):
-        """Is the chunk halved? The warps vote."""
-        return warpgroup.reduce_any(tile_any(references.halved))
-
-    @inlined
     def factor(self, tiles, sums, references, warp):
         """Write all of the ScoreTiles. sums: b of both blocks."""
-        (b_0, b_1), (r_0, r_1, end, _, _) = sums, references
-        keys = self.factor_block(tiles, b_0, r_0, end, 0, warp)
-        root = self.dtype(ones(self.channel_tile) * exp2((r_1 - r_0) * 0.5))
-        self.store(tiles.far_writes, keys * root * root, 0, warp)
-        self.factor_block(tiles, b_1, r_1, end, 1, warp)
+        (b_0, b_1), (r_0, r_1, end, _, _, mild) = sums, references
+        keys = self.factor_block(tiles, b_0, r_0, end, mild, 0, warp)
+        if not mild:
+            root = self.dtype(ones(self.channel_tile) * exp2((r_1 - r_0) * 0.5))
+            keys = keys * root * root
+        self.store(tiles.far_writes, keys, 0, warp)
+        self.factor_block(tiles, b_1, r_1, end, mild, 1, warp)
 
     @inlined
-    def factor_block(self, tiles, b, r, end, block, warp):
+    def factor_block(self, tiles, b, r, end, mild, block, warp):
         """Write a block's tokens to all tiles but the last. Returns their K*."""
-        c, to_start = b - r, exp2(r)
-        query, decay = self.load(tiles.queries, block, warp), exp2(c)
-        query = self.dtype(query * decay)
-        self.store(tiles.reads, query, block, warp)
-        self.store(tiles.queries, self.rescale(query, to_start), block, warp)
-        key = self.load(tiles.keys, block, warp)
-        read_key, key = self.dtype(key * decay), key * exp2(-c)
-        self.store(tiles.reads, read_key, CHUNK // BLOCK + block, warp)
-        self.store(tiles.decayed_keys, self.rescale(read_key, to_start), block, warp)
+        c, read_queries, read_keys = b - r, self.read_part(tiles.reads, 0), self.read_part(tiles.reads, 1)
+        query, key, decay = self.load(tiles.queries, block, warp), self.load(tiles.keys, block, warp), exp2(c)
+        query, read_key, key = self.dtype(query * decay), self.dtype(key * decay), key * exp2(-c)
+        if mild:
+            self.store(tiles.queries, query, block, warp)
+            self.store(tiles.decayed_keys, read_key, block, warp)
+        else:
+            to_start = exp2(r)
+            self.store(read_queries, query, block, warp)
+            self.store(read_keys, read_key, block, warp)
+            self.store(tiles.queries, self.rescale(query, to_start), block, warp)
+            self.store(tiles.decayed_keys, self.rescale(read_key, to_start), block, warp)
         rounded = self.dtype(key)
         self.store_writes(tiles.writes, rounded, block, warp)
         self.store(tiles.keys, self.decay_to_end(key, rounded, exp2(end - r)), block, warp)
         return rounded
+
+    @inlined
+    def read_part(self, reads, index):
+        """Q^ (index 0) or K^ (1)."""
+        return subtile(reads, CHUNK, 0, self.key_dim, index)
 
     @inlined
     def decay_to_end(self, key, rounded, decay):
@@ -183,22 +192,24 @@ class TwoBlockScores(WarpChannels):
             return x * self.dtype(ones(self.channel_tile) * factor)
 
     @inlined
-    def compute(self, tiles, warp):
+    def compute(self, tiles, mild, warp):
         """(scores of queries, scores of keys) with keys, of a warp's rows. What stands above the diagonal is not for use."""
-        return self.finish(self.issue(tiles), warp)
+        return self.finish(self.issue(tiles, mild), warp)
 
     @inlined
-    def issue(self, tiles):
+    def issue(self, tiles, mild):
         """The products of `compute`, pending."""
-        return self.issue_rows(tiles, 0), self.issue_rows(tiles, 1)
+        queries = tiles.queries if mild else self.read_part(tiles.reads, 0)
+        keys = tiles.decayed_keys if mild else self.read_part(tiles.reads, 1)
+        return self.issue_rows(queries, tiles), self.issue_rows(keys, tiles)
 
     @inlined
-    def issue_rows(self, tiles, index):
-        """(scores within blocks, scores of the second block with the first one), of queries (index 0) or keys (1), pending."""
-        near = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index, HALF, 0), subtile(tiles.writes, CHUNK, 0))
+    def issue_rows(self, reads, tiles):
+        """(scores within blocks, scores of the second block with the first one), of Q^ or K^, pending."""
+        near = warpgroup.mm_ABt(subtile(reads, CHUNK, 0, HALF, 0), subtile(tiles.writes, CHUNK, 0))
         if self.key_dim > HALF:
-            near = warpgroup.mma_ABt(near, subtile(tiles.reads, CHUNK, index, HALF, 1), subtile(tiles.writes, CHUNK, 1))
-        return near, warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, index), tiles.far_writes)
+            near = warpgroup.mma_ABt(near, subtile(reads, CHUNK, 0, HALF, 1), subtile(tiles.writes, CHUNK, 1))
+        return near, warpgroup.mm_ABt(reads, tiles.far_writes)
 
     @inlined
     def finish(self, products, warp):
