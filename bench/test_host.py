@@ -248,7 +248,10 @@ VARIANTS = {  # options of attention.forward
 
 
 PASSES = {f"forward and backward, D {head_dim}": head_dim for head_dim in (64, 128)}
-TRAINED = {f"forward and backward, {member}": member for member in ("simple GLA", "gated delta rule")}
+TRAINED = {
+    f"forward and backward, {member}": member
+    for member in ("simple GLA", "GLA, gates of models", "delta rule", "gated delta rule", "KDA, gates of models")
+}
 
 
 def first(name):
