@@ -37,8 +37,8 @@ MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
 COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
 BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
-PREFERS_CLUSTERS = True  # are few long sequences scanned by clusters of thread blocks?
 MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
+MIN_CLUSTER_FILL = 0.9  # the part of the multiprocessors, at least, on which clusters then run
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
 SEGMENT_RESULTS = """
     local_state  (sequences, heads, segments, value_dim, key_dim)  float32
@@ -138,8 +138,7 @@ def plan_token_decay(
     batch, length, heads, key_heads, columns, sequences = problem(
         "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
     )
-    unbroadcast, scratch = arrays, scratch or ScratchAllocator(problem)
-    arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
+    arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
@@ -150,7 +149,7 @@ def plan_token_decay(
     if serves_clusters(config, arrays):
         chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
         if prefers_clusters(sequences * heads * width, chunks, processors):
-            return [_scan_in_clusters(problem, config, unbroadcast, width, scale)], scratch.shapes
+            return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
     if segments == 1:
@@ -326,28 +325,23 @@ def serves_clusters(config: chunk_hopper.Config, arrays: Arrays) -> bool:
 
 @watched_function
 def prefers_clusters(clusters: int, chunks: int, processors: int) -> bool:
-    """Are sequences of so many chunks scanned by clusters? A multiprocessor has one block, and they fill most of the GPU."""
+    """Are sequences of so many chunks scanned by clusters? A multiprocessor has one block, and the time does not depend on how
+    many there are: they must fill the GPU."""
     blocks = clusters * chunk_cluster_hopper.BLOCKS
-    return PREFERS_CLUSTERS and chunks >= MIN_CLUSTER_CHUNKS and 0.7 * processors <= blocks <= processors
+    return chunks >= MIN_CLUSTER_CHUNKS and MIN_CLUSTER_FILL * processors <= blocks <= processors
 
 
-def _scan_in_clusters(
-    problem: Problem, chunk_config: chunk_hopper.Config, arrays: Mapping[str, Operand | None], width: int, scale: float
-) -> Step:
-    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration. The gate of a head
-    becomes that of all its tokens."""
+def _scan_in_clusters(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int, scale: float) -> Step:
+    """The launch of chunk_cluster_hopper.py's kernel, in place of chunk_hopper.py's with this configuration."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
-    gate, arrays = chunk_config.gate, _broadcast_arrays(problem, arrays, True)
-    if isinstance(gate, HeadGate):
-        gate = intern_value(TokenGate, gate.scale_at_end)
-    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, gate)
+    config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate)
     blocks = chunk_cluster_hopper.BLOCKS
     tokens = blocks * chunk_cluster_hopper.RUN * chunk_hopper.CHUNK  # of a round
     names = "gQ", "gK", "gV", "gGates", "gA", "gDtBias", "gO", "gInitialState", "gFinalState"
     return kernel_for(chunk_cluster_hopper, config, problem.device).bind(
         blocks * sequences * heads * width,
         length=length,
-        rounds=-(-length // (2 * tokens)) * 2,
+        rounds=-(-length // tokens),
         heads=heads,
         group=heads // key_heads,
         width=width,
