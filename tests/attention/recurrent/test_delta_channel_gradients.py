@@ -226,9 +226,10 @@ def test_equal_keys(place, beta, limit):
         assert relative_rms(x, want[name]) < limit, name
 
 
-@pytest.mark.parametrize("gate", [0.0, -2.5, -1e4, -np.inf])
+@pytest.mark.parametrize("gate", [0.0, -1.12, -1.14, -4.6, -4.7, -1e4, -np.inf])
 def test_equal_gates(place, gate):
-    """Without decay; where all but the nearest tokens are forgotten; and where all are."""
+    """Without decay; on both sides of what a chunk and a block may decay by (two_block_scores.py), where all but the nearest
+    tokens are forgotten; and where all are."""
     args = one_head(70)
     args["decay"][:] = gate
     got = check(place, args)

@@ -85,6 +85,15 @@ def test_a_walk_with_decays_of_models(place, monkeypatch):
     agree(place, q, k, v, beta, draw_model_decays(decay.shape, True))
 
 
+@pytest.mark.parametrize("gate", [-1.12, -1.14, -4.6, -4.7])
+def test_a_walk_with_equal_gates(place, monkeypatch, gate):
+    """On both sides of what a chunk and a block of the launch before it may decay by (two_block_scores.py)."""
+    monkeypatch.setattr("attention.public.delta_rules.serves_channel_walk", lambda _: True)
+    *arrays, decay = inputs(1, 70, 1, 64, 64)
+    decay[:] = gate
+    agree(place, *arrays, decay)
+
+
 def test_repeated_keys(place):
     """A and its powers are as large as they can be, and the factored keys that A is computed from are rounded."""
     q, k, v, beta, decay = inputs(1, 200, 1, 64, 64, gate=1e-3)
