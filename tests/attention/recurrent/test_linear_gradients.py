@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from gradient_cases import bf16, case, check, check_heads_first, check_packed, f32, relative_rms, run
 from places import OnInterpreter
+from poison import as_on_a_device, poison_new_memory
 
 import attention
 from attention import reference
@@ -66,6 +67,24 @@ def test_more_heads_that_share_keys_than_stages(place, monkeypatch, nothing_know
     for name in "choose_shares", "choose_parts":
         monkeypatch.setattr(shared_heads_gradients, name, lambda *_: 1)
     check(place, case(66, decay, heads=4, key_heads=1, dtype=dtype), family="sm_90")
+
+
+def test_float32_gradients_of_packed_sequences_and_padding(monkeypatch):
+    """Gradients that are added to sums are float32, and lie in memory that was poison. Padding adds nothing, and no sequence to
+    the rows of the next one."""
+    as_on_a_device(monkeypatch), poison_new_memory(monkeypatch)
+    args = case(100, "token", heads=1, key_heads=1)
+    args |= {name: np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate")}
+    args["cu_seqlens"] = np.array([0, 30, 96])
+    used = {name: x[:, :96] if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    into = {"d" + name: np.ones(args[name].shape, f32) for name in ("q", "k", "v", "decay", "initial_state")}
+    attention.linear_backward(**args, **into, accumulate=True)
+    want = reference.linear_backward(**used)
+    for name, x in into.items():
+        if name != "dinitial_state":
+            assert (x[:, 96:] == 1).all(), name
+            x = x[:, :96]
+        assert relative_rms(x - 1, want[name]) < 0.006, name
 
 
 def test_packed_heads_that_share_no_keys(place):
