@@ -2,6 +2,7 @@
 a pass that computes the states before all chunks, unless forward stored them, the walk, and a kernel for the pairs of tokens of
 strong chunks, which the walk leaves out."""
 
+from types import ModuleType
 from typing import NamedTuple
 
 from tiles.calls.plan import Step
@@ -106,6 +107,11 @@ class StatePass(NamedTuple):
     scale: float
     arrays: Arrays
 
+    @property
+    def scans_recent_states(self) -> bool:
+        """Does gla_recent_states_hopper.py compute local states, or their gradients?"""
+        return scans_recent_states(self.problem.dtype) and (PREFERS_RECENT_GRADIENTS or not self.reverse)
+
     def launch(self, scanned_segments: int, **arrays: Operand | None) -> Step:
         """The launch for the first `scanned_segments`. arrays: what it writes, and gInitialState where states of chunks are
         written."""
@@ -113,11 +119,11 @@ class StatePass(NamedTuple):
         heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
         assert gates is not None
         sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
-        module, options, names = gla_states_hopper, {"reverse": self.reverse}, ("gLocalStates", "gTotalDecays")
-        if "gStates" not in arrays and scans_recent_states(problem.dtype) and (PREFERS_RECENT_GRADIENTS or not self.reverse):
-            module = gla_recent_states_hopper
-        else:
-            options, names = options | {"stores_states": "gStates" in arrays}, (*names, "gInitialState", "gStates")
+        options, names = {"reverse": self.reverse}, ["gLocalStates", "gTotalDecays"]
+        module: ModuleType = gla_recent_states_hopper
+        if "gStates" in arrays or not self.scans_recent_states:
+            module, options["stores_states"] = gla_states_hopper, "gStates" in arrays
+            names += ["gInitialState", "gStates"]
         return kernel_for(module, intern_value(module.Config, *sizes, **options), problem.device).bind(
             sequences * heads * scanned_segments,
             length=problem.extents["seqlen"],
