@@ -161,17 +161,20 @@ def test_packed_sequences(place, gates):
     check(place, packed([70, 70, 198], key_dim=80, value_dim=80, gates=gates))
 
 
-def test_strong_tails_before_poison(place, monkeypatch):
-    """Blocks that are halved read rows of queries, keys and gates again: none behind the sequence's end."""
+@pytest.mark.parametrize("length", [5, 17])
+def test_strong_tails_before_poison(place, monkeypatch, length):
+    """Blocks that are halved read rows of queries, keys and gates again: none behind the sequence's end. The last gate is -inf,
+    of 17 that of a block of its own."""
     as_on_a_device(monkeypatch)
-    args = packed([5])
-    args["decay"][:, 1:] = -40
+    args = packed([length])
+    args["decay"][:, 1:5], args["decay"][:, -1] = -40, -np.inf
     spread = {name: np.concatenate([x, np.full_like(x[:, :3], np.nan)], 1) for name, x in args.items() if x.ndim > 2}
     states = {name: args[name] for name in ("initial_state", "dstate")}
     got, expected = run(place, args | spread | states), run(place, args)
     for name, x in expected.items():
-        np.testing.assert_array_equal(got[name] if name == "dinitial_state" else got[name][:, :5], x)
+        np.testing.assert_array_equal(got[name] if name == "dinitial_state" else got[name][:, :length], x)
         assert np.isfinite(x.astype(f32)).all()
+    assert not expected["ddecay"][:, -1].any()
 
 
 def test_one_packed_sequence(place):
