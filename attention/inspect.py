@@ -41,8 +41,8 @@ KERNELS = {  # modules of kernels/, and of parts/
         channel_pairs_ampere mamba2_shared_heads_hopper chunk_cluster_hopper compose_final_state compose_segment_states
         linear_gradients_hopper shared_heads_gradients_hopper gate_gradient gate_sums sum_head_groups mamba2_gradients""",
     "delta": """delta_hopper delta_states_hopper kda_hopper kda_states_hopper delta_compose_states_hopper
-        delta_transform_hopper delta_walk_hopper delta_walk_states_hopper delta_factors_hopper kda_transform_hopper
-        kda_walk_hopper delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper
+        delta_transform_hopper delta_walk_hopper delta_walk_states_hopper kda_transform_hopper kda_walk_hopper
+        delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper
         delta_segment_gradients_hopper packed_tails delta_inverse_ampere delta_walk_ampere delta_state_gradients_ampere
         delta_gradients_ampere delta_channel_inverse_ampere delta_channel_gradients_ampere delta_channel_inverse_hopper
         delta_channel_chains_hopper delta_channel_block_gradients_hopper delta_channel_gradients_hopper""",

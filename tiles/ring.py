@@ -271,7 +271,7 @@ def _(ring, j, source, at, part, parts: int):
     across = ring.across(parts, source.tile)
     _check_parts(ring, part, parts, across)
     box = ring.box(parts, across)
-    if source.tile != box or (ring.blocks > parts and source.unit != box.rows):
+    if source.tile != box or (ring.blocks > 1 and source.unit != box.rows):
         by_parts = f" in parts of {box}" * (box != ring.tile)
         cure = f"; pass tiles.tensor(array, {box}) to the launch"
         raise TypeError(f"fill: the ring holds {ring.tile}{by_parts}, the source gives {source.tile}{cure}")

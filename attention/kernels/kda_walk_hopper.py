@@ -1,6 +1,5 @@
-"""The delta rule on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (KDA; kda_hopper.py has
-the equations), or over factors with decays of tokens. U = T (V - k' S') occurs in two products, whose other factors have T in
-them already (kda_transform_hopper.py, delta_factors_hopper.py):
+"""KDA on few long sequences, for Hopper: delta_walk_hopper.py's walk with decays of channels (kda_hopper.py has the equations).
+U = T (V - k' S') occurs in two products, whose other factors have T in them already (kda_transform_hopper.py):
 
     D = V - k' S'        O = scale q' S' + P~ D           S = exp(b_last) S + k~^T D
     S' = exp(r) S        P~ = scale tril(q' k*^T) T       k~ = exp(b_last - r) T^T k*
@@ -18,12 +17,11 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import cluster, columns, compute_now, hstack, warpgroup
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st
+from ops import columns, compute_now, hstack, load, subtile, warpgroup
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.chunk_factors import ChannelFactors, TokenFactors
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -39,15 +37,12 @@ WARPS = warpgroup.WARPGROUP
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? token_decays:
-    are decays those of tokens, or none, and not those of channels? cluster: blocks, for columns of a head side by side, that
-    load together what they share. order: in which the grid before computes what this one reads."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? order: in
+    which the grid before computes what this one reads."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
-    token_decays: bool = False
-    cluster: int = 1
     order: HeadMajor = field(default=HeadMajor())
     threads = warpgroup.THREADS * (LOADER + 1)
 
@@ -72,9 +67,9 @@ class Config:
         return st(CHUNK, COLUMNS, self.dtype)
 
     @property
-    def factors(self):
-        """What is read of a chunk."""
-        return TokenFactors() if self.token_decays else ChannelFactors(self.key_dim)
+    def state_decays(self):
+        """The vectors exp(r) and exp(b_last), a number for each channel."""
+        return sv(2 * self.key_dim, fp32)
 
     @property
     def overlaps_previous(self) -> bool:
@@ -82,8 +77,7 @@ class Config:
         return self.order.overlaps
 
     def __str__(self):
-        flags = f"{', varlen' * self.varlen}{', decays of tokens' * self.token_decays}"
-        flags += f", {self.cluster} blocks share" * (self.cluster > 1) + f", {self.order}" * self.order.overlaps
+        flags = f"{', varlen' * self.varlen}" + f", {self.order}" * self.order.overlaps
         return f"walk of KDA, Dk {self.key_dim} {self.dtype}{flags}"
 
 
@@ -92,32 +86,34 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for key_dim, input_dtype, varlen in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True)):
             if not varlen or key_dim == max(KEY_DIMS) or everything:
-                yield from (Config(key_dim, input_dtype, varlen, token_decays) for token_decays in (False, True))
+                yield Config(key_dim, input_dtype, varlen)
             if not varlen and (everything or key_dim == max(KEY_DIMS)):
                 yield Config(key_dim, input_dtype, order=ChunkMajor())
-                yield Config(key_dim, input_dtype, token_decays=True, order=ChunkMajor(3))
-        yield from (Config(max(KEY_DIMS), bf16, False, token_decays, 2) for token_decays in (False, True))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE = config.dtype, rt(16, config.key_dim, fp32)
-    factors, seq_layout, stages = config.factors, SequenceLayout(config.varlen), STAGES[config.key_dim]
+    seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
     chunk_order, ORDER = config.order, config.order.walk_params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    KEYS, PARAMS, PANELS, CLUSTER = factors.keys_argument(config.key), factors.params(), config.key_dim // CHUNK, config.cluster
-    solved_ring = ring(config.solved, stages, WARPS, blocks=CLUSTER)
-    SOLVED = tiled(solved_ring.part, rows=2)
+    KEYS, KEY_DIM, PANELS = tiled(config.key, rows=2), config.key_dim, config.key_dim // CHUNK
+    DECAY_TO_REFERENCE, DECAY = range(2)
     smem = shared(
-        decayed=ring(config.decayed, stages, WARPS, blocks=CLUSTER),
-        solved=solved_ring,
+        decayed=ring(config.decayed, stages, WARPS),
+        solved=ring(config.solved, stages, WARPS),
         v=ring(config.value, stages, WARPS),
-        vectors=ring(factors.vectors, stages, WARPS),
+        state_decays=ring(config.state_decays, stages, WARPS),
         out=ring(config.value, SENT, WARPS, writers=WARPS),
         **chunk_order.rings(),
     )
+
+    @inlined
+    def load_decay(decays, index):
+        """One of the vectors of `state_decays`."""
+        return load(subtile(decays, KEY_DIM, index), STATE.row_vec)
 
     @inlined
     def all_but_last(x):
@@ -128,42 +124,40 @@ def make(config: Config):
             return columns(x, CHUNK, 0)
 
     @inlined
-    def subtract_read(read, values, read_factors, remaining):
-        """(D, scale q' S') of a chunk, transposed. read: k' S' and q' S' before their factors."""
-        key_factors, query_factors = read_factors
-        d = fp32(values) - columns(read, CHUNK, 0) * key_factors
-        return INPUT(seq_layout.zero_other_columns(d, remaining)), columns(read, CHUNK, 1) * query_factors
+    def subtract_read(read, values, remaining, scale):
+        """(D, scale q' S') of a chunk, transposed. read: k' S' and q' S'."""
+        values = seq_layout.zero_other_columns(fp32(values), remaining)
+        return INPUT(values - columns(read, CHUNK, 0)), columns(read, CHUNK, 1) * scale
 
     @inlined
     def read_first_state(rings, s_t, remaining, scale):
         """read_state of the first chunk."""
-        (decayed, v, vectors, _), j = rings, int32(0)
-        vector_tile = vectors.wait(j)
-        rounded, (decay, read_factors) = INPUT(factors.to_reference(s_t, vector_tile)), factors.load_decays(vector_tile, scale)
-        s_t = compute_now(s_t * decay)  # beside the product ptxas would wait for that one
+        (decayed, v, state_decays, _), j = rings, int32(0)
+        decays = state_decays.wait(j)
+        rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
+        s_t = compute_now(s_t * load_decay(decays, DECAY))  # beside the product ptxas would wait for that one
         read = warpgroup.mm_ABt(rounded, decayed.wait(j))
         values = warpgroup.load_transposed(v.wait(j), state.values)
         v.release(j)
-        vectors.release(j)
-        d, o = subtract_read(warpgroup.wait(read), values, read_factors, remaining)
+        state_decays.release(j)
+        d, o = subtract_read(warpgroup.wait(read), values, remaining, scale)
         decayed.release(j)
         return s_t, d, o
 
     @inlined
     def read_state(rings, s_t, o, j, remaining, scale):
         """(the state decayed over the j-th chunk, D, scale q' S'). o: the outputs of the chunk before, which are stored."""
-        decayed, v, vectors, out = rings
-        vector_tile = vectors.wait(j)
-        rounded = INPUT(factors.to_reference(s_t, vector_tile))
+        decayed, v, state_decays, out = rings
+        decays = state_decays.wait(j)
+        rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
         read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
         warpgroup.store_transposed(out.claim(j - 1), INPUT(o))
         values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
-        decay, read_factors = factors.load_decays(vector_tile, scale)
-        s_t = compute_now(s_t * decay)
+        s_t = compute_now(s_t * load_decay(decays, DECAY))
         out.publish(j - 1)  # its fence is also that of the loads from V and the decays
         v.release(j)
-        vectors.release(j, fenced=True)
-        d, o = subtract_read(warpgroup.wait(read), values, read_factors, remaining)
+        state_decays.release(j, fenced=True)
+        d, o = subtract_read(warpgroup.wait(read), values, remaining, scale)
         decayed.release(j)
         return s_t, d, o
 
@@ -177,15 +171,16 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
-        gQueries: KEYS, gDecayedKeys: KEYS, gSolved: SOLVED, gVectors: tiled(factors.vectors, 3, None, 2),
-        gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value), gInitialState: array(4),
-        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, scale: FLOAT, params: PARAMS,
-        order: ORDER,
+        gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
+        gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
+        gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
+        length: INT, blocks: INT, heads: INT, scale: FLOAT, order: ORDER,
     ):  # fmt: skip
-        """The outputs of a sequence, and the state after it. gQueries .. gVectors: see chunk_factors.py. order: see
-        chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
+        """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
+        kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order: see chunk_order.py. Each of the value
+        `heads` is `blocks` blocks of columns wide."""
         tiles = smem.open()
-        decayed, solved, v, vectors, out = tiles[:5]
+        decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()
         block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -197,10 +192,9 @@ def make(config: Config):
                 for j in range(n):
                     chunk_order.take_item(tiles[5:], order, j)
                     chunk = int32(first + j)
-                    at = factors.keys_coord(params, seq, j, chunk, head)
-                    decayed.fill(j, gDecayedKeys, at, 0, 2)
-                    decayed.fill(j, gQueries, at, 1, 2)
-                    vectors.fill(j, gVectors, (chunk, head))
+                    decayed.fill(j, gDecayedKeys, (chunk, head), 0, 2)
+                    decayed.fill(j, gQueries, (chunk, head), 1, 2)
+                    state_decays.fill(j, gStateDecays, (chunk, head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
             elif warpgroup.rank() == WATCHER:
@@ -213,7 +207,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             column = COLUMNS * block
-            rings = decayed, v, vectors, out
+            rings = decayed, v, state_decays, out
             s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             if n > 0:
                 s_t, d, o = read_first_state(rings, s_t, seq.remaining(0), scale)
@@ -224,7 +218,5 @@ def make(config: Config):
                 warpgroup.store_transposed(out.claim(n - 1), INPUT(o))
                 out.publish(n - 1)
             warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
-        if CLUSTER > 1:
-            cluster.sync()  # the other block may still release tiles
 
     return walk, smem

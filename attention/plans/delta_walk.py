@@ -1,8 +1,7 @@
 """The plans of the delta rule on few long sequences. One launch computes everything that does not depend on the state, for all
-chunks at once (delta_transform_hopper.py, delta_factors_hopper.py, kda_transform_hopper.py). Then a thread block for each 64
-columns of a head walks along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be
-cut into segments: two more launches then compute the state before each (delta_walk_states_hopper.py,
-delta_compose_states_hopper.py)."""
+chunks at once (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
+along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two
+more launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
 
 import functools
 import math
@@ -17,18 +16,15 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_compose_states_hopper,
-    delta_factors_hopper,
     delta_transform_hopper,
     delta_walk_hopper,
     delta_walk_states_hopper,
     kda_transform_hopper,
     kda_walk_hopper,
 )
-from ..parts.recurrent.chunk_factors import TokenFactors
-from ..parts.recurrent.chunk_order import HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from .chunk_schedule import ChunkCosts, ChunkSchedule, count_parts, count_stored_chunks, schedule_chunks
+from .chunk_schedule import ChunkCosts, count_parts, count_stored_chunks, schedule_chunks
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
@@ -36,20 +32,14 @@ from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
-MIN_FACTOR_OCCUPANCY = math.inf  # the least part of the multiprocessors that a walk over factors must fill; not measured
-CLUSTER_ROOM = 8  # more multiprocessors that clusters need: one may be left over in each group of them that clusters lie in
-MIN_BESIDE_OCCUPANCY, MIN_BESIDE_CHUNKS = (
-    0.17,
-    64,
-)  # the same, and of each sequence, if the walk may run beside the launch before
+MIN_BESIDE_OCCUPANCY, MIN_BESIDE_CHUNKS = 0.17, 64  # that, and chunks, if the walk may run beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
-WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk over factors takes
+WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk with decays of channels takes
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
 # step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
 # With decays of channels. And may the walk run beside the launch before?
 CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(4.4, 1.02, 5.2, 1.6), True
-TOKEN_COSTS, TOKEN_BESIDE = ChunkCosts(2.0, 0.94, 2.0, 0.94), False  # the same with decays of tokens, over factors
 
 
 def serves_walk(problem: Problem) -> bool:
@@ -66,11 +56,6 @@ def serves_channel_walk(problem: Problem) -> bool:
     may_run_beside = CHANNEL_BESIDE and not is_varlen(problem) and chunks >= MIN_BESIDE_CHUNKS
     occupancy = MIN_BESIDE_OCCUPANCY if may_run_beside else MIN_OCCUPANCY
     return serves_walk(problem) and blocks >= occupancy * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
-
-
-def serves_factor_walk(problem: Problem) -> bool:
-    """Does one walk that reads factors (chunk_factors.py) take less time than one that reads T, in segments?"""
-    return _count_blocks(problem)[0] >= MIN_FACTOR_OCCUPANCY * machine(problem.device).processors
 
 
 def _count_blocks(problem: Problem) -> tuple[int, int]:
@@ -101,8 +86,6 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     length, heads, key_heads, key_dim, columns, sequences = problem(
         "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
-    if serves_factor_walk(problem):
-        return _plan_factor_walk(problem, arrays, scale, raw, scratch)
     items, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     segments = choose_segments(items, width, first_width, chunks, processors)
@@ -196,65 +179,10 @@ def compose_states(
     return step, segment_states
 
 
-def count_sharers(width: int) -> int:
-    """The blocks of a cluster, which load together what the `width` blocks of a head share."""
-    return 1
-
-
-def _count_walk_blocks(problem: Problem) -> int:
-    """The multiprocessors that must be free when a walk is to begin."""
-    width = -(-problem.extents["value_dim"] // COLUMNS)
-    return _count_blocks(problem)[0] + (CLUSTER_ROOM if count_sharers(width) > 1 else 0)
-
-
-def _plan_factor_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
-    """The launches of a walk over factors, with decays of tokens. arrays, raw: see plan_walk."""
-    length, heads, key_heads = problem("seqlen", "heads", "heads_k")
-    chunks, input_dtype, varlen = count_stored_chunks(problem), DTYPES[problem.dtype], is_varlen(problem)
-    key_dim, group = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), heads // key_heads
-    gates = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
-    solved = scratch(chunks, heads, CHUNK, key_dim + CHUNK, dtype=problem.dtype)
-    vectors = scratch(chunks, heads, TokenFactors().vectors.length)
-    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    copies = delta_factors_hopper.CTAS_PER_SM
-    resident_ctas, costs = copies * machine(problem.device).processors, TOKEN_COSTS if TOKEN_BESIDE else None
-    schedule = schedule_chunks(problem, _count_walk_blocks(problem), costs, resident_ctas, scratch, copies)
-    fields = key_dim, input_dtype, gates is not None, varlen
-    config = intern_value(delta_factors_hopper.Config, *fields, **options, order=schedule.order)
-    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | {"gGates": gates}
-    inputs |= {"gCuSeqlens": arrays["gCuSeqlens"], "gSolvedKeys": solved, "gSolvedScores": solved, "gVectors": vectors}
-    transform = kernel_for(delta_factors_hopper, config, problem.device).bind(
-        schedule.blocks, length=length, heads=key_heads, group=group, scale=scale, **schedule.args, **inputs
-    )
-    factors = {"gQueries": arrays["gQ"], "gDecayedKeys": arrays["gK"], "gSolved": solved, "gVectors": vectors}
-    return [transform, _plan_walk_over(problem, arrays, factors, True, scale, schedule, group=group)]
-
-
-def _plan_walk_over(
-    problem: Problem,
-    arrays: Arrays,
-    factors: Arrays,
-    token_decays: bool,
-    scale: float,
-    schedule: ChunkSchedule | None = None,
-    **extents: int,
-) -> Step:
-    """The launch that walks along sequences and reads the factors of chunks. schedule: of the launch before; None: the walk
-    begins when that one has ended."""
-    length, heads, key_dim, columns, sequences = problem("seqlen", "heads", "key_dim", "value_dim", "sequences")
-    width, walk_arrays = -(-columns // COLUMNS), {name: arrays[name] for name in WALK_ARRAYS} | factors
-    config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], is_varlen(problem), token_decays
-    order = schedule.order if schedule else intern_value(HeadMajor)
-    config = intern_value(kda_walk_hopper.Config, *config_fields, count_sharers(width), order)
-    extents |= schedule.walk_args if schedule else {}
-    return kernel_for(kda_walk_hopper, config, problem.device).bind(
-        sequences * heads * width, length=length, blocks=width, heads=heads, scale=scale, **extents, **walk_arrays
-    )
-
-
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    length, heads, key_heads = problem("seqlen", "heads", "heads_k")
+    length, heads, key_heads, columns = problem("seqlen", "heads", "heads_k", "value_dim")
+    walk_blocks, width = _count_blocks(problem)[0], -(-columns // COLUMNS)
     gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
     chunks = count_stored_chunks(problem)
     assert gates is not None
@@ -264,12 +192,12 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
 
     factors: Arrays = {"gQueries": chunk_scratch(key_dim), "gDecayedKeys": chunk_scratch(key_dim)}
-    solved, vectors = chunk_scratch(key_dim + CHUNK), scratch(chunks, heads, 2 * key_dim)
+    solved, state_decays = chunk_scratch(key_dim + CHUNK), scratch(chunks, heads, 2 * key_dim)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
     costs = CHANNEL_COSTS if CHANNEL_BESIDE else None
-    schedule = schedule_chunks(problem, _count_walk_blocks(problem), costs, resident_ctas, scratch)
+    schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
@@ -281,9 +209,21 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         gCuSeqlens=arrays["gCuSeqlens"],
         gSolvedKeys=solved,
         gSolvedScores=solved,
-        gStateDecays=vectors,
+        gStateDecays=state_decays,
         **schedule.args,
         **inputs,
     )
-    factors |= {"gSolved": solved, "gVectors": vectors}
-    return [transform, _plan_walk_over(problem, arrays, factors, False, scale, schedule)]
+    walk_arrays = {name: arrays[name] for name in WALK_ARRAYS} | factors
+    walk_config = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen, schedule.order)
+    walk = kernel_for(kda_walk_hopper, walk_config, problem.device).bind(
+        walk_blocks,
+        length=length,
+        blocks=width,
+        heads=heads,
+        scale=scale,
+        gSolved=solved,
+        gStateDecays=state_decays,
+        **schedule.walk_args,
+        **walk_arrays,
+    )
+    return [transform, walk]

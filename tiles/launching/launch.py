@@ -89,7 +89,7 @@ class Kernel:
     """A kernel that declares its arguments (arguments.py), on one GPU or, with no ordinal, in the interpreter: all that
     determines its machine code. It is compiled when it is first bound, and again for arrays of other dtypes than declared.
     TILES_INTERPRET is read once, because reading it costs a call of a new form a microsecond.
-    overlaps_previous: see `launch`. cluster: the number of blocks of a cluster; rings that blocks share say it, too."""
+    overlaps_previous: see `launch`. cluster: the number of blocks of a cluster."""
 
     def __init__(self, kernel, threads: int, shared, ordinal: int | None, overlaps_previous: bool = False, cluster: int = 1):
         self.kernel, self.threads, self.shared, self.ordinal = kernel, threads, shared, ordinal
@@ -121,8 +121,7 @@ class Kernel:
         self.format, self.frames = struct.Struct(codes), FramePool(slots, [*maps.values()], ranks)
         self.frames.kernel = self
         self.nbytes = shared.nbytes if shared else 0
-        blocks = max(cluster, shared.blocks if shared else 1)
-        self.cluster = (blocks, 1, 1) if blocks > 1 else None
+        self.cluster = (cluster, 1, 1) if cluster > 1 else None
         self.codes: dict[
             tuple, LoadedKernel
         ] = {}  # {((parameter, dtype), ...) of the arrays with other dtypes than declared: code}

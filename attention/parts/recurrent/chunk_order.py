@@ -71,12 +71,6 @@ class SegmentChunks(NamedTuple):
         return HeadChunk(int32(self.chunk + j), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
 
     @inlined
-    def locate_next(self, at):
-        """The chunk after this one."""
-        token, remaining = int32(at.token + CHUNK), int32(at.remaining - CHUNK)
-        return HeadChunk(int32(at.number + 1), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
-
-    @inlined
     def changes_head(self, at):
         """Has this chunk, which is not the first one, another head than the one before?"""
         return False
@@ -124,24 +118,6 @@ class WorkerChunks(NamedTuple):
         return self.locate(item, step)
 
     @inlined
-    def locate_next(self, at):
-        """The chunk after this one: the same item's in most cases, without divisions."""
-        if at.step + 1 < self.order.item_chunks:
-            token, number = int32(at.token + CHUNK), int32(at.number + 1)
-            if token >= self.length:
-                number = self.missing_number()
-            remaining = int32(max(1, self.length - token))
-            return HeadChunk(number, at.head, at.key_head, token, remaining, at.seq, at.item, int32(at.step + 1))
-        else:
-            return self.locate(int32(at.item + 1), int32(0))
-
-    @inlined
-    def missing_number(self):
-        """The number of a chunk that a head does not have: behind those of all sequences."""
-        sequences, _ = divmod(self.order.lanes, self.heads)
-        return int32(sequences * ((self.length + CHUNK - 1) // CHUNK))
-
-    @inlined
     def locate(self, item, step):
         """A chunk of one of the worker's items. One that the head does not have is of zeros, and stored behind those
         of all sequences."""
@@ -155,9 +131,11 @@ class WorkerChunks(NamedTuple):
         key_head, _ = divmod(head, self.group)
         chunk = int32(order.item_chunks * chunks + step)
         token, seq = int32(CHUNK * chunk), TokenRange(int32(0), int32(self.length), sequence)
-        number = int32(chunk + sequence * ((self.length + CHUNK - 1) // CHUNK))
+        per_sequence = int32((self.length + CHUNK - 1) // CHUNK)
+        number = int32(chunk + sequence * per_sequence)
         if token >= self.length:
-            number = self.missing_number()
+            sequences, _ = divmod(order.lanes, self.heads)
+            number = int32(sequences * per_sequence)
         return HeadChunk(number, head, key_head, token, int32(max(1, self.length - token)), seq, item, step)
 
     @inlined

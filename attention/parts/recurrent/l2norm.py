@@ -65,14 +65,6 @@ class L2Norm:
             warpgroup.sync()
 
     @inlined
-    def load_norms(self, tile):
-        """The inverse norms of this warp's rows of a chunk's tile."""
-        if self.enabled:
-            return self.inverse_norms(tile, warpgroup.rank())
-        else:
-            return 0.0
-
-    @inlined
     def publish(self, rings, index, j, tile):
         """Write the inverse norms of a chunk's rows to the j-th slot of rings[index], 16 by each warp, and return those of the
         warp's rows."""

@@ -27,7 +27,7 @@ from tiles.launching.arguments import signature
 from tiles.launching.interpreted_launch import run_by
 
 COSTS = ChunkCosts(4.4, 1.02, 5.2, 1.6)
-READ = "gQueries", "gDecayedKeys", "gSolved", "gVectors"  # what a walk reads of chunks
+READ = "gQueries", "gDecayedKeys", "gSolved", "gStateDecays"  # what a walk reads of chunks
 
 
 def draw(length, heads, batch=1, key_dim=64, key_heads=None):
