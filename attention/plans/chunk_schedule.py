@@ -17,6 +17,7 @@ from .recurrent_gradients import count_chunk_indices
 
 ITEM_CHUNKS = 4  # chunks of an item; with a wait for each chunk the gated delta rule's walk took 4 % more time
 LEAD = 9.0  # how many times as fast as the walk are the blocks that go on beside it, at most; not measured
+MAX_WALK_OCCUPANCY = 1 / 3  # the part of the multiprocessors that a walk beside the first launch may fill: more saves nothing
 MIN_GAIN = 0.06  # the least part of the time that a walk beside the grid before it must save
 
 
@@ -84,7 +85,7 @@ def schedule_chunks(
     lanes, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
     rounds = late_blocks = 0
-    if costs and not is_varlen(problem):
+    if costs and not is_varlen(problem) and walk_blocks <= MAX_WALK_OCCUPANCY * processors:
         late_blocks = count_late_blocks(lanes, walk_blocks, processors, costs)
         rounds = choose_rounds(lanes, chunks, late_blocks, processors, copies, costs)
     if rounds == 0:

@@ -46,6 +46,7 @@ def beside(monkeypatch, nothing_known):
 
     def beside(rounds, processors=3, item_chunks=1):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
+        monkeypatch.setattr(chunk_schedule, "MAX_WALK_OCCUPANCY", 1)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
         monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
         for table in ("GUARDED_CALLS", "REMEMBERED"):
