@@ -241,6 +241,11 @@ def make(config: Config):
         wg = warpgroup.id()
         block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        if result.from_zero:
+            first_chunk, (first_head, _) = seq_layout.chunk_index(seq.start, sequence, length), divmod(CONSUMERS * block, width)
+            last_head, _ = divmod(CONSUMERS * block + CONSUMERS - 1, width)
+            block_heads = int32(key_head * group + first_head), int32(key_head * group + last_head)
+            seq = result.recent_tokens(params, seq, first_chunk, block_heads, gate.reversed)
         n = seq.num_chunks()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)

@@ -26,6 +26,7 @@ from .recurrent_chunks import (
     compose_segments,
     intern_value,
     launch_scan,
+    plan_chunk_decays,
 )
 from .recurrent_gradients import (
     choose_gate,
@@ -130,13 +131,17 @@ class StateScan(NamedTuple):
         if segments == 1:
             return [], initial
         sequences, heads, key_dim, columns = self.problem("sequences", "heads", "key_dim", "value_dim")
-        states, scans = scratch(sequences * segments, heads, columns, key_dim), list[Step]()
+        states = scratch(sequences * segments, heads, columns, key_dim)
+        scans: list[Step] = []
         if known_states and known_states["gLocalStates"]:
             local_states = known_states
         else:
             local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
             local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
-            scans = [self.launch(intern_value(ScanStates), segments, segments - 1, local_states)]
+            result = intern_value(ScanStates)
+            config = choose_config(self.problem, self.gate, result, 0, -(-columns // chunk_hopper.COLUMNS))
+            scans, decays = plan_chunk_decays(self.problem, config, self.arrays.get("gGates"), segments, scratch)
+            scans.append(self.launch(result, segments, segments - 1, local_states | {"chunk_decays": decays}))
         composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
         return [*scans, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
 

@@ -19,6 +19,7 @@ from tiles.launching.lengths import watched_function
 from ..kernels import (
     chunk_ampere,
     chunk_cluster_hopper,
+    chunk_decays,
     chunk_hopper,
     compose_segment_states,
     gla_hopper,
@@ -28,7 +29,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.gate_formulas import GateFormula
 from ..parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
-from ..parts.recurrent.gradients import ReversedGate
+from ..parts.recurrent.gradients import HEADS, ReversedGate
 from ..parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
 from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim
 
@@ -37,6 +38,7 @@ MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
 COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
 BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large
+MIN_RECENT_CHUNKS = 32  # chunks of a segment, at least, for which a launch finds out which of them still count at its end
 MIN_CLUSTER_CHUNKS = 64  # chunks of a sequence, at least, that clusters scan
 MIN_CLUSTER_FILL = 0.9  # the part of the multiprocessors, at least, on which clusters then run
 SWAP_STATE_AXES = 0, 1, 3, 2  # to a transposed state, as chunk kernels have it
@@ -163,7 +165,7 @@ def plan_token_decay(
 
     if segments > 1 and not local_states_operand:
         gate_of_states = _choose_gate(arrays, dt_options, False, formula)
-        steps.append(_scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch))
+        steps += _scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch)
     initial_state, states_per_sequence = arrays.get("gInitialState"), 1
     if segments > TOKEN_COSTS.composed_in_scan:
         local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
@@ -209,7 +211,7 @@ def plan_segment_states(
     gate = _choose_gate(arrays, dt_options)
     gate = intern_value(ReversedGate, gate) if reverse else gate
     segments = count_segments(problem, choose_config(problem, gate, intern_value(ScanOutputs), vector_bytes, width), width)
-    return [_scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch)], scratch.shapes
+    return _scan_local_states(problem, arrays, vector_bytes, gate, segments, segments, scratch), scratch.shapes
 
 
 def _scan_local_states(
@@ -220,16 +222,49 @@ def _scan_local_states(
     segments: int,
     scanned_segments: int,
     scratch: Callable[..., Operand],
-) -> Step:
-    """The launch that computes the local states of the first `scanned_segments` of the `segments`. Adds the results to
+) -> list[Step]:
+    """The launches that compute the local states of the first `scanned_segments` of the `segments`. Adds the results to
     `arrays`."""
     sequences, heads, columns = problem("sequences", "heads", "value_dim")
     width = -(-columns // chunk_hopper.COLUMNS)
     arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
     config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
-    scan_arrays = arrays | {"gInitialState": None, "gO": None}
-    return launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, 1.0)  # no scale without outputs
+    steps, decays = plan_chunk_decays(problem, config, arrays.get("gGates"), segments, scratch)
+    scan_arrays = arrays | {"gInitialState": None, "gO": None, "chunk_decays": decays}
+    return [
+        *steps,
+        launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, 1.0),
+    ]  # no scale without outputs
+
+
+def plan_chunk_decays(
+    problem: Problem, config: Any, gates: Operand | None, segments: int, scratch: Callable[..., Operand]
+) -> tuple[list[Step], Operand | None]:
+    """(the launch that sums up the gates of each chunk, for a scan of local states on Hopper; its result), or ([], None) if
+    gates are not one number in memory for each token and head, or segments are short."""
+    if not isinstance(config, chunk_hopper.Config) or config.gate.kind != TokenGate.kind:
+        return [], None
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    chunks = problem.extents["batch"] * count_chunks(problem.extents)
+    if chunks < MIN_RECENT_CHUNKS * sequences * segments:
+        return [], None
+    decays, splits, groups = scratch(heads, chunks), -(-chunks // sequences), -(-heads // HEADS)
+    warps, kernel = (
+        sequences * splits * groups,
+        kernel_for(chunk_decays, intern_value(chunk_decays.Config, config.varlen), problem.device),
+    )
+    step = kernel.bind(
+        -(-warps // chunk_decays.WARPS),
+        gGates=gates,
+        gChunkDecays=decays,
+        gCuSeqlens=problem["cu_seqlens"],
+        length=length,
+        splits=splits,
+        groups=groups,
+        warps=warps,
+    )
+    return [step], decays
 
 
 def launch_scan(

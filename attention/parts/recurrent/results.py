@@ -6,11 +6,14 @@ The methods are Hopper's, where values and z come through rings, and `ones` is a
 import itertools
 from collections.abc import Iterator
 
+from numpy import int32
+
 from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record
 
 from .gates import COL_VEC, Gate, Mamba2Gate
+from .recent_chunks import count_recent_chunks
 
 NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -42,6 +45,13 @@ class ScanResult:
 
     def __str__(self):
         return self.label
+
+    @inlined
+    def recent_tokens(self, params, seq, first_chunk, heads, is_reversed):
+        """The tokens of a segment that a scan goes through: all of them, or for local states those that still count at its end.
+        first_chunk: the index of the segment's first chunk. heads: those of the block's values. is_reversed: does the scan begin
+        with the last chunk?"""
+        return seq
 
     @inlined
     def fill_values(self, v, z, j, gV, gZ, at):
@@ -120,9 +130,19 @@ class ScanResult:
 
 
 class ScanStates(ScanResult):
-    """Only the states: what each segment makes of a state of 0."""
+    """Only the states: what each segment makes of a state of 0. chunk_decays: see recent_chunks.py; optional."""
 
     has_outputs, from_zero, label = False, True, "states"
+
+    def params(self, dtype):
+        return record(chunk_decays=array(2))
+
+    @inlined
+    def recent_tokens(self, params, seq, first_chunk, heads, is_reversed):
+        n, count = seq.num_chunks(), int32(0)
+        for head in heads:
+            count = max(count, count_recent_chunks(params.chunk_decays, head, first_chunk, n, is_reversed))
+        return seq.keep(count)
 
 
 class ChunkStates(ScanResult):

@@ -40,6 +40,11 @@ class TokenRange(NamedTuple):
         return int32(self.end - self.start - CHUNK * j)
 
     @inlined
+    def keep(self, count):
+        """The last `count` chunks of this range."""
+        return TokenRange(int32(self.start + CHUNK * (self.num_chunks() - count)), self.end, self.batch)
+
+    @inlined
     def backwards(self):
         """This range with its chunks in reverse order."""
         return ReversedTokens(self.start, self.end, self.batch)
@@ -63,6 +68,11 @@ class ReversedTokens(TokenRange):
     def remaining(self, j):
         """The number of tokens from the start of the j-th chunk from the end to the end of the range."""
         return int32(self.end - self.chunk_start(j))
+
+    @inlined
+    def keep(self, count):
+        """The last `count` chunks of this range, which are the first ones in memory."""
+        return ReversedTokens(self.start, int32(min(self.end, self.start + CHUNK * count)), self.batch)
 
     @inlined
     def backwards(self):
