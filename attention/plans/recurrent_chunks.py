@@ -202,7 +202,7 @@ def plan_segment_states(
     dt_options: DtOptions = NO_DT_OPTIONS,
     reverse: bool = False,
 ) -> tuple[list[Step], ScratchShapes]:
-    """(the launch that computes how each segment changes a state, its scratch memory). The scratch memory holds the results:
+    """(the launches that compute how each segment changes a state, their scratch memory). Its last two arrays are the results:
     the local state, (sequence, head, segment, columns, Dk), and log2 of the total decay, (sequence, head, segment, 1). The
     number of segments is plan_token_decay's. reverse: do states go from the last token to the first, as their gradients do?"""
     arrays = _broadcast_arrays(problem, arrays, bool(vector_bytes))
@@ -227,15 +227,13 @@ def _scan_local_states(
     `arrays`."""
     sequences, heads, columns = problem("sequences", "heads", "value_dim")
     width = -(-columns // chunk_hopper.COLUMNS)
-    arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
-    arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
     config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
     steps, decays = plan_chunk_decays(problem, config, arrays.get("gGates"), segments, scratch)
+    arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
+    arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
     scan_arrays = arrays | {"gInitialState": None, "gO": None, "chunk_decays": decays}
-    return [
-        *steps,
-        launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, 1.0),
-    ]  # no scale without outputs
+    scale = 1.0  # there are no outputs
+    return [*steps, launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, scale)]
 
 
 def plan_chunk_decays(

@@ -49,7 +49,7 @@ class ScanResult:
     @inlined
     def recent_tokens(self, params, seq, first_chunk, heads, is_reversed):
         """The tokens of a segment that a scan goes through: all of them, or for local states those that still count at its end.
-        first_chunk: the index of the segment's first chunk. heads: those of the block's values. is_reversed: does the scan begin
+        first_chunk: the index of the segment's first one. heads: those of the block's values. is_reversed: does the scan begin
         with the last chunk?"""
         return seq
 
