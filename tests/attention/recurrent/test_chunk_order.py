@@ -11,7 +11,7 @@ from poison import poison_new_memory
 from test_raw_gates import agree as agree_raw
 
 from attention.kernels import kda_transform_hopper, kda_walk_hopper
-from attention.parts.recurrent.chunk_order import ChunkMajor
+from attention.parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from attention.plans import chunk_schedule, delta_walk
 from attention.plans.chunk_schedule import ChunkCosts, choose_rounds, count_late_blocks
 from attention.public import delta_rules
@@ -200,6 +200,41 @@ def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
     """Two blocks a head, 132 multiprocessors."""
     late_blocks = count_late_blocks(lanes, 2 * lanes, 132, COSTS)
     assert choose_rounds(lanes, chunks, late_blocks, 132, 2, COSTS) == rounds
+
+
+class FewSequences(dict):
+    """A problem of sequences of so many tokens and heads of 128, as a planner asks it: axes by name; packed or not."""
+
+    device = None
+
+    def __init__(self, heads, length, packed=False, sequences=1):
+        super().__init__({"cu_seqlens": None} if packed else {})
+        self.extents = {"seqlen": length, "heads": heads, "key_dim": 128, "value_dim": 128, "sequences": sequences}
+        self.extents |= {"batch": 1 if packed else sequences}
+
+    def __call__(self, *axes):
+        return tuple(self.extents[axis] for axis in axes)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "packed", "walks", "order"),
+    [
+        (12, 32768, False, True, ChunkMajor), (11, 32768, False, False, None), (22, 32768, False, True, ChunkMajor),
+        (23, 32768, False, True, HeadMajor), (32, 32768, False, True, HeadMajor), (12, 63 * 64, False, False, None),
+        (12, 64 * 64, False, True, HeadMajor), (16, 32768, True, False, None), (32, 32768, True, True, HeadMajor),
+    ],
+)  # fmt: skip
+def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, walks, order):
+    """On an H200. Of fewer heads, or packed, kernels that cut sequences into segments take less time."""
+    for place in delta_walk, chunk_schedule:
+        monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=132))
+    problem = FewSequences(heads, length, packed)
+    assert delta_walk.serves_channel_walk(problem) == walks
+    if walks:
+        scratch = lambda *_, **__: None
+        schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_walk.CHANNEL_COSTS, 264, scratch)
+        assert type(schedule.order) is order
+        assert schedule.blocks == (132 if order is ChunkMajor else heads * (264 // heads))
 
 
 @pytest.mark.release
