@@ -199,9 +199,22 @@ def test_what_was_compiled_is_stored(gpu, monkeypatch):
     compiled = machine_code(one, (), loaded_code.Device(0))
     complaints.append(("Instruction 'wgmma.fence' not supported on .target 'sm_80'", SourcePlace()))
     assert stored == {"name": compiled} and machine_code(one, (), loaded_code.Device(0)) is compiled
+    stored["name"] = Compiled(b"", "k", "ptxas warning : (C7510) wgmma is serialised")
+    with pytest.warns(RuntimeWarning, match=r"^one: .*\(C7510\)"):
+        machine_code(one, (), loaded_code.Device(0))
     stored.clear()
     with pytest.raises(RuntimeError, match="^one uses wgmma.fence, which .*Fake.* does not have"):
         machine_code(one, (), loaded_code.Device(0))
     complaints[:] = [("too many registers", SourcePlace())]
     with pytest.raises(CompileError, match="too many registers"):
         machine_code(one, (), loaded_code.Device(0))
+
+
+def test_kernels_that_nobody_compiles_later(gpu):
+    """Outside of a batch `later` changes nothing, and inside one a kernel that must be there now is."""
+    device = loaded_code.Device(0)
+    assert isinstance(loaded_code.load(one, (), device, later=True), loaded_code.LoadedKernel)
+    with loaded_code.compile_together() as batch:
+        assert isinstance(loaded_code.load(two, (), device), loaded_code.LoadedKernel) and not batch
+        assert loaded_code.load(three, (), device, later=True) is None and len(batch.futures) == 1
+    assert batch.futures[0].done() and gpu.loaded == 3
