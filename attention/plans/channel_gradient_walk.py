@@ -33,7 +33,6 @@ from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_hea
 STATES = "initial_state", "dstate"
 COSTS = Costs(two_consumers=1, first_pass=0.7, compose=0.3, extra_launches=3)
 WITH_TAILS = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDGates",)  # see plan_tails; dV is stored by rows
-PREFERS_RECENT_GRADIENTS = False  # does gla_recent_states_hopper.py compute gradients of local states? Not yet measured
 PAIR_WAVES = 4  # waves of thread blocks of the kernel for strong chunks
 
 
@@ -107,11 +106,6 @@ class StatePass(NamedTuple):
     scale: float
     arrays: Arrays
 
-    @property
-    def scans_recent_states(self) -> bool:
-        """Does gla_recent_states_hopper.py compute local states, or their gradients?"""
-        return scans_recent_states(self.problem.dtype) and (PREFERS_RECENT_GRADIENTS or not self.reverse)
-
     def launch(self, scanned_segments: int, **arrays: Operand | None) -> Step:
         """The launch for the first `scanned_segments`. arrays: what it writes, and gInitialState where states of chunks are
         written."""
@@ -121,7 +115,7 @@ class StatePass(NamedTuple):
         sizes = KEYS, VALUES // CHUNK, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
         options, names = {"reverse": self.reverse}, ["gLocalStates", "gTotalDecays"]
         module: ModuleType = gla_recent_states_hopper
-        if "gStates" in arrays or not self.scans_recent_states:
+        if "gStates" in arrays or not scans_recent_states(problem.dtype):
             module, options["stores_states"] = gla_states_hopper, "gStates" in arrays
             names += ["gInitialState", "gStates"]
         return kernel_for(module, intern_value(module.Config, *sizes, **options), problem.device).bind(

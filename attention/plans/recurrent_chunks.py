@@ -150,7 +150,8 @@ def plan_token_decay(
     config = choose_config(problem, gate, result, vector_bytes, width)
     if serves_clusters(config, arrays):
         chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
-        if prefers_clusters(sequences * heads * width, chunks, processors):
+        returns_sum = not gate.kind and bool(arrays.get("gFinalState"))
+        if prefers_clusters(sequences * heads * width, chunks, processors, returns_sum):
             return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
     local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
     segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
@@ -357,11 +358,12 @@ def serves_clusters(config: chunk_hopper.Config, arrays: Arrays) -> bool:
 
 
 @watched_function
-def prefers_clusters(clusters: int, chunks: int, processors: int) -> bool:
+def prefers_clusters(clusters: int, chunks: int, processors: int, returns_sum: bool) -> bool:
     """Are sequences of so many chunks scanned by clusters? A multiprocessor has one block, and the time does not depend on how
-    many there are: they must fill the GPU."""
+    many there are: they must fill the GPU. returns_sum: is the last state returned, of gates that are all 0? It is a sum of
+    products in fp32 then, which messages of 16 bits would round (1.2e-3 for 7e-7)."""
     blocks = clusters * chunk_cluster_hopper.BLOCKS
-    return chunks >= MIN_CLUSTER_CHUNKS and MIN_CLUSTER_FILL * processors <= blocks <= processors
+    return not returns_sum and chunks >= MIN_CLUSTER_CHUNKS and MIN_CLUSTER_FILL * processors <= blocks <= processors
 
 
 def _scan_in_clusters(problem: Problem, chunk_config: chunk_hopper.Config, arrays: Arrays, width: int, scale: float) -> Step:

@@ -139,7 +139,7 @@ def test_packed_sequences(place, monkeypatch):
 @pytest.mark.parametrize(("segments", "varlen", "recent"), [(3, False, False), (3, False, True), (2, True, True)])
 def test_segments(place, monkeypatch, segments, varlen, recent):
     """States before them are composed of what each makes of a state of 0, in both directions; some have no tokens."""
-    monkeypatch.setattr(channel_gradient_walk, "PREFERS_RECENT_GRADIENTS", recent)
+    monkeypatch.setattr(channel_gradient_walk, "scans_recent_states", lambda dtype: recent)
     monkeypatch.setattr(channel_gradient_walk, "choose_segments", lambda *_: segments)
     args = one_head(150, -0.3)
     args["decay"][:, 90:100] = -9

@@ -69,5 +69,5 @@ def test_as_compiled(as_compiled, key_dim, length):
 
 
 def test_clusters_are_preferred_where_they_fill_the_gpu():
-    assert [n for n in (32, 59, 60, 66, 67, 128) if prefers_clusters(n, 512, 132)] == [60, 66]
-    assert not prefers_clusters(64, 32, 132)
+    assert [n for n in (32, 59, 60, 66, 67, 128) if prefers_clusters(n, 512, 132, False)] == [60, 66]
+    assert not prefers_clusters(64, 32, 132, False) and not prefers_clusters(64, 512, 132, True)
