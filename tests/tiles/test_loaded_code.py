@@ -210,11 +210,15 @@ def test_what_was_compiled_is_stored(gpu, monkeypatch):
         machine_code(one, (), loaded_code.Device(0))
 
 
-def test_kernels_that_nobody_compiles_later(gpu):
-    """Outside of a batch `later` changes nothing, and inside one a kernel that must be there now is."""
-    device = loaded_code.Device(0)
+def test_kernels_that_nobody_compiles_later(gpu, monkeypatch):
+    """Outside of a batch `later` changes nothing, and inside one a kernel that must be there now is, whoever asked for it
+    before."""
+    device, kernels = loaded_code.Device(0), []
+    monkeypatch.setattr(loaded_code, "machine_code", lambda kernel, *_: kernels.append(kernel) or Compiled(b"", "k", ""))
     assert isinstance(loaded_code.load(one, (), device, later=True), loaded_code.LoadedKernel)
     with loaded_code.compile_together() as batch:
         assert isinstance(loaded_code.load(two, (), device), loaded_code.LoadedKernel) and not batch
-        assert loaded_code.load(three, (), device, later=True) is None and len(batch.futures) == 1
-    assert batch.futures[0].done() and gpu.loaded == 3
+        for count in 1, 2:
+            assert loaded_code.load(three, (), device, later=True) is None and len(batch.futures) == count
+        assert isinstance(loaded_code.load(three, (), device), loaded_code.LoadedKernel)
+    assert kernels == [one, two, three] and gpu.loaded == 3

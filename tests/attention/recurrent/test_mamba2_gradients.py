@@ -183,11 +183,12 @@ def test_packed_sequences_as_compiled(as_compiled, heads):
     [
         (66, {"heads": 3, "P": 80, "D": "column"}, 2),
         (63, {"heads": 8, "groups": 2, "batch": 2, "dtype": np.float16}, 4),
+        (20, {"heads": 4, "dtype": np.float16}, 1),
     ],
 )
 def test_heads_that_share(place, monkeypatch, nothing_known, length, sizes, shares):
     """Two chunks one after the other in a thread block, of heads with two blocks of columns, of which a share has one less;
-    shares of a head each."""
+    shares of a head each; more heads in a thread block than stages, whose tiles are loaded over those that were read."""
     monkeypatch.setattr(shared_heads_gradients, "choose_shares", lambda *_: shares)
     monkeypatch.setattr(shared_heads_gradients, "choose_parts", lambda *_: 1)
     check(place, case(length, **sizes), dt_softplus=True)
