@@ -98,9 +98,9 @@ def make(config: Config):
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
-        q=ring(config.key, 1, WARPS, once=chunk_order.once),
-        k=ring(config.key, 1, WARPS, once=chunk_order.once),
-        g=ring(config.gate, 1, WARPS, once=chunk_order.once),
+        q=ring(config.key, 1, WARPS),
+        k=ring(config.key, 1, WARPS),
+        g=ring(config.gate, 1, WARPS),
         k_decayed=config.decayed_keys,
         square=config.square,
         triangles=TRIANGLES,

@@ -32,14 +32,13 @@ from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
-MIN_BESIDE_OCCUPANCY, MIN_BESIDE_CHUNKS = 0.17, 64  # that, and chunks, if the walk may run beside the launch before it
+MIN_LONG_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 64  # that, if sequences have so many chunks: it may run beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk with decays of channels takes
 # Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
 # step from the state before one segment to that before the next; of two more launches
 WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
-# With decays of channels. And may the walk run beside the launch before?
-CHANNEL_COSTS, CHANNEL_BESIDE = ChunkCosts(4.4, 1.02, 5.2, 1.6), True
+CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)  # with decays of channels
 
 
 def serves_walk(problem: Problem) -> bool:
@@ -53,8 +52,7 @@ def serves_channel_walk(problem: Problem) -> bool:
     """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
     (blocks, chunks), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
-    may_run_beside = CHANNEL_BESIDE and not is_varlen(problem) and chunks >= MIN_BESIDE_CHUNKS
-    occupancy = MIN_BESIDE_OCCUPANCY if may_run_beside else MIN_OCCUPANCY
+    occupancy = MIN_LONG_OCCUPANCY if chunks >= MIN_LONG_CHUNKS and not is_varlen(problem) else MIN_OCCUPANCY
     return serves_walk(problem) and blocks >= occupancy * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
 
 
@@ -196,8 +194,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
-    costs = CHANNEL_COSTS if CHANNEL_BESIDE else None
-    schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch)
+    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(

@@ -170,7 +170,7 @@ class WorkerChunks(NamedTuple):
 class HeadMajor:
     """The order in which a block, one warpgroup, has consecutive chunks of one head. The walk begins when all is done."""
 
-    overlaps, once = False, False
+    overlaps = False
     copies: int = 1  # warpgroups of a block, each a worker with shared memory of its own
 
     def params(self):
@@ -208,12 +208,10 @@ class HeadMajor:
 
 @static
 class ChunkMajor(HeadMajor):
-    """The order of all heads' first chunks first, beside whose end the walk runs. Sequences are not packed. once: does what the
-    grid reads leave the L2 cache before what it stores, which the walk reads?"""
+    """The order of all heads' first chunks first, beside whose end the walk runs. Sequences are not packed."""
 
     overlaps = True
     copies: int = 2
-    once: bool = False
 
     def params(self):
         """The parameters of the kernel that computes the chunks, as a record. gCounts: how many items each worker has counted.

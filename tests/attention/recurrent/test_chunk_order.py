@@ -13,7 +13,7 @@ from test_raw_gates import agree as agree_raw
 from attention.kernels import kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from attention.plans import chunk_schedule, delta_walk
-from attention.plans.chunk_schedule import ChunkCosts, choose_rounds, count_late_blocks
+from attention.plans.chunk_schedule import count_late_blocks, gains_beside
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
 from ops import grid as grid_ops
@@ -26,7 +26,6 @@ from tiles.interpreter import interpret
 from tiles.launching.arguments import signature
 from tiles.launching.interpreted_launch import run_by
 
-COSTS = ChunkCosts(4.4, 1.02, 5.2, 1.6)
 READ = "gQueries", "gDecayedKeys", "gSolved", "gStateDecays"  # what a walk reads of chunks
 
 
@@ -42,13 +41,13 @@ def beside(monkeypatch, nothing_known):
     """beside(rounds): from then on calls walk beside the grid before, which has 2 workers a processor, after so many rounds; 0:
     after its end."""
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
-    monkeypatch.setattr(delta_walk, "CHANNEL_BESIDE", True)
 
     def beside(rounds, processors=3, item_chunks=1):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
-        monkeypatch.setattr(chunk_schedule, "MAX_WALK_OCCUPANCY", 1)
+        monkeypatch.setattr(chunk_schedule, "LEAD", 1000)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
-        monkeypatch.setattr(chunk_schedule, "choose_rounds", lambda *_: rounds)
+        monkeypatch.setattr(chunk_schedule, "ROUNDS", rounds)
+        monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: rounds > 0)
         for table in ("GUARDED_CALLS", "REMEMBERED"):
             monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
         monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))
@@ -193,13 +192,14 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("lanes", "chunks", "rounds"),
-    [(24, 512, 1), (16, 512, 1), (28, 512, 3), (32, 512, 0), (66, 512, 0), (2, 512, 0), (9, 509, 1)],
+    ("lanes", "chunks", "gains"),
+    [(8, 512, True), (16, 512, True), (24, 512, True), (32, 512, True), (32, 128, False), (40, 512, False), (66, 512, False)],
 )
-def test_the_walk_begins_when_it_will_not_catch_up(lanes, chunks, rounds):
+def test_when_a_walk_had_better_run_beside_the_grid_before(lanes, chunks, gains):
     """Two blocks a head, 132 multiprocessors."""
-    late_blocks = count_late_blocks(lanes, 2 * lanes, 132, COSTS)
-    assert choose_rounds(lanes, chunks, late_blocks, 132, 2, COSTS) == rounds
+    late_blocks = count_late_blocks(lanes, 2 * lanes, 132, delta_walk.CHANNEL_COSTS)
+    assert late_blocks == min(132 - 2 * lanes, {8: 39, 16: 77}.get(lanes, 132))
+    assert gains_beside(lanes, chunks, late_blocks, 132, 2, delta_walk.CHANNEL_COSTS) == gains
 
 
 class FewSequences(dict):
@@ -219,9 +219,9 @@ class FewSequences(dict):
 @pytest.mark.parametrize(
     ("heads", "length", "packed", "walks", "order"),
     [
-        (12, 32768, False, True, ChunkMajor), (11, 32768, False, False, None), (22, 32768, False, True, ChunkMajor),
-        (23, 32768, False, True, HeadMajor), (32, 32768, False, True, HeadMajor), (12, 63 * 64, False, False, None),
-        (12, 64 * 64, False, True, HeadMajor), (16, 32768, True, False, None), (32, 32768, True, True, HeadMajor),
+        (8, 32768, False, True, ChunkMajor), (7, 32768, False, False, None), (32, 32768, False, True, ChunkMajor),
+        (33, 32768, False, True, HeadMajor), (32, 8192, False, True, HeadMajor), (8, 63 * 64, False, False, None),
+        (8, 64 * 64, False, True, HeadMajor), (16, 32768, True, False, None), (32, 32768, True, True, HeadMajor),
     ],
 )  # fmt: skip
 def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, walks, order):
