@@ -275,6 +275,8 @@ def _problems() -> Iterator[tuple[str, Callable]]:
         yield f"{member} B 8 S 4096 gates {kind}", functools.partial(_recurrent, member, 8, 4096, gates=kind)
     for member in ("GLA", "KDA"):
         yield f"{member} B 1 S 32768 gates production", functools.partial(_recurrent, member, 1, 32768, gates="production")
+    for member, heads in itertools.product(("linear", "simple GLA", "GLA", "gated delta rule", "KDA"), (8, 16)):
+        yield f"{member} B 1 S 32768 H {heads}", functools.partial(_recurrent, member, 1, 32768, heads=heads)
     yield from _gradient_problems()
     for length, what in itertools.product((8192, 32768), ("short_conv", "short_conv_backward")):
         yield f"{what} S {length} C 4096", functools.partial(_convolution, what, length, 4096)
