@@ -13,8 +13,22 @@ run on, a block's warpgroups are
                       S^T = exp(b_last) S^T + N^T         from run to run of both blocks, so each has the whole state
     two for outputs:  O   = exp(b) Q S + tril(exp(b - b^T) Q K^T) V      of a chunk each, where S is the state before the run
 
+Block 0 has runs 0, 2, .. and block 1 runs 1, 3, .. of the sequence. Before its round r a block needs the peer's run just before
+it, so block 1 first sends an empty run, and its last run goes to nobody:
+
+    round                0        1        2
+    block 0: has run     0        2        4
+             needs     empty      1        3       of block 1
+    block 1: has run     1        3        5
+             needs       0        2        4       of block 0
+
+A block has room for one run of the peer's, the inbox. Once it has read that, it gives the peer credit for the next one. Block 1
+gives its first credit before its first round; the empty run needs none.
+
 What blocks send each other depends on no state, so it is under way while outputs of earlier runs are computed. From run to run
-a state takes one multiplication and addition in registers. Every exponent that is used is a sum of gates, so never positive."""
+a state takes one multiplication and addition in registers. Every exponent that is used is a sum of gates, so never positive.
+
+The ring b has each chunk's own sums; b of the second chunk is that plus the first one's decay, its last sum."""
 
 import functools
 import itertools
@@ -33,7 +47,7 @@ from ..parts.recurrent.gates import COL_VEC, TILE, DecayGate, Gate, HeadGate, To
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 
 BLOCKS = 2  # of a cluster. It lies in one GPC, so of clusters of four not 32 run at once on 132 multiprocessors
-RUN = 2  # chunks of a run
+RUN = 2  # chunks of a run; the code writes out both
 STAGES = 2  # runs of keys and values in shared memory: while outputs of one are computed, the next one's state is
 QUERY_STAGES = 4  # chunks of queries in shared memory; a multiple of the two warpgroups that take turns at them
 STATES, PRODUCER = RUN, RUN + 1  # the warpgroups after those that compute outputs
@@ -90,11 +104,11 @@ def make(config: Config):
         v=ring(VALUE, STAGES, CONSUMERS, once=True),
         q=ring(QUERY, QUERY_STAGES, WARPS),
         b=ring(sv(CHUNK, fp32), RUN * STAGES if gate.per_token else 1, CONSUMERS, writers=1),
-        start=ring(st(COLUMNS, KEYS, INPUT), 2, RUN * WARPS, writers=WARPS),
+        state_before=ring(st(COLUMNS, KEYS, INPUT), 2, RUN * WARPS, writers=WARPS),
         out=st(RUN * CHUNK, COLUMNS, INPUT),
-        state=st(WARPS * PART.rows, PART.cols, INPUT),
-        decay=sv(WARPS * NUMBERS.length, fp32),
-        token=sv(NUMBERS.length, fp32),
+        inbox_state=st(WARPS * PART.rows, PART.cols, INPUT),
+        inbox_decay=sv(WARPS * NUMBERS.length, fp32),
+        credit=sv(NUMBERS.length, fp32),
         full=barrier(WARPS),
         free=barrier(),
     )
@@ -103,8 +117,8 @@ def make(config: Config):
     def send_state(memory, n_t, run_decay):
         """Send this warp's part of a run's local state and its decay to the peer. The state is rounded: its error is that of
         the values' products, which are of 16 bits, too."""
-        warp, peer = warpgroup.rank(), 1 - cluster.rank()
-        state, decay, full = subtile(memory.state, PART.rows, warp), subtile(memory.decay, NUMBERS.length, warp), memory.full
+        warp, peer, full = warpgroup.rank(), 1 - cluster.rank(), memory.full
+        state, decay = subtile(memory.inbox_state, PART.rows, warp), subtile(memory.inbox_decay, NUMBERS.length, warp)
         cluster.store_fragment_async(cluster.map(state, peer), INPUT(n_t), cluster.map(full, peer))
         cluster.store_async(cluster.map(decay, peer), zeros(NUMBERS) + run_decay, cluster.map(full, peer))
 
@@ -114,20 +128,20 @@ def make(config: Config):
         which the peer has, is there."""
         raw.expect(memory.full, PART.nbytes + NUMBER_BYTES)
         cluster.receive(memory.full, r + 1)
-        decay = last_element(subtile(memory.decay, NUMBERS.length, warpgroup.rank()))
-        return gate.decay(s_t, decay) + fp32(warpgroup.load_shared_fragment(memory.state, SENT))
+        decay = last_element(subtile(memory.inbox_decay, NUMBERS.length, warpgroup.rank()))
+        return gate.decay(s_t, decay) + fp32(warpgroup.load_shared_fragment(memory.inbox_state, SENT))
 
     @inlined
     def allow_next(memory):
-        """Tell the peer that what it sent has been read. By a store, as an arrival that releases to a cluster waits for all of
-        the GPU's memory."""
+        """Give the peer credit: what it sent has been read. By a store, as an arrival that releases to a cluster waits for all
+        of the GPU's memory."""
         if warpgroup.rank() == 0:
             peer = 1 - cluster.rank()
-            cluster.store_async(cluster.map(memory.token, peer), zeros(NUMBERS), cluster.map(memory.free, peer))
+            cluster.store_async(cluster.map(memory.credit, peer), zeros(NUMBERS), cluster.map(memory.free, peer))
 
     @inlined
     def wait_for_peer(memory, r):
-        """Wait until the peer has read what this warpgroup has sent."""
+        """Wait for the peer's r-th credit: it has read what this warpgroup has sent."""
         if warpgroup.rank() == 0:
             raw.expect(memory.free, NUMBER_BYTES)
         cluster.receive(memory.free, r + 1)
@@ -138,10 +152,10 @@ def make(config: Config):
         gDtBias: array(2), gO: tiled(OUT, unit=1), gInitialState: array(4), gFinalState: array(4), length: INT, rounds: INT,
         heads: INT, group: INT, width: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs of a block's runs. `group` of the value heads share a key head, and each is `width` blocks of 64 columns
-        wide."""
+        """The outputs of a block's runs. heads: of values, `group` of which share a key head, and each of which is `width`
+        blocks of 64 columns wide."""
         memory = smem.open()
-        k, v, q, b, start = memory.k, memory.v, memory.q, memory.b, memory.start
+        k, v, q, b, state_before = memory.k, memory.v, memory.q, memory.b, memory.state_before
         cluster.sync()
         wg, block = warpgroup.id(), cluster.rank()
         index, column = divmod(cuda.blockIdx.x // BLOCKS, width)
@@ -172,14 +186,15 @@ def make(config: Config):
             for r in range(rounds):
                 remaining = int32(length - CHUNK * RUN * (BLOCKS * r + block))
                 keys, values = k.wait(r), v.wait(r)
-                _, a_first, b_first = gate.consume_cumsum(b, b, RUN * r, g, max(remaining, int32(0)))
-                _, a_second, b_second = gate.consume_cumsum(b, b, RUN * r + 1, g, max(int32(remaining - CHUNK), int32(0)))
-                run_decay = b_first + b_second
+                # no gate here has weights, so a is b
+                _, a_first, first_decay = gate.consume_cumsum(b, b, RUN * r, g, max(remaining, int32(0)))
+                _, a_second, second_decay = gate.consume_cumsum(b, b, RUN * r + 1, g, max(int32(remaining - CHUNK), int32(0)))
+                run_decay = first_decay + second_decay
                 v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 0), TRANSPOSED, fenced=False))
                 v_t = INPUT(gate.decay_values(v_t, a_first, run_decay))
                 n_t = warpgroup.mm_AB(v_t, cluster.unmap(subtile(keys, CHUNK, 0)))
                 v_t = fp32(warpgroup.load_transposed(subtile(values, CHUNK, 1), TRANSPOSED))
-                v_t = INPUT(gate.decay_values(v_t, a_second, b_second))
+                v_t = INPUT(gate.decay_values(v_t, a_second, second_decay))
                 n_t = warpgroup.wait(warpgroup.mma_AB(n_t, v_t, cluster.unmap(subtile(keys, CHUNK, 1))))
                 k.release(r)
                 v.release(r)
@@ -190,8 +205,8 @@ def make(config: Config):
                 warpgroup.sync(fenced=True)  # all warps have read
                 if block == 0 or r + 1 < rounds:
                     allow_next(memory)
-                warpgroup.store(start.claim(r), s_t)
-                start.publish(r)
+                warpgroup.store(state_before.claim(r), s_t)
+                state_before.publish(r)
                 s_t = gate.decay(s_t, run_decay) + n_t
             if block == BLOCKS - 1:
                 warpgroup.store(gFinalState, s_t, at, aligned=False)
@@ -204,12 +219,12 @@ def make(config: Config):
                 b_rows, a_cols, _ = gate.consume_cumsum(b, b, int32(RUN * r + wg), g, remaining)
                 if gate.folds_scale:
                     b_rows = b_rows + log2_scale
-                _, a_other, b_other = gate.consume_cumsum(b, b, int32(RUN * r + 1 - wg), g, CHUNK)
+                _, a_other, other_decay = gate.consume_cumsum(b, b, int32(RUN * r + 1 - wg), g, CHUNK)
                 queries, keys, values = q.wait(int32(RUN * r + wg)), k.wait(r), v.wait(r)
                 o, b_run = zeros(TILE), b_rows
                 if wg > 0:
                     s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, 0)))
-                    b_run = b_rows + b_other
+                    b_run = b_rows + other_decay
                     p = INPUT(gate.decay_all_scores(s, b_run, a_other))
                     o = warpgroup.wait(warpgroup.mm_AB(p, subtile(values, CHUNK, 0)))
                 s = warpgroup.wait(warpgroup.mm_ABt(queries, subtile(keys, CHUNK, wg)))
@@ -217,8 +232,8 @@ def make(config: Config):
                 o = warpgroup.wait(warpgroup.mma_AB(o, p, subtile(values, CHUNK, wg)))
                 k.release(r)
                 v.release(r)
-                o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, start.wait(r))), b_run)
-                start.release(r)
+                o = o + gate.decay(warpgroup.wait(warpgroup.mm_ABt(queries, state_before.wait(r))), b_run)
+                state_before.release(r)
                 q.release(int32(RUN * r + wg))
                 if not gate.folds_scale:
                     o = o * scale
