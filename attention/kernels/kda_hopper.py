@@ -9,6 +9,8 @@ of channel_decay.py):
     U  = T (V - k' S')                O = scale (q' S' + tril(q' k*^T) U)
     S  = exp(b_last - r) (S' + k*^T U)
 
+The scores of a strong chunk are those of two_block_scores.py, or it is halved (anchored_scores.py).
+
 q', k', k*, T and the intra-chunk scores do not depend on the state: one warpgroup, the preparer, computes them for the next
 chunk, while consumers, of 64 value columns each, update the state with this one."""
 
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 
 from numba import cuda
 
-from ops import divmod, rows, subtile, truncate, warpgroup
+from ops import divmod, store, subtile, tile_min, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -26,13 +28,13 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.block_scores import KdaBlockScores
 from ..parts.recurrent.channel_config import Config
-from ..parts.recurrent.channel_decay import FLAG, TOKEN_GROUP, KdaDecay
+from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
+from ..parts.recurrent.two_block_scores import ScoreTiles, SteppedScores
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
 KEY_DIMS = 64, 128  # as padded
@@ -56,7 +58,7 @@ def make(config: Config):
     COL_VEC, WARPS, VALUE_STAGES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
     readers = CONSUMERS * WARPS
     square = st(CHUNK, CHUNK, INPUT)
-    decay = KdaDecay(config.key_dim, INPUT, CONSUMERS)
+    decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
     channel_gates, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
@@ -71,13 +73,12 @@ def make(config: Config):
         triangles=TRIANGLES,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
-        block_decays=decay.block_decays,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
         normalized=ring(FLAG, 1, WARPS, writers=WARPS),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
-    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), KdaBlockScores(config.key_dim, INPUT)
+    halved_scores, block_scores = KdaScores(config.key_dim, INPUT), SteppedScores(config.key_dim, INPUT)
     seq_layout = SequenceLayout(config.varlen)
     state = TransposedState(config.key_dim, INPUT, seq_layout)
 
@@ -93,17 +94,19 @@ def make(config: Config):
                 g.release(j)
 
     @inlined
-    def publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block):
-        """Publish a chunk's decayed keys, the decay of its state and its flag, and have TMA load the next chunk."""
-        k_decayed, state_decay, flag, gate_sums = published
+    def publish_decays(published, j):
+        """Publish a chunk's decayed keys and the decay of its state."""
+        k_decayed, state_decay, flag = published
         k_decayed.publish(j)
         state_decay.publish(j)
         flag.publish(j)
+
+    @inlined
+    def release_sums(gate_sums, g, j):
+        """The sums of a chunk are no longer read."""
         gate_sums.release(j)
         if IN_PLACE:
             g.release(j)
-        warpgroup.sync()
-        decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
 
     @inlined
     def normalize(q, k, normalized, j, n, warp):
@@ -126,9 +129,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, block_decays, biases, rates, normalized = (
-            smem.open()
-        )
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -139,11 +140,12 @@ def make(config: Config):
             betas, (key_head, _) = truncate(gBeta, 1, seq.end), divmod(head, group)
             warp = warpgroup.rank()
             rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
-            published = k_decayed, state_decay, flag, gate_sums
+            published = k_decayed, state_decay, flag
             decay.fill(rings, arrays, 0, n, seq, head, key_head, block)
             beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(0), head), cols=1)
-            (high, low), blocks = decay.open_triangles(triangles, block_decays)
+            (high, low), (writes, _) = decay.open_triangles(triangles, ())
             for j in range(n):
+                warp = warpgroup.rank()  # for each chunk: addresses that follow from it would be kept, and spill
                 queries, keys, sum_tile = q.wait(j), k.wait(j), gate_sums.wait(j)
                 sums = g.wait(j) if IN_PLACE else sum_tile
                 if norm.enabled:
@@ -152,34 +154,47 @@ def make(config: Config):
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 beta = BETA.compute(beta)
                 b_last = decay.load_last_sums(sums, warp)
-                strong, halved = decay.vote(sums, b_last, warp)
-                decayed_keys = k_decayed.claim(j)
-                if halved:
-                    scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
-                    warpgroup.store(p.claim(j), scores)
-                    warpgroup.sync()
-                decay.factor_decays(queries, keys, decayed_keys, blocks, sums, b_last, warp, strong, halved)
-                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                if halved:
-                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
-                    a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
-                elif strong:
-                    warpgroup.sync()
-                    scores = block_scores.compute((queries, decayed_keys), blocks, warp)
-                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
-                    warpgroup.store(p.claim(j), warpgroup.causal(rows(scores, TOKEN_GROUP, 0), 0, 0.0))
-                    a = rows(scores, TOKEN_GROUP, 1)
+                strong = warpgroup.reduce_any(tile_min(b_last) < decay.min_log2_decay)
+                decayed_keys, solved = k_decayed.claim(j), t.claim(j)
+                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, False)
+                if strong:
+                    block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
+                    references = block_scores.find_references(*block_sums)
+                    if references.halved:
+                        scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
+                        warpgroup.store(p.claim(j), scores)
+                        warpgroup.sync()
+                        b_last = decay.load_last_sums(sums, warp)
+                        decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
+                        publish_decays(published, j)
+                        warpgroup.sync()
+                        a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * beta
+                    else:
+                        far_writes = block_scores.open_far_writes(solved)
+                        tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
+                        block_scores.factor(tiles, (block_sums[0], sums), references, warp)
+                        publish_decays(published, j)
+                        warpgroup.sync()
+                        scores, a = block_scores.score(tiles, warp)
+                        store(block_scores.query_rows(p.claim(j), warp), scores)
+                        a = a * beta
+                    release_sums(gate_sums, g, j)
+                    decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
                 else:
-                    publish_decays(published, g, rings, arrays, j, n, seq, head, key_head, block)
-                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys))
+                    decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, False)
+                    publish_decays(published, j)
+                    release_sums(gate_sums, g, j)
+                    warpgroup.sync()
+                    decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
+                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys)) * beta
                     query_scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                     warpgroup.store(p.claim(j), warpgroup.causal(query_scores, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)
                 q.release(j)
                 k.release(j)
-                inverse = inverse_transposed(a * beta, high, low)
-                warpgroup.store(t.claim(j), inverse * beta)
+                inverse = inverse_transposed(a, high, low)  # a has beta in each branch: wgmma's registers would be joined here
+                warpgroup.store(solved, inverse * beta)
                 t.publish(j)  # a load under way would be waited for at each fence
                 beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:

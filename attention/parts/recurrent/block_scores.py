@@ -9,7 +9,7 @@ has the queries of one block, which take one more factor from each block of keys
 more than 1, and a power of 2, so that no product is rounded. Behind the first block they are decayed from the start of the
 chunk: q', which goes back to their place."""
 
-from ops import hstack, load, mma_ABt, ones, rows, store, vstack, warpgroup, zeros
+from ops import hstack, load, mma_ABt, ones, store, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
 
 from .channel_decay import TOKEN_GROUP, WarpChannels
@@ -17,9 +17,7 @@ from .channel_decay import TOKEN_GROUP, WarpChannels
 
 @static
 class BlockScores(WarpChannels):
-    """The scores of a strong chunk. A kernel that scores keys with keys, too, overrides `load_rows` and `store_rows`."""
-
-    scored = TOKEN_GROUP  # rows of a warp
+    """The scores of a strong chunk."""
 
     @property
     def operand(self):
@@ -32,10 +30,11 @@ class BlockScores(WarpChannels):
         tile: of the queries, decayed from their blocks' references, which q' overwrites. blocks: what `factor_block_decays`
         wrote."""
         block_keys, block_decays = blocks
-        nothing = zeros(rt(self.scored, TOKEN_GROUP, fp32))
+        nothing = zeros(rt(TOKEN_GROUP, TOKEN_GROUP, fp32))
         s0, s1, s2, s3 = nothing, nothing, nothing, nothing
         for i in range(warpgroup.WARPGROUP):  # the channels of each warp
-            x = self.load_rows(tile, warp, i)
+            part = self.group_part(tile, warp, i)
+            x = load(part, self.operand, fenced=False)
             if warp == 3:
                 s3 = mma_ABt(s3, x, self.block_part(block_keys, 3, i))
                 x = self.decay_rows(x, block_decays, 3, i)
@@ -46,39 +45,11 @@ class BlockScores(WarpChannels):
                 s1 = mma_ABt(s1, x, self.block_part(block_keys, 1, i))
                 x = self.decay_rows(x, block_decays, 1, i)
             s0 = mma_ABt(s0, x, self.block_part(block_keys, 0, i))
-            self.store_rows(tile, self.decay_rows(x, block_decays, 0, i), warp, i)
+            store(part, self.decay_rows(x, block_decays, 0, i))
         return hstack(hstack(s0, s1), hstack(s2, s3))
 
     @inlined
     def decay_rows(self, x, block_decays, block, i):
         """Rows decayed from the reference of a block, decayed from that of the block before."""
         decay = load(self.reference_part(block_decays, block, i), self.warp_tile.row_vec)
-        return x * self.dtype(ones(rt(self.scored, self.warp_tile.cols, fp32)) * decay)
-
-    @inlined
-    def load_rows(self, tile, warp, i):
-        """A warp's rows in the channels of warp i."""
-        return load(self.group_part(tile, warp, i), self.operand, fenced=False)
-
-    @inlined
-    def store_rows(self, tile, x, warp, i):
-        """Write back what `load_rows` loaded, decayed from the start of the chunk."""
-        store(self.group_part(tile, warp, i), x)
-
-
-class KdaBlockScores(BlockScores):
-    """The scores of a strong chunk of KDA: those of keys with keys stand below those of queries."""
-
-    scored = 2 * TOKEN_GROUP
-
-    @inlined
-    def load_rows(self, tile, warp, i):
-        queries, decayed_keys = tile
-        part = self.group_part(queries, warp, i), self.group_part(decayed_keys, warp, i)
-        return vstack(load(part[0], self.operand, fenced=False), load(part[1], self.operand, fenced=False))
-
-    @inlined
-    def store_rows(self, tile, inverse, warp, i):
-        queries, decayed_keys = tile
-        store(self.group_part(queries, warp, i), rows(inverse, TOKEN_GROUP, 0))
-        store(self.group_part(decayed_keys, warp, i), rows(inverse, TOKEN_GROUP, 1))
+        return x * self.dtype(ones(rt(TOKEN_GROUP, self.warp_tile.cols, fp32)) * decay)

@@ -12,7 +12,7 @@ is. r = b_last / 2 keeps all exponents small.
 A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk
 (r = 0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens
 have a reference each (block_scores.py), and if a channel decays too much for that in one of them, or from one reference to the
-next, the chunk is halved down to single tokens (anchored_scores.py)."""
+next, the chunk is halved down to single tokens (anchored_scores.py). KDA's blocks are of 32 tokens (two_block_scores.py)."""
 
 from dataclasses import replace
 

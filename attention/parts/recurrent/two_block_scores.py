@@ -1,5 +1,5 @@
 """The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py,
-kda_transform_hopper.py). r is the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
+kda_transform_hopper.py, kda_hopper.py). r is the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
 
     Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k        P_ij = Q^_i . (exp(r_i - r_j) K*_j)
 
@@ -73,6 +73,8 @@ class ScoreTiles(NamedTuple):
 class TwoBlockScores(WarpChannels):
     """The scores of a chunk that is not halved."""
 
+    step = BLOCK  # tokens that a warp decays at once
+
     @property
     def min_log2_decay(self):
         """What b - r may be, in powers of 2."""
@@ -80,8 +82,8 @@ class TwoBlockScores(WarpChannels):
 
     @property
     def channel_tile(self):
-        """A register tile of a warp's channels and a block's tokens."""
-        return rt(self.warp_tile.cols, BLOCK, fp32)
+        """A register tile of a warp's channels and the tokens of a step."""
+        return rt(self.warp_tile.cols, self.step, fp32)
 
     @property
     def reads(self):
@@ -114,10 +116,15 @@ class TwoBlockScores(WarpChannels):
         """The BlockReferences of a chunk, on which the warps vote."""
         first_0, last_0, first_1, last = column(b_0, 0), column(b_0, BLOCK - 1), column(b_1, 0), column(b_1, BLOCK - 1)
         halved = warpgroup.reduce_any(tile_any(less(minimum(last_0 - first_0, last - first_1), 2 * self.min_log2_decay)))
-        mild = not warpgroup.reduce_any(tile_any(less(last, self.min_log2_decay)))
+        mild = self.is_mild(last)
         factor = 0.0 if mild else 0.25
         r_0, r_1 = (first_0 + last_0) * factor // 1 * 2.0, (first_1 + last) * factor // 1 * 2.0
         return BlockReferences(r_0, r_1, self.end_reference(last), last, halved, mild)
+
+    @inlined
+    def is_mild(self, last):
+        """Is a chunk mild, from b of its last token? The warps vote."""
+        return not warpgroup.reduce_any(tile_any(less(last, self.min_log2_decay)))
 
     @inlined
     def end_reference(self, last):
@@ -166,22 +173,22 @@ class TwoBlockScores(WarpChannels):
         return self.dtype(key * decay)
 
     @inlined
-    def load(self, tile, block, warp):
-        """A block's tokens of a shared tile, in float32."""
+    def load(self, tile, i, warp):
+        """The tokens of the i-th step of a shared tile, in float32."""
         channels = self.warp_tile.cols
-        part = subtile(tile, BLOCK, block, channels, warp)
-        return fp32(turned(load(part, rt(BLOCK, channels, self.dtype, "col"), fenced=False)))
+        part = subtile(tile, self.step, i, channels, warp)
+        return fp32(turned(load(part, rt(self.step, channels, self.dtype, "col"), fenced=False)))
 
     @inlined
-    def store(self, tile, x, block, warp):
-        """Write BLOCK rows of a shared tile, from the block-th ones on."""
-        store(subtile(tile, BLOCK, block, self.warp_tile.cols, warp), turned(x))
+    def store(self, tile, x, i, warp):
+        """Write the i-th step's rows of a shared tile."""
+        store(subtile(tile, self.step, i, self.warp_tile.cols, warp), turned(x))
 
     @inlined
-    def store_writes(self, writes, x, block, warp):
-        """Write a block's K*."""
+    def store_writes(self, writes, x, i, warp):
+        """Write a step's K*."""
         warps = HALF // self.warp_tile.cols
-        self.store(writes, x, CHUNK // BLOCK * (warp // warps) + block, warp % warps)
+        self.store(writes, x, CHUNK // self.step * (warp // warps) + i, warp % warps)
 
     @inlined
     def rescale(self, x, factor):
@@ -237,3 +244,85 @@ class RoundedEndScores(TwoBlockScores):
     @inlined
     def decay_to_end(self, key, rounded, decay):
         return self.rescale(rounded, decay)
+
+
+class SteppedScores(TwoBlockScores):
+    """The scores of a chunk by a preparer with few registers (kda_hopper.py): a warp decays half a block at a time, and Q^ and
+    K^ of a block take the place of its b alone. They stand there, by 16 tokens, as
+
+        K_0  K_1  Q_0  Q_1        Q_2  Q_3  K_2  K_3
+
+    so that three products of 64 rows and 32 columns are all, and a warp gets those scores of keys that it inverts. Its scores
+    of queries are of the other block. No chunk is mild."""
+
+    step = BLOCK // 2
+
+    @property
+    def reads(self):
+        """The tile of Q^ and K^, in the memory of sums."""
+        return st(2 * CHUNK, self.key_dim, self.dtype, width=self._panel)
+
+    @inlined
+    def is_mild(self, last):
+        return False
+
+    @inlined
+    def factor(self, tiles, sums, references, warp):
+        """Write all of the ScoreTiles. sums: b of the first block, and the tile of b, from which the second one's is loaded
+        again."""
+        (b_0, sum_tile), second, end = sums, references.second, references.end
+        self.factor_far(tiles, columns(b_0, self.step, 0), references, 0, warp)
+        self.factor_far(tiles, columns(b_0, self.step, 1), references, 1, warp)
+        b_1 = self.load_sums(sum_tile, 1, warp)
+        self.factor_step(tiles, columns(b_1, self.step, 0), second, end, 2, warp)
+        self.factor_step(tiles, columns(b_1, self.step, 1), second, end, 3, warp)
+
+    @inlined
+    def factor_far(self, tiles, b, references, i, warp):
+        """`factor_step` of the first block, whose K* are written at the second block's reference, too."""
+        keys = self.factor_step(tiles, b, references.first, references.end, i, warp)
+        root = self.dtype(ones(self.channel_tile) * exp2((references.second - references.first) * 0.5))
+        self.store(tiles.far_writes, keys * root * root, i, warp)
+
+    @inlined
+    def factor_step(self, tiles, b, r, end, i, warp):
+        """Write the tokens of the i-th step to all tiles but the last. Returns their K*. Keys are loaded when queries are done
+        with."""
+        c, to_start = b - r, exp2(r)
+        query, decay = self.load(tiles.queries, i, warp), exp2(c)
+        query = self.dtype(query * decay)
+        self.store(tiles.reads, query, i + 2, warp)
+        self.store(tiles.queries, self.rescale(query, to_start), i, warp)
+        key = self.load(tiles.keys, i, warp)
+        read_key, key = self.dtype(key * decay), key * exp2(-c)
+        self.store(tiles.reads, read_key, i + i // 2 * 4, warp)
+        self.store(tiles.decayed_keys, self.rescale(read_key, to_start), i, warp)
+        rounded = self.dtype(key)
+        self.store_writes(tiles.writes, rounded, i, warp)
+        self.store(tiles.keys, self.decay_to_end(key, rounded, exp2(end - r)), i, warp)
+        return rounded
+
+    @inlined
+    def score(self, tiles, warp):
+        """(scores of queries, scores of keys) with keys. Those of queries are the warp's rows of `query_rows`, 0 where j > i;
+        what stands above the diagonal of those of keys is not for use."""
+        first, second = self.issue_block(tiles, 0), self.issue_block(tiles, 1)
+        far = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, 1), tiles.far_writes)
+        first, second, far = warpgroup.wait(first, newer=2), warpgroup.wait(second, newer=1), warpgroup.wait(far)
+        query_scores = hstack(far if warp < 2 else first, second)
+        query_scores = warpgroup.causal(query_scores, BLOCK if warp < 2 else -BLOCK, 0.0)
+        return query_scores, hstack(first if warp < 2 else far, second)
+
+    @inlined
+    def issue_block(self, tiles, block):
+        """The scores within a block, pending."""
+        scores = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, block, HALF, 0), subtile(tiles.writes, BLOCK, block))
+        if self.key_dim > HALF:
+            writes = subtile(tiles.writes, BLOCK, CHUNK // BLOCK + block)
+            scores = warpgroup.mma_ABt(scores, subtile(tiles.reads, CHUNK, block, HALF, 1), writes)
+        return scores
+
+    @inlined
+    def query_rows(self, square, warp):
+        """The rows of a tile of scores that a warp has scores of queries of."""
+        return subtile(square, self.step, warp ^ 2)

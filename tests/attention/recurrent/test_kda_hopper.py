@@ -71,6 +71,18 @@ def test_decays_between_blocks_of_a_strong_chunk(place, dtype, gate, great):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "gate", "great"),
+    [(BF16, -4.6, -4.6), (BF16, -4.7, -4.7), (FP16, -0.48, -0.48), (FP16, -0.5, -0.5), (BF16, -2, -np.inf), (FP16, -0.4, -5)],
+)
+def test_halves_of_a_strong_chunk(place, dtype, gate, great):
+    """Halves on both sides of what they may decay by (two_block_scores.py), and a great decay between two of them."""
+    q, k, v, beta, decay = inputs(1, 70, 1, 64, 64, dtype)
+    decay[:] = gate
+    decay[:, 32] = great
+    agree(place, q, k, v, beta, decay)
+
+
+@pytest.mark.parametrize(
     ("key_dim", "value_dim", "dtype", "extremes"), [(64, 64, BF16, True), (128, 128, BF16, False), (128, 64, FP16, True)]
 )
 def test_decays_of_models(place, key_dim, value_dim, dtype, extremes):
