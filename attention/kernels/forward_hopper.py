@@ -103,7 +103,8 @@ class Config(ForwardConfig):
 # One query tile for each CTA, where not all sequences have the same lengths
 ONE_TILE_PER_CTA: dict[str, Any] = {"persistent": False, "q_stages": 1, "tma_store": False}
 USUAL_FIELDS = ONE_TILE_PER_CTA | {"ping_pong": True, "weights_in_shared": False, "ctas_per_sm": 1}
-SHORT, MANY = 96, 4  # packed: mean number of queries up to which sequences are short; sequences times heads for each SM
+SHORT_QUERIES = 96  # packed: mean number of queries up to which sequences are short
+MANY_PER_SM = 4  # sequences times heads for each SM, from which on they are many
 # The time of a query row, by padded head_dim and consumers, in units of that with three consumers; and the time of a tile
 # besides its rows, in keys of one row
 ROW_TIME = {64: {4: 0.97, 3: 1.0, 2: 1.27, 1: 1.78}, 96: {3: 1.0, 2: 1.15, 1: 1.65}, 128: {3: 1.0, 2: 1.03, 1: 1.6}}
@@ -166,8 +167,8 @@ def fit_to_load(config: Config, queries: Any, keys: Any, batch_heads: Any, proce
         return config
     small = ONE_CONSUMER[widest]
     if (
-        queries <= (SHORT if config.seq_layout is PackedLayout else warpgroup.ROWS)
-        and batch_heads >= MANY * processors
+        queries <= (SHORT_QUERIES if config.seq_layout is PackedLayout else warpgroup.ROWS)
+        and batch_heads >= MANY_PER_SM * processors
         and kv in (None, small["kv"])
     ):
         return replace(config, **small)
@@ -199,7 +200,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             configs = [config_for(head_dim, input_dtype, variant, end) for end in ends]
             # (queries, SMs) for which one or two consumers are chosen
             problems = itertools.product(configs, ((1, 1), (warpgroup.ROWS + 1, 1), (512, 512)))
-            small_configs = [fit_to_load(config, queries, 512, MANY, sms) for config, (queries, sms) in problems]
+            small_configs = [fit_to_load(config, queries, 512, MANY_PER_SM, sms) for config, (queries, sms) in problems]
             yield from dict.fromkeys((*configs, *small_configs))
             if everything:
                 yield config_for(head_dim, input_dtype, variant, math.inf, **in_pages(2))
@@ -268,28 +269,28 @@ def make(config: Config):
             warpgroup.sync()
         return queries
 
-    def build_step(masked):
-        """The step of the pipeline for a block of keys, with the mask or without."""
+    def build_step(masks):
+        """The step of the pipeline for a block of keys. masks: with the mask or without?"""
 
         @inlined
-        def step(j, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack):
-            """Scores and softmax of block j, while the tensor cores compute O += P V of block j - 1."""
+        def step(slot, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack):
+            """Scores and softmax of the key block in a slot, while the tensor cores compute O += P V of the one before."""
             turn.take(wg)
-            s = warpgroup.mm_ABt(queries, k.wait(j))
-            o = warpgroup.mma_AB(state.rescale(), p, v.wait(j - 1))
+            s = warpgroup.mm_ABt(queries, k.wait(slot))
+            o = warpgroup.mma_AB(state.rescale(), p, v.wait(slot - 1))
             turn.give(wg)
-            prefetched, ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, j, ctx, wg)
+            prefetched, ctx = variant.prefetch(S, ctx, key), bias_tiles.load_rows(tiles, slot, ctx, wg)
             s = warpgroup.wait(s, newer=1)  # the scores are done, o is still in flight
-            if masked:
+            if masks:
                 s, row_offset = tiling.change_edge_scores(s, prefetched, ctx, key)
             else:
                 s, row_offset = tiling.change_scores(s, prefetched, ctx, key)
             state = state.update_max(s, row_offset, scale, slack)
             p = state.weights(s, row_offset, scale, LOW_SCORES)
-            k.release(j, after=state.m)
+            k.release(slot, after=state.m)  # after: keeps the maximum before the next wait
             state, p = state.add(p), variant.drop(p, ctx, key)
             o = warpgroup.wait(o)
-            v.release(j - 1)
+            v.release(slot - 1)
             return weights.stage(p, p_smem, wg), state._replace(o=o)  # after wait(o): until then the wgmma reads P
 
         return step
@@ -307,21 +308,21 @@ def make(config: Config):
             return kv_blocks.n, int32(max(1, kv_blocks.masked))
 
     @inlined
-    def skip_blocks(j, first, end, unseen_at_end, k, v, tiles, wg):
-        """Release the key blocks from j up to `first`, which is not among them: none of the consumer's rows sees them. Every
-        consumer takes one turn for each key block of a tile except the last. All consumers together zero the last
+    def skip_blocks(j, first_slot, end, unseen_at_end, k, v, tiles, wg):
+        """Release the key blocks from slot j up to `first_slot`, which is not among them: none of the consumer's rows sees
+        them. Every consumer takes one turn for each key block of a tile except the last. All consumers together zero the last
         `unseen_at_end` keys of the first block."""
-        for i in range(j, first):
-            if i == j and unseen_at_end > 0:
-                zero_last_keys(v.wait(i), unseen_at_end, CONSUMERS)
-            k.wait(i)
-            k.release(i)
-            bias_tiles.skip(tiles, i)
-            if i < end - 1:
+        for slot in range(j, first_slot):
+            if slot == j and unseen_at_end > 0:
+                zero_last_keys(v.wait(slot), unseen_at_end, CONSUMERS)
+            k.wait(slot)
+            k.release(slot)
+            bias_tiles.skip(tiles, slot)
+            if slot < end - 1:
                 turn.take(wg)
                 turn.give(wg)
-            v.wait(i)
-            v.release(i)
+            v.wait(slot)
+            v.release(slot)
 
     @cuda.jit(launch_bounds=(config.threads, config.ctas_per_sm), fastmath=True)
     def attend(
@@ -335,7 +336,7 @@ def make(config: Config):
         memory = smem.open()
         q, k, v, tiles, p_smem = memory.q, memory.k, memory.v, bias_tiles.ring_of(memory), weights.tile_of(memory)
         wg, grid = warpgroup.id(), TileGrid(blocks, heads, batch_heads, raster_group)
-        r = j = int32(0)  # query tiles and key blocks so far
+        r = j = int32(0)  # query tiles and key blocks so far: the next slots of the rings
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             while scheduler.has_tile(r, grid, params):
@@ -370,36 +371,37 @@ def make(config: Config):
                 seq, row = sequences.sequence(batch, params), ROWS * block + WG_ROWS * wg
                 ctx = seq.context(batch, head, row + O.rows * warpgroup.rank(), params, aux).precompute(variant)
                 kv_blocks = tiling.key_blocks(ROWS * block, ctx)
-                n, masked = count_blocks(row, kv_blocks, ctx)
+                n, n_masked = count_blocks(row, kv_blocks, ctx)
                 end = int32(j + kv_blocks.n)
-                first, queries = int32(end - n), subtile(q.wait(r), WG_ROWS, wg)
+                first_slot, queries = int32(end - n), subtile(q.wait(r), WG_ROWS, wg)
                 if SKIPS:
-                    skip_blocks(j, first, end, kv_blocks.unseen_at_end, k, v, tiles, wg)
+                    skip_blocks(j, first_slot, end, kv_blocks.unseen_at_end, k, v, tiles, wg)
                 if SKIPS and n == 0:
                     output.release_previous_queries(q, r)
                     output.release_queries(q, r)
                 else:
-                    key, queries = tiling.key(kv_blocks, first - j, ctx), prepare_queries(queries, ctx)
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first)))
-                    k.release(first)
-                    bias_ctx = bias_tiles.load_rows(tiles, first, ctx, wg)
+                    key, queries = tiling.key(kv_blocks, first_slot - j, ctx), prepare_queries(queries, ctx)
+                    s = warpgroup.wait(warpgroup.mm_ABt(queries, k.wait(first_slot)))
+                    k.release(first_slot)
+                    bias_ctx = bias_tiles.load_rows(tiles, first_slot, ctx, wg)
                     s, row_offset = tiling.change_edge_scores(s, variant.prefetch(S, ctx, key), bias_ctx, key)
                     state = output.init_state(softmax, variant, ctx, gO, gLse, seq, row, scale)
                     state = state.update_max(s, row_offset, scale, slack)
                     p = state.weights(s, row_offset, scale, LOW_SCORES)
+                    # P V of this block is in the next step
                     p, state = weights.stage(variant.drop(p, ctx, key), p_smem, wg), state.add(p)
                     output.release_previous_queries(q, r)
-                    sequences.zero_foreign_rows(v.wait(first), seq.seqlen_k - key, CONSUMERS)
-                    if first == j and kv_blocks.unseen_at_end > 0:
-                        zero_last_keys(v.wait(first), kv_blocks.unseen_at_end, CONSUMERS)
-                    for i in range(int32(first + 1), int32(first + masked)):
-                        key = tiling.key(kv_blocks, i - j, ctx)
-                        p, state = masked_step(i, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
+                    sequences.zero_foreign_rows(v.wait(first_slot), seq.seqlen_k - key, CONSUMERS)
+                    if first_slot == j and kv_blocks.unseen_at_end > 0:
+                        zero_last_keys(v.wait(first_slot), kv_blocks.unseen_at_end, CONSUMERS)
+                    for slot in range(int32(first_slot + 1), int32(first_slot + n_masked)):
+                        key = tiling.key(kv_blocks, slot - j, ctx)
+                        p, state = masked_step(slot, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
                     if kv_blocks.unseen_at_start > 0:
-                        zero_first_keys(v.wait(first + masked - 1), kv_blocks.unseen_at_start, CONSUMERS)
-                    for i in range(int32(first + masked), end):
-                        key = tiling.key(kv_blocks, i - j, ctx)
-                        p, state = step(i, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
+                        zero_first_keys(v.wait(first_slot + n_masked - 1), kv_blocks.unseen_at_start, CONSUMERS)
+                    for slot in range(int32(first_slot + n_masked), end):
+                        key = tiling.key(kv_blocks, slot - j, ctx)
+                        p, state = step(slot, p, state, queries, k, v, tiles, p_smem, wg, ctx, key, scale, slack)
                     output.release_queries(q, r)
                     o = warpgroup.wait(warpgroup.mma_AB(state.rescale(), p, v.wait(end - 1)))
                     v.release(end - 1)
@@ -408,7 +410,7 @@ def make(config: Config):
                     output.store_lse(gLse, lse, seq, row, head)
                 r, j = int32(r + 1), end
             output.finish()
-            if sequences.packed:
+            if sequences.packed:  # whose grids have one query tile for each CTA
                 block, batch, head = scheduler.find_tile(0, grid, params)
                 output.clear_padding(O, gO, gLse, sequences, block, batch, head, WG_ROWS * wg, params)
 

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from tiles.calls.plan import Plan, Step
@@ -30,10 +31,11 @@ from .cache_append import has_descale_per_key, launch_append, plan_append
 from .decode_norms import DecodeNorms
 from .forward_launches import DTYPES, LOG2_E, expand_axes, variant_arguments
 from .planning import INDICES, bias_part
-from .variant_spec import build_variant
+from .variant_spec import VariantSpec, build_variant
 
 TILES = "q", "k", "v", "out"
 FEW_KEYS, MANY_BLOCKS = 1024, 8  # of a sequence; per multiprocessor: these hide each other's prologues and epilogues
+MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
 MIN_VECTOR_BYTES = 4  # cp.async copies so many bytes at least
 
 
@@ -45,6 +47,17 @@ class DecodeOptions(NamedTuple):
     mask: Callable | None = None
     score: Callable | None = None
     aux: Sequence[Operand] = ()
+    splits: int | None = None
+    family: str | None = None
+
+
+class CacheAccess(NamedTuple):
+    """How a kernel reads the cache. loader: loads keys and values. max_keys: the most keys that a sequence can have. args: the
+    kernel's arguments for it."""
+
+    loader: DenseLoader
+    max_keys: int
+    args: dict[str, Operand]
 
 
 class AppendPlan(NamedTuple):
@@ -87,7 +100,6 @@ def plan_prefill(
     append: AppendPlan,
     norms: DecodeNorms,
     max_keys: int,
-    family: str | None,
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
@@ -103,8 +115,24 @@ def plan_prefill(
         extra_parts=norms.queries,
     )
     args = {"gO": out, "gLse": lse, **append.length_args}
-    step = prefill_from_cache.plan_launch(problem, spec._replace(aux=options.aux), family, append.queries, max_keys, args)
+    step = prefill_from_cache.plan_launch(
+        problem, spec._replace(aux=options.aux), options.family, append.queries, max_keys, args
+    )
     return Plan([*append.steps, step], append.scratch)
+
+
+def serves_prefill(problem: Problem, options: DecodeOptions, norms: DecodeNorms, max_keys: int) -> bool:
+    """Do forward's kernels serve a call? They do if they can, there are many query tokens, and split-KV is not preferred."""
+    tokens, sequences = problem("seqlen_q", "sequences")
+    if tokens < MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1) or options.splits not in (None, 1):
+        return False
+    # forward would count keys from leftpad on
+    shifts_keys = "leftpad" in problem and (options.mask or options.score or "bias" in problem)
+    other_dtype = problem["k"].form.dtype != problem.dtype
+    if shifts_keys or norms.keys.prepares_queries or "lengths" not in problem or other_dtype:
+        return False
+    left, family = options.scores.left, options.family
+    return options.splits == 1 or not prefers_split_kv(problem, tokens, max_keys, left, family)
 
 
 def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None = None, family: str | None = None) -> bool:
@@ -118,121 +146,189 @@ def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None
     return underfills_gpu(sequences, -(-batch * queries // sequences), heads, visible, gpu.processors)
 
 
+class SplitKernel(NamedTuple):
+    """The kernel that serves a call by split-KV, with what of its configuration does not depend on the split. module:
+    decode_ampere or decode_hopper. fields: of its config_for. final, partial: the outputs of blocks that read all keys of their
+    rows, and a part of them. sink: what is added to a softmax."""
+
+    module: ModuleType
+    fields: dict[str, Any]
+    final: FinalOutput
+    partial: PartialOutput
+    sink: Variant
+
+    @property
+    def final_or_partial(self) -> FinalOrPartialOutput:
+        """The output of blocks of which some read all keys of their rows, and others a part of them."""
+        return FinalOrPartialOutput(self.final, self.partial)
+
+    def config_for(self, split: type[FixedSplits], window: KeyWindow, result: Any, **fields: Any) -> Any:
+        """The configuration with a split. fields: further ones of the kernel's config_for."""
+        sink = Variant() if result is self.partial else self.sink  # of partial outputs decode_combine.py adds it
+        return self.module.config_for(**self.fields, split=split, window=window, result=result, sink=sink, **fields)
+
+
+class SplitChoice(NamedTuple):
+    """How keys are split among thread blocks. count_per_head: the splits of each sequence, or with stream-K the shares of all
+    sequences, for a head and a tile of rows. window: the keys that tokens see, as this split computes them. few_keys: does each
+    block have all keys of a sequence, and are these few?"""
+
+    split: type[FixedSplits]
+    count_per_head: int
+    window: KeyWindow
+    few_keys: bool = False
+
+
+class PartialLayout(NamedTuple):
+    """Where partial outputs lie. split: how decode_combine.py finds them. blocks: how many work on a head and a tile of rows.
+    parts: the first two extents of the arrays. combined: how many outputs of a head are combined."""
+
+    split: FixedSplits
+    blocks: int
+    parts: tuple[int, int]
+    combined: int
+
+
+def choose_split(
+    problem: Problem, kernel: SplitKernel, splits: int | None, window: KeyWindow, visible: int, row_tiles: int, kv: int
+) -> SplitChoice:
+    """The SplitChoice of a call: by default stream-K, if there are several sequences of different lengths. splits: what the
+    caller asks for. visible: the most keys that a tile of rows sees. kv: keys of a tile without stream-K."""
+    batch, kv_heads = problem("batch", "heads_k")
+    blocks, processors = batch * kv_heads * row_tiles, machine(problem.device).processors
+    if splits is not None:
+        return SplitChoice(FixedSplits, splits, window)
+    if "lengths" not in problem or "cu_seqlens" in problem or batch <= 1:
+        return SplitChoice(FixedSplits, choose_split_count(blocks, -(-visible // kv), processors), window)
+    if kernel.module is decode_ampere and visible <= FEW_KEYS and blocks >= MANY_BLOCKS * processors:
+        return SplitChoice(FixedSplits, 1, window, few_keys=True)
+    if "k_new" in problem:
+        window = GrowingKeyWindow(window.left, window.right, window.padded)
+    places = kernel.config_for(StreamKSplits, window, kernel.final_or_partial).ctas_per_sm * processors
+    shares = choose_share_count(kv_heads * row_tiles, places)
+    return SplitChoice(FixedSplits if shares == 1 else StreamKSplits, shares, window)
+
+
 def plan_split_kv(
     problem: Problem,
     options: DecodeOptions,
     append: AppendPlan,
     norms: DecodeNorms,
-    cache: DenseLoader,
-    cache_args: dict[str, Operand],
-    max_keys: int,
-    splits: int | None,
-    family: str | None,
+    cache: CacheAccess,
     out: Operand,
     lse: Operand | None,
 ) -> Plan:
     """The Plan with decode_ampere.py's or decode_hopper.py's kernel, whose tiles have query tokens and the heads that share a
-    key head as rows, over splits of the keys; and decode_combine.py's if there are several splits. family: "sm_90" for
-    decode_hopper.py; by default that serves what would take more than one of decode_ampere.py's tiles. ValueError: the family
-    cannot serve the call."""
-    batch, tokens, heads, head_dim, kv_heads, value_dim = problem(
-        "batch", "seqlen_q", "heads", "head_dim", "heads_k", "head_dim_v"
-    )
-    packed = "cu_seqlens" in problem
-    sequences = problem.extents["sequences"] if packed else batch
-    group, dtype, gpu = heads // kv_heads, DTYPES[problem.dtype], machine(problem.device)
-    rows, vector_bytes = tokens * group, problem.bytes_at_once(*TILES)
+    key head as rows, over splits of the keys; and decode_combine.py's if there are several splits. ValueError: the family that
+    the call asks for cannot serve it."""
+    batch, tokens, heads, kv_heads, value_dim = problem("batch", "seqlen_q", "heads", "heads_k", "head_dim_v")
+    packed, group = "cu_seqlens" in problem, heads // kv_heads
+    rows, spec = tokens * group, _build_spec(problem, options, norms)
     product, product_args = _select_product(problem)
-    window, key_args, visible = _select_window(problem, options, max_keys)
+    window, key_args, visible = _select_window(problem, options, cache.max_keys)
     key_args |= append.length_args
-    bias = PrefetchedBias(is_last=options.score is None, in_units_of_one=True) if "bias" in problem else None
-    spec = build_variant(
-        options.scale,
-        options.scores._replace(causal=False, left=None, right=None),  # the KeyWindow masks keys
-        alibi="alibi" in problem,
-        bias=bias,
-        mask=options.mask,
-        score=options.score and TokenHeadScoreMod(options.score),
-        extra_parts=norms.rows,
-    )._replace(aux=options.aux)
-    variant, unit = Variant() if spec.variant is FULL else spec.variant, spec.unit
-    sink, sink_args = Variant(), {}
-    if "sink" in problem:
-        sink, sink_args = Sink(), {"sinks": problem["sink"], "per_sink": 1 / unit}
-    pdl, final = gpu.target.has_early_launch, FinalOutput(dtype, vector_bytes)
-    keeps_sums = variant.allows_low_scores
-    seq_layout, partial, seq_rows = (
-        (PackedRows, PackedPartialOutput(dtype, vector_bytes, keeps_sums), -(-rows // sequences))
-        if packed
-        else (UniformRows, PartialOutput(dtype, vector_bytes, keeps_sums), rows)
-    )
+    kernel = _select_kernel(problem, options, norms, cache, product, spec)
+    use_hopper = kernel.module is decode_hopper
 
-    by_hopper = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
-    if family == HOPPER_FAMILY and not by_hopper:
-        raise ValueError(
-            "family: 'sm_90' serves few query tokens only with a cache of q's dtype, without cu_seqlens and without norms: "
-            f"{family=} (the default, None, serves these)"
-        )
-    is_hopper_kernel = uses_hopper_kernels(problem, family, problem.by_tma and by_hopper)
-    is_hopper_kernel = is_hopper_kernel and (family == HOPPER_FAMILY or seq_rows > decode_ampere.TALL_ROWS)
-    kernels, kv_source = (decode_hopper, _select_tma_source(problem, options)) if is_hopper_kernel else (decode_ampere, None)
-
-    def config_for(window: KeyWindow, split: type[FixedSplits], result: Any, few_keys: bool = False) -> Any:
-        row_sink = Variant() if result is partial else sink
-        if is_hopper_kernel:
-            return decode_hopper.config_for(
-                head_dim, value_dim, dtype, variant, window, kv_source, result, row_sink, split, spec.axes
-            )
-        kind = variant, window, cache, result, row_sink, split, pdl
-        shape = seq_rows > decode_ampere.TILE_ROWS, gpu.shared_bytes, seq_layout, spec.axes, norms.keys
-        return decode_ampere.config_for(head_dim, value_dim, product, *kind, *shape, few_keys)
-
-    config, stream_k = config_for(window, FixedSplits, final), "lengths" in problem and not packed and batch > 1
-    row_tiles = rows // config.tile_rows + sequences if packed else -(-rows // config.tile_rows)
-    many_blocks = batch * kv_heads * row_tiles >= MANY_BLOCKS * gpu.processors
-    few_keys = splits is None and stream_k and not is_hopper_kernel and visible <= FEW_KEYS and many_blocks
-    if splits is not None:
-        count, stream_k = splits, False
-    elif few_keys:
-        count, stream_k = 1, False
-    elif stream_k:
-        window = GrowingKeyWindow(window.left, window.right, window.padded) if "k_new" in problem else window
-        config = config_for(window, StreamKSplits, FinalOrPartialOutput(final, partial))
-        count = choose_share_count(kv_heads * row_tiles, config.ctas_per_sm * gpu.processors)
+    config = kernel.config_for(FixedSplits, window, kernel.final)
+    # packed: no two sequences share a tile, so each may add one
+    row_tiles = rows // config.tile_rows + problem.extents["sequences"] if packed else -(-rows // config.tile_rows)
+    choice = choose_split(problem, kernel, options.splits, window, visible, row_tiles, config.kv)
+    args: dict[str, Any] = {"heads": kv_heads, "group": group, "scale": spec.unit * LOG2_E}
+    args |= {"sequences": batch, "tokens": tokens, "splits": choice.count_per_head}
+    out_args: dict[str, Any] = {"out": _group_heads(out, 2, group), "lse": lse and _group_heads(lse, 1, group)}
+    out_args |= {"sinks": problem["sink"], "per_sink": 1 / spec.unit} if "sink" in problem else {}
+    steps: list[Step] = []
+    scratch, blocks = append.scratch, batch
+    if choice.count_per_head == 1:
+        few_keys = {"few_keys": True} if choice.few_keys else {}
+        config = kernel.config_for(FixedSplits, choice.window, kernel.final, **few_keys)
     else:
-        count = choose_split_count(batch * kv_heads * row_tiles, -(-visible // config.kv), gpu.processors)
-    args: dict[str, Any] = {"heads": kv_heads, "group": group, "scale": unit * LOG2_E}
-    args |= {"sequences": batch, "tokens": tokens, "splits": count}
-    out_args = {"out": _group_heads(out, 2, group), "lse": lse and _group_heads(lse, 1, group), **sink_args}
-    steps, scratch, blocks = [], append.scratch, batch * count
-    if count == 1:
-        config = config_for(window, FixedSplits, final, few_keys)
-    else:
-        combined, parts, split_args, split = batch, (count, batch), {}, FixedSplits()
-        if stream_k:
-            blocks, parts, split_args, split = count, (count + batch, 1), key_args, StreamKSplits(window, config.kv)
-            combined = batch if batch <= count else count - 1
-        else:
-            config = config_for(window, FixedSplits, partial)
+        stream_k = choice.split is StreamKSplits
+        result = kernel.final_or_partial if stream_k else kernel.partial
+        config = kernel.config_for(choice.split, choice.window, result)
+        split, blocks, parts, combined = _lay_out_partials(choice, batch, config.kv)
+        keeps_sums = kernel.partial.keeps_sums
         partial_args, scratch = allocate_partials(problem, (*parts, kv_heads, rows), value_dim, keeps_sums, scratch)
-        last = decode_combine.Config(dtype, sink, split, pdl, keeps_sums)
-        combine_args = partial_args | args | out_args | split_args
+        pdl = machine(problem.device).target.has_early_launch
+        last = decode_combine.Config(DTYPES[problem.dtype], kernel.sink, split, pdl, keeps_sums)
+        combine_args = partial_args | args | out_args | (key_args if stream_k else {})
         steps.append(combine_partials(problem, last, combined * kv_heads, rows, value_dim, combine_args))
         out_args = partial_args | (out_args if stream_k else {})
-    args |= cache_args | product_args | key_args | variant_arguments(problem, spec) | spec.aux_args | out_args
+    args |= cache.args | product_args | key_args | variant_arguments(problem, spec) | spec.aux_args | out_args
     args |= norms.key_args
     args |= {"ends": problem["cu_seqlens"]} if packed else {}
+    kv_source = kernel.fields.get("kv_source")
     args |= {"page_size": problem.extents["seqlen_k"]} if kv_source is not None and kv_source.paged else {}
-    args["gQ"] = _group_heads(append.queries, 2, group) if is_hopper_kernel else order_by_rows(append.queries, group)
-    first = kernel_for(kernels, config, problem.device).bind(
+    args["gQ"] = _group_heads(append.queries, 2, group) if use_hopper else order_by_rows(append.queries, group)
+    first = kernel_for(kernel.module, config, problem.device).bind(
         blocks * kv_heads * row_tiles,
         gK=problem["k"],
         gV=problem["v"],
         row_tiles=row_tiles,
-        slack=SLACK / (unit * LOG2_E),
+        slack=SLACK / (spec.unit * LOG2_E),
         **args,
     )
     return Plan([*append.steps, first, *steps], scratch)
+
+
+def _build_spec(problem: Problem, options: DecodeOptions, norms: DecodeNorms) -> VariantSpec:
+    """What a call does to scores, apart from the KeyWindow and the sink."""
+    return build_variant(
+        options.scale,
+        options.scores._replace(causal=False, left=None, right=None),  # the KeyWindow masks keys
+        alibi="alibi" in problem,
+        bias=PrefetchedBias(is_last=options.score is None, in_units_of_one=True) if "bias" in problem else None,
+        mask=options.mask,
+        score=options.score and TokenHeadScoreMod(options.score),
+        extra_parts=norms.rows,
+    )._replace(aux=options.aux)
+
+
+def _select_kernel(
+    problem: Problem,
+    options: DecodeOptions,
+    norms: DecodeNorms,
+    cache: CacheAccess,
+    product: SameDtypeProducts,
+    spec: VariantSpec,
+) -> SplitKernel:
+    """The kernel of a call. By default decode_hopper.py's serves what would take more than one of decode_ampere.py's tiles.
+    ValueError: it cannot serve the call, and the call asks for it."""
+    tokens, heads, kv_heads, head_dim, value_dim = problem("seqlen_q", "heads", "heads_k", "head_dim", "head_dim_v")
+    packed, dtype, gpu = "cu_seqlens" in problem, DTYPES[problem.dtype], machine(problem.device)
+    rows, family, vector_bytes = tokens * (heads // kv_heads), options.family, problem.bytes_at_once(*TILES)
+    hopper_can = type(product) is SameDtypeProducts and not packed and not norms.rows and not norms.keys.prepares_queries
+    if family == HOPPER_FAMILY and not hopper_can:
+        raise ValueError(
+            "family: 'sm_90' serves few query tokens only with a cache of q's dtype, without cu_seqlens and without norms: "
+            f"{family=} (the default, None, serves these)"
+        )
+    use_hopper = uses_hopper_kernels(problem, family, problem.by_tma and hopper_can) and (
+        family == HOPPER_FAMILY or rows > decode_ampere.TALL_ROWS
+    )
+    variant = Variant() if spec.variant is FULL else spec.variant
+    fields: dict[str, Any] = {"head_dim": head_dim, "value_dim": value_dim, "variant": variant, "axes": spec.axes}
+    if use_hopper:
+        fields |= {"input_dtype": dtype, "kv_source": _select_tma_source(problem, options)}
+    else:
+        sequence_rows = -(-rows // problem.extents["sequences"]) if packed else rows
+        fields |= {"product": product, "cache": cache.loader, "keys_norm": norms.keys, "shared_limit": gpu.shared_bytes}
+        fields |= {"seq_layout": PackedRows if packed else UniformRows, "tall": sequence_rows > decode_ampere.TILE_ROWS}
+        fields |= {"pdl": gpu.target.has_early_launch}
+    partial = (PackedPartialOutput if packed else PartialOutput)(dtype, vector_bytes, variant.allows_low_scores)
+    sink = Sink() if "sink" in problem else Variant()
+    return SplitKernel(decode_hopper if use_hopper else decode_ampere, fields, FinalOutput(dtype, vector_bytes), partial, sink)
+
+
+def _lay_out_partials(choice: SplitChoice, batch: int, kv: int) -> PartialLayout:
+    """The PartialLayout of a call with several splits or shares. kv: keys of a tile."""
+    count = choice.count_per_head
+    if choice.split is not StreamKSplits:
+        return PartialLayout(FixedSplits(), batch * count, (count, batch), batch)
+    # see StreamKSplits.parts_of: one for each sequence, or for each end of a share but the last
+    combined = batch if batch <= count else count - 1
+    return PartialLayout(StreamKSplits(choice.window, kv), count, (count + batch, 1), combined)
 
 
 def allocate_partials(
@@ -254,24 +350,24 @@ def combine_partials(
     return kernel.bind(heads * rows * slabs, rows=rows, slabs=slabs, **args)
 
 
-def select_loader(problem: Problem, vector_bytes: int, name: str = "k") -> tuple[DenseLoader, int, dict[str, Operand]]:
-    """(how keys and values are loaded, the most keys that a sequence can have, the kernel's arguments for it). name: of the
-    cache. ValueError: pages and batch_index are both passed; or neither, and the cache's batch is not the number of
-    sequences."""
+def select_loader(problem: Problem, vector_bytes: int, name: str = "k") -> CacheAccess:
+    """How a kernel reads the cache, which has this name. ValueError: pages and batch_index are both passed; or neither, and the
+    cache's batch is not the number of sequences."""
     batches, rows = problem("batch_cache", "seqlen_k")
     batch = problem.extents.get("sequences", problem.extents["batch"])
     if "pages" in problem:
         if "batch_index" in problem:
             raise ValueError("batch_index: must be None where pages is passed, which says already where a sequence's keys are")
-        return PagedLoader(vector_bytes), rows * problem.extents["pages_per_seq"] if batches else 0, {"pages": problem["pages"]}
+        max_keys = rows * problem.extents["pages_per_seq"] if batches else 0
+        return CacheAccess(PagedLoader(vector_bytes), max_keys, {"pages": problem["pages"]})
     if "batch_index" in problem:
-        return IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]}
+        return CacheAccess(IndexedLoader(vector_bytes), rows if batches else 0, {"batch_index": problem["batch_index"]})
     if batches != batch:
         if "cu_seqlens" in problem:
             rule = f"batch must equal the number of sequences, {batch}, unless pages or batch_index is passed"
             raise problem.error(name, rule, name)
         raise problem.error(name, "batch must equal q's unless pages or batch_index is passed", name, "q")
-    return DenseLoader(vector_bytes), rows, {}
+    return CacheAccess(DenseLoader(vector_bytes), rows, {})
 
 
 def check_bias(problem: Problem, max_keys: int) -> None:

@@ -6,10 +6,10 @@ from tiles.calls.schema import Problem
 from tiles.launching.devices import machine
 
 from ..kernels import decode_ampere, decode_hopper
-from ..kernels.forward_hopper import MANY
+from ..kernels.forward_hopper import MANY_PER_SM
 from ..options import ScoreOptions
 from ..parts.decode.cache_loaders import DenseLoader
-from .decode_launches import TILES, AppendPlan, DecodeOptions, plan_split_kv, prefers_split_kv
+from .decode_launches import TILES, AppendPlan, CacheAccess, DecodeOptions, plan_split_kv, prefers_split_kv
 from .decode_norms import DecodeNorms
 from .planning import resolve_scale
 
@@ -25,7 +25,7 @@ def serves(problem: Problem, family: str | None) -> bool:
     rows = queries * (heads // kv_heads)
     if rows <= (decode_hopper.Config.tile_rows if problem.by_tma else decode_ampere.TALL_ROWS):
         many_sequences = (
-            batch * heads >= MANY * machine(problem.device).processors
+            batch * heads >= MANY_PER_SM * machine(problem.device).processors
         )  # forward has tiles of one consumer for these
         return heads > kv_heads or not many_sequences
     return prefers_split_kv(problem, queries, keys)
@@ -36,5 +36,6 @@ def plan_by_decode(problem: Problem, causal: bool, scale: float | None, return_l
     keys = problem.extents["seqlen_k"]
     options = DecodeOptions(ScoreOptions(causal), resolve_scale(problem, scale))
     append, norms = AppendPlan([], [], problem["q"], {"keys": keys}), DecodeNorms()
-    lse, cache = problem["lse"] if return_lse else None, DenseLoader(problem.bytes_at_once(*TILES))
-    return plan_split_kv(problem, options, append, norms, cache, {}, keys, None, None, problem["out"], lse)
+    cache = CacheAccess(DenseLoader(problem.bytes_at_once(*TILES)), keys, {})
+    lse = problem["lse"] if return_lse else None
+    return plan_split_kv(problem, options, append, norms, cache, problem["out"], lse)

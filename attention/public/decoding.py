@@ -27,8 +27,8 @@ from ..plans.decode_launches import (
     plan_new_keys,
     plan_prefill,
     plan_split_kv,
-    prefers_split_kv,
     select_loader,
+    serves_prefill,
 )
 from ..plans.decode_norms import select_norms
 from ..plans.gradient import flatten_arrays
@@ -44,7 +44,6 @@ DECODE_ARGUMENTS = frozenset(ScoreArguments.__annotations__)
 NO_FURTHER_SCORES = NO_SCORES[3:]  # after the window and softcap
 FUNCTIONS = frozenset(("mask", "score"))  # which the schema DECODE does not serve
 MAX_SPLITS = 1024
-MANY_TOKENS = 64  # query tokens of a sequence, from which on forward's kernels serve it (bench/notes/decode.md)
 CACHES = """
     q  (batch, seqlen_q, heads, head_dim)            tile
     k  (batch_cache, seqlen_k, heads_k, head_dim)    cache
@@ -297,11 +296,12 @@ def _decode(
     """The Plan of a call of decode. The schema's `lse` is always a result: callers have no argument for it."""
     check_extents(problem)
     scale, return_lse, family = result
-    cache, max_keys, cache_args = select_loader(problem, problem.bytes_at_once(*TILES))
+    cache = select_loader(problem, problem.bytes_at_once(*TILES))
+    max_keys = cache.max_keys
     check_bias(problem, max_keys)
     is_local = scores.causal or scores.left is not None or scores.right is not None
     append = plan_new_keys(problem, interleaved, is_local, norm_eps, max_keys)
-    batch, tokens, heads, sequences = problem("batch", "seqlen_q", "heads", "sequences")
+    batch, tokens, heads = problem("batch", "seqlen_q", "heads")
     out, lse = problem["out"], problem["lse"] if return_lse else None
     if 0 in (batch, tokens, heads) or max_keys == 0:  # no token sees a key
         if "sink" in problem and 0 not in (batch, tokens, heads):
@@ -314,16 +314,11 @@ def _decode(
     mask, score, aux = load_functions(problem, scores, max_keys)
     checks = plan_index_checks(problem, IndexingFunctions(mask, score, aux, scores, max_keys))
     append = append._replace(steps=[*checks, *append.steps])
-    options = DecodeOptions(scores, resolve_scale(problem, scale), mask, score, aux)
-    shifts_keys = "leftpad" in problem and (mask or score or "bias" in problem)  # forward would count keys from leftpad on
-    many_tokens = tokens >= MANY_TOKENS * (sequences if "cu_seqlens" in problem else 1)
+    options = DecodeOptions(scores, resolve_scale(problem, scale), mask, score, aux, splits, family)
     norms = select_norms(problem, norm_eps)
-    other_dtype = problem["k"].form.dtype != problem.dtype
-    split_kv = shifts_keys or norms.keys.prepares_queries or "lengths" not in problem or other_dtype
-    split_kv = split_kv or (many_tokens and splits is None and prefers_split_kv(problem, tokens, max_keys, scores.left, family))
-    if many_tokens and splits in (None, 1) and not split_kv:
-        return plan_prefill(problem, options, append, norms, max_keys, family, out, lse)
-    return plan_split_kv(problem, options, append, norms, cache, cache_args, max_keys, splits, family, out, lse)
+    if serves_prefill(problem, options, norms, max_keys):
+        return plan_prefill(problem, options, append, norms, max_keys, out, lse)
+    return plan_split_kv(problem, options, append, norms, cache, out, lse)
 
 
 _variant = program(VARIANT, no_gradient=NO_GRADIENT)(_decode.planner)

@@ -22,7 +22,7 @@ from ..parts.decode.key_window import KeyWindow
 from ..parts.decode.latent_products import LatentProducts
 from ..parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
 from ..parts.decode.outputs import FinalOutput, PartialOutput
-from ..parts.decode.splits import MAX_SPLITS, choose_split_count
+from ..parts.decode.splits import MAX_CHOSEN_SPLITS, choose_split_count
 from ..parts.online_softmax import SLACK
 from ..parts.variant import Variant
 from ..plans.decode_launches import allocate_partials, combine_partials, order_by_rows, select_loader
@@ -240,7 +240,7 @@ def _plan(
     config = config_for(window, PartialOutput(dtype, vector_bytes))
     row_tiles = -(-rows // config.tile_rows)
     tiles, places = -(-max_keys // config.kv), gpu.processors * config.ctas_per_sm
-    split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_SPLITS) if splits is None else splits
+    split_count = choose_split_count(batch * row_tiles, tiles, places, MAX_CHOSEN_SPLITS) if splits is None else splits
     args = {"splits": split_count, "tokens": tokens, "group": heads, "scale": unit * LOG2_E}
     out_args: dict[str, Any] = {"out": _one_head(out, 2), "lse": lse and _one_head(lse, 1)}
     steps: list[Step] = []

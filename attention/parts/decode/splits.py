@@ -17,7 +17,7 @@ from tiles.layout import LANES
 from ..part import KernelPart
 from .key_window import KeyWindow
 
-MAX_SPLITS = 128  # of a sequence, when the number is chosen here
+MAX_CHOSEN_SPLITS = 128  # of a sequence, when choose_split_count chooses their number
 # A block's prologue and epilogue, and the combining launch, take as long as so many tiles (guesses)
 BLOCK_TILES, COMBINE_TILES = 1, 3
 COMBINED_AT_ONCE = 16  # parts that decode_combine.py adds in the time of COMBINE_TILES
@@ -206,4 +206,4 @@ def _choose_split_count(blocks, tiles, places, combined_at_once):
         block_tiles = -(-tiles // splits) + BLOCK_TILES
         return -(-blocks * splits // places) * block_tiles + COMBINE_TILES * -(-splits // combined_at_once) * (splits > 1)
 
-    return min(range(1, max(1, min(MAX_SPLITS, tiles)) + 1), key=time)
+    return min(range(1, max(1, min(MAX_CHOSEN_SPLITS, tiles)) + 1), key=time)

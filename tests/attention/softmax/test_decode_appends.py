@@ -14,6 +14,7 @@ from poison import in_pages, poisoned
 
 import attention
 from attention import reference
+from attention.plans import decode_launches
 from tiles import fp8e4m3
 
 decoding = importlib.import_module("attention.public.decoding")
@@ -25,7 +26,7 @@ COS, SIN = np.cos(ANGLES).astype(np.float32), np.sin(ANGLES).astype(np.float32)
 @pytest.fixture(params=["few", "many"])
 def tiles(request, monkeypatch, nothing_known):
     """Of few query tokens, or of as many as there are."""
-    monkeypatch.setattr(decoding, "MANY_TOKENS", 1 if request.param == "many" else 10**6)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", 1 if request.param == "many" else 10**6)
     return request.param
 
 
@@ -329,7 +330,7 @@ def test_chunked_prefill(place, tokens, lengths, size, family, options):
 @cases(("size",), [(1,), (24,), (64,), (256,)], [(24,), (64,)])
 def test_prompts_over_pages(place, size, monkeypatch, nothing_known):
     """Pages of any size, loaded by TMA in boxes, or row by row: the same bits within a family."""
-    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", 1)
     lengths = (130, 0, 65)
     q, k, v = case(lengths, 3, 1, 1)
     family = "sm_80" if size % 8 else None
@@ -339,7 +340,7 @@ def test_prompts_over_pages(place, size, monkeypatch, nothing_known):
 
 @pytest.mark.parametrize("where", ["batch_index", "leftpad", "leftpad, pages"])
 def test_prompts_in_other_caches_and_padded(where, monkeypatch, nothing_known):
-    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", 1)
     lengths, leftpad = (100, 70), (37, 70) if "leftpad" in where else (0, 0)
     q, k, v = case(lengths, 3, first=leftpad)
     keys, values, kwargs = k, v, {}
@@ -388,7 +389,7 @@ def run_random(place, sequences, kv_heads, group, size, causal, splits, many, he
     ends = np.cumsum([0, *counts])
     _, k, v = case(lengths, 1, group * kv_heads, kv_heads, head_dim, room=max(*lengths, 1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "MANY_TOKENS", many)
+        patch.setattr(decode_launches, "MANY_TOKENS", many)
         q = draw((1, int(ends[-1]), group * kv_heads, head_dim), BF16)
         agree(place, q, k, v, lengths, ends=ends, size=size, causal=causal, splits=None if many == 1 else splits)
 
@@ -396,7 +397,7 @@ def run_random(place, sequences, kv_heads, group, size, causal, splits, many, he
 def test_as_compiled(as_compiled, monkeypatch, nothing_known):
     """The compiled PTX for Hopper, run by the emulator: packed queries over pages, which TMA loads in boxes."""
     as_compiled("sm_90a")
-    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", 1)
     _, k, v = case((20, 3), 1, 1, 1)
     agree(OnInterpreter(), draw((1, 3, 1, 64), BF16), k, v, (20, 3), ends=(0, 2, 3), size=16)
 

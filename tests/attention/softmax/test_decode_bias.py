@@ -1,7 +1,5 @@
 """attention.decode with a bias, against float64; NaN stands in what no token sees."""
 
-import importlib
-
 import numpy as np
 import pytest
 from decode_checks import FP8, agree, case, known
@@ -12,8 +10,8 @@ from poison import edges, in_pages, poisoned
 import attention
 from attention import reference
 from attention.kernels import decode_hopper
+from attention.plans import decode_launches
 
-decoding = importlib.import_module("attention.public.decoding")
 FORMS = [("batch heads tokens", F32), ("heads", BF16), ("batch tokens", FP16), ("batch", BF16), ("", F32)]
 
 
@@ -121,7 +119,7 @@ def test_bias_of_packed_tokens(place, monkeypatch, nothing_known):
     _, k, v = case(lengths, 1)
     q, bias = draw((1, 8, 4, 64), BF16), draw((3, 4, 8, 136), BF16)
     for many, splits in (10**6, 2), (1, None):
-        monkeypatch.setattr(decoding, "MANY_TOKENS", many)
+        monkeypatch.setattr(decode_launches, "MANY_TOKENS", many)
         kwargs = {"cu_seqlens": np.array(ends, np.int32), "lengths": np.array(lengths, np.int32), "bias": bias}
         kwargs = {name: place.put(x) for name, x in kwargs.items()}
         out = place.get(attention.decode(*map(place.put, (q, k, v)), splits=splits, **kwargs))
@@ -148,7 +146,7 @@ PROMPTS = [  # form, size, more: pages that TMA loads in boxes, or row by row; t
 )
 def test_prompts_with_a_bias(place, form, size, more, family, monkeypatch, nothing_known):
     """Many query tokens, by forward's kernels."""
-    monkeypatch.setattr(decoding, "MANY_TOKENS", 1)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", 1)
     judged(place, form, (130, 66), 5, 2, 1, size=size, family=family, **more)
 
 

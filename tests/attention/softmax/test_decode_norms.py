@@ -1,7 +1,5 @@
 """Norms of attention.decode and attention.append: of queries, of the cache's keys, and of new keys."""
 
-import importlib
-
 import numpy as np
 import pytest
 from decode_checks import FP8, case, known, put
@@ -14,9 +12,9 @@ from test_decode_appends import agree as appended
 
 import attention
 from attention import reference
+from attention.plans import decode_launches
 from attention.reference.softmax import normalize_rows
 
-decoding = importlib.import_module("attention.public.decoding")
 F32, F64, EPS = np.dtype(np.float32), np.float64, 1e-2
 
 
@@ -81,7 +79,7 @@ def test_with_other_options(place):
 @pytest.mark.parametrize(("many", "theirs"), [(1, None), (1, "rms"), (10**6, "layer")])
 def test_packed_queries(many, theirs, monkeypatch, nothing_known):
     """With few and with many tokens; k_norm is served by split-KV in both cases."""
-    monkeypatch.setattr(decoding, "MANY_TOKENS", many)
+    monkeypatch.setattr(decode_launches, "MANY_TOKENS", many)
     lengths, ends = (30, 12), (0, 1, 6)
     _, k, v = case(lengths, 1, 3, 1)
     kwargs = norms("rms of heads", theirs, 3, 1)
