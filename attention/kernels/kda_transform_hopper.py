@@ -46,12 +46,12 @@ class Config(channel_config.Config):
 
     @property
     def threads(self):
-        return warpgroup.THREADS * self.order.copies
+        return warpgroup.THREADS * self.order.block_workers
 
     @property
     def ctas_per_sm(self):
         """How many thread blocks shared memory has room for."""
-        return CTAS_PER_SM // self.order.copies
+        return CTAS_PER_SM // self.order.block_workers
 
     @property
     def decayed_keys(self):
@@ -94,7 +94,8 @@ def make(config: Config):
     decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates, config.beta
     PARAMS, ORDER = channel_gates.params(), chunk_order.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
-    halved_scores, block_scores = KdaScores(config.key_dim, INPUT, chunk_order.copies), RoundedEndScores(config.key_dim, INPUT)
+    halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
+    block_scores = RoundedEndScores(config.key_dim, INPUT)
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -109,7 +110,7 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
-    ).per_warpgroup(chunk_order.copies)
+    ).per_warpgroup(chunk_order.block_workers)
 
     @inlined
     def fill(rings, arrays, j, n, at):
@@ -146,27 +147,27 @@ def make(config: Config):
     def transform(
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
-        gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order: ORDER, heads: INT,
+        gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order_args: ORDER, heads: INT,
         group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
-        and exp(b_last). order: see chunk_order.py. `group` value heads share a key head."""
+        and exp(b_last). order_args: see chunk_order.py. heads: of keys, each of which `group` value heads share."""
         q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates = smem.open()
-        chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order)
-        n, chunk, warp = chunks.n, chunks.first(), warpgroup.rank()
+        chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order_args)
+        n, chunk, warp = chunks.n, chunks.locate(int32(0)), warpgroup.rank()
         rings, arrays = (q, g), (gQ, gGates)
         decayed_arrays = gQueries, gDecayedKeys, gStateDecays
         fill(rings, arrays, int32(0), n, chunk)
         fill_keys(k, gK, int32(0), n, chunk)
-        chunks.release()
+        chunks.let_next_grid_begin()
         constants, ((high, low), (writes, _)) = (biases, rates), decay.open_triangles(triangles, ())
         far_writes = block_scores.open_far_writes(square)
         channel_gates.load_constants(constants, params, chunk.head, warp)
         betas = truncate(gBeta, 1, chunks.end())
         beta = warpgroup.load(betas, COL_VEC, (chunk.seq.batch, chunk.token, chunk.head), cols=1)
         for j in range(n):
-            chunk = chunks.next_chunk(j, chunk)
-            queries, gates, at = q.wait(j), g.wait(j), (chunk.number, chunk.head)
+            chunk = chunks.locate(j)
+            queries, gates, at = q.wait(j), g.wait(j), (chunk.chunk, chunk.head)
             if j > 0 and chunks.changes_head(chunk):
                 channel_gates.load_constants(constants, params, chunk.head, warp)
             sums = gates if IN_PLACE else gate_sums
@@ -216,7 +217,7 @@ def make(config: Config):
             warpgroup.sync()
             q.release(j)
             g.release(j)
-            next_chunk = chunks.next_chunk(int32(j + 1), chunk)
+            next_chunk = chunks.locate(int32(j + 1))
             fill(rings, arrays, int32(j + 1), n, next_chunk)
             t_transposed = INPUT(inverse_transposed(a * beta, high, low) * beta)
             beta = warpgroup.load(betas, COL_VEC, (next_chunk.seq.batch, next_chunk.token, next_chunk.head), cols=1)

@@ -174,10 +174,10 @@ def make(config: Config):
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, scale: FLOAT, order: ORDER,
+        length: INT, blocks: INT, heads: INT, scale: FLOAT, order_args: ORDER,
     ):  # fmt: skip
         """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
-        kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order: see chunk_order.py. Each of the value
+        kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order_args: see chunk_order.py. Each of the value
         `heads` is `blocks` blocks of columns wide."""
         tiles = smem.open()
         decayed, solved, v, state_decays, out = tiles[:5]
@@ -190,7 +190,7 @@ def make(config: Config):
             first = seq_layout.chunk_index(seq.start, sequence, length)
             if warpgroup.rank() == 0:
                 for j in range(n):
-                    chunk_order.take_item(tiles[5:], order, j)
+                    chunk_order.take_item(tiles[5:], order_args, j)
                     chunk = int32(first + j)
                     decayed.fill(j, gDecayedKeys, (chunk, head), 0, 2)
                     decayed.fill(j, gQueries, (chunk, head), 1, 2)
@@ -198,7 +198,7 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
             elif warpgroup.rank() == WATCHER:
-                chunk_order.watch_items(tiles[5:], order, int32(heads * sequence + head), n)
+                chunk_order.watch_items(tiles[5:], order_args, int32(heads * sequence + head), n)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             for j in range(n):

@@ -16,13 +16,19 @@ from .recurrent_gradients import count_chunk_indices
 
 ITEM_CHUNKS = 2  # chunks of an item: fewer let the walk begin earlier
 ROUNDS = 1  # of all workers: after more, what the walk reads has left the L2 cache
-LEAD = 1.1  # how many times as fast as the walk what goes on beside it is, at most: more takes memory's speed from it
+# The blocks beside the walk together produce chunks at most so many times as fast as the walk uses them; faster, they would
+# take memory bandwidth from it
+LEAD = 1.1
 MIN_GAIN = 0.02  # the least part of the time that a walk beside the first launch must save
 
 
 class ChunkCosts(NamedTuple):
-    """Microseconds of a chunk on one multiprocessor: in the first launch, where several warpgroups have one each, divided by
-    how many these are; there, beside the walk; in the walk."""
+    """Microseconds of a chunk on one multiprocessor. The first two are divided by the chunks that it has at once, one of each
+    warpgroup.
+
+    chunk: in the first launch alone.
+    chunk_beside: there, while the walk runs.
+    walk: in the walk."""
 
     chunk: float
     chunk_beside: float
@@ -39,52 +45,53 @@ class ChunkSchedule(NamedTuple):
 
 
 @watched_function
-def count_parts(lanes: int, chunks: int, resident_ctas: int) -> int:
-    """The number of blocks for the chunks of each of `lanes` heads of sequences."""
-    return max(1, min(resident_ctas // lanes, chunks))
+def count_parts(head_sequences: int, chunks: int, resident_ctas: int) -> int:
+    """The number of blocks for a head of a sequence. head_sequences: the number of sequences times heads."""
+    return max(1, min(resident_ctas // head_sequences, chunks))
 
 
 def count_stored_chunks(problem: Problem) -> Any:
-    """The chunks that the first launch stores: all, and one in whose place those are that items have and heads have not."""
+    """The chunks that the first launch stores: all, and one slot into which items write what lies past a head's last chunk."""
     return count_chunk_indices(problem) + 1
 
 
 @watched_function
-def count_late_blocks(lanes: int, walk_blocks: int, processors: int, costs: ChunkCosts) -> int:
-    """The blocks of the first launch that go on beside the walk: as many as it leaves room for, or as stay ahead of it. lanes:
-    the number of sequences times heads."""
-    return min(processors - walk_blocks, math.ceil(LEAD * lanes * costs.chunk / costs.walk))
+def count_late_blocks(head_sequences: int, walk_blocks: int, processors: int, costs: ChunkCosts) -> int:
+    """The blocks of the first launch that go on beside the walk: as many as it leaves room for, or as stay ahead of it."""
+    return min(processors - walk_blocks, math.ceil(LEAD * head_sequences * costs.chunk / costs.walk))
 
 
 @watched_function
-def gains_beside(lanes: int, chunks: int, late_blocks: int, processors: int, copies: int, costs: ChunkCosts) -> bool:
-    """Do both launches take less time if the walk runs beside the first one? chunks: of each of `lanes` heads of sequences."""
-    if late_blocks <= 0 or lanes * -(-chunks // ITEM_CHUNKS) < ROUNDS * copies * processors:
+def gains_beside(
+    head_sequences: int, chunks: int, late_blocks: int, processors: int, block_workers: int, costs: ChunkCosts
+) -> bool:
+    """Do both launches take less time if the walk runs beside the first one? chunks: of each sequence."""
+    if late_blocks <= 0 or head_sequences * -(-chunks // ITEM_CHUNKS) < ROUNDS * block_workers * processors:
         return False
-    first_items, walk = ROUNDS * ITEM_CHUNKS * copies * costs.chunk, chunks * costs.walk
-    beside = first_items + max(walk, lanes * chunks * costs.chunk_beside / late_blocks)
-    return beside < (1 - MIN_GAIN) * (lanes * chunks * costs.chunk / processors + walk)
+    first_items, walk = ROUNDS * ITEM_CHUNKS * block_workers * costs.chunk, chunks * costs.walk
+    beside = first_items + max(walk, head_sequences * chunks * costs.chunk_beside / late_blocks)
+    return beside < (1 - MIN_GAIN) * (head_sequences * chunks * costs.chunk / processors + walk)
 
 
 def schedule_chunks(
-    problem: Problem, walk_blocks: int, costs: ChunkCosts, resident_ctas: int, scratch: ScratchAllocator, copies: int = 2
+    problem: Problem, walk_blocks: int, costs: ChunkCosts, resident_ctas: int, scratch: ScratchAllocator, block_workers: int = 2
 ) -> ChunkSchedule:
     """The schedule of a problem. walk_blocks: of the walk. resident_ctas: for how many blocks of one warpgroup the GPU has room
-    in the first launch. copies: the warpgroups of a block there that has a multiprocessor to itself."""
+    in the first launch. block_workers: the workers of a block there that has a multiprocessor to itself."""
     length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
-    lanes, processors = sequences * heads, machine(problem.device).processors
+    head_sequences, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
-    late_blocks = count_late_blocks(lanes, walk_blocks, processors, costs)
-    if is_varlen(problem) or not gains_beside(lanes, chunks, late_blocks, processors, copies, costs):
-        parts = count_parts(lanes, length * batch // sequences // CHUNK, resident_ctas)
-        return ChunkSchedule(intern_value(HeadMajor), lanes * parts, {"parts": parts}, {})
+    late_blocks = count_late_blocks(head_sequences, walk_blocks, processors, costs)
+    if is_varlen(problem) or not gains_beside(head_sequences, chunks, late_blocks, processors, block_workers, costs):
+        parts = count_parts(head_sequences, length * batch // sequences // CHUNK, resident_ctas)
+        return ChunkSchedule(intern_value(HeadMajor), head_sequences * parts, {"parts": parts}, {})
     args = {
-        "gCounts": scratch(copies * processors, dtype="int32"),
-        "workers": copies * processors,
-        "early_workers": copies * (processors - late_blocks),
+        "gCounts": scratch(block_workers * processors, dtype="int32"),
+        "workers": block_workers * processors,
+        "early_workers": block_workers * (processors - late_blocks),
         "rounds": ROUNDS,
-        "lanes": lanes,
+        "head_sequences": head_sequences,
         "item_chunks": ITEM_CHUNKS,
     }
-    items = lanes * -(-chunks // ITEM_CHUNKS)
-    return ChunkSchedule(intern_value(ChunkMajor, copies), processors, args | {"items": items}, args)
+    items = head_sequences * -(-chunks // ITEM_CHUNKS)
+    return ChunkSchedule(intern_value(ChunkMajor, block_workers), processors, args | {"items": items}, args)

@@ -38,17 +38,17 @@ CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread b
 
 
 @watched_function
-def choose_segments(items: int, chunks: int, processors: int) -> int:
-    """The number of segments with which the gradients take the shortest time; 1: the pass and one walk. items: the number of
-    sequences times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
+def choose_segments(head_sequences: int, chunks: int, processors: int) -> int:
+    """The number of segments with which the gradients take the shortest time; 1: the pass and one walk. head_sequences: the
+    number of sequences times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
 
     def segmented_time(segments: int) -> float:
-        recurrences = math.ceil(CHAINS * items / processors) * chunks * STEP
-        walk = math.ceil(items * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
-        return LAUNCH + items * chunks / processors * INVERSE + recurrences + walk
+        recurrences = math.ceil(CHAINS * head_sequences / processors) * chunks * STEP
+        walk = math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
+        return LAUNCH + head_sequences * chunks / processors * INVERSE + recurrences + walk
 
-    unsegmented_time = math.ceil(items / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
-    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // items)) + 1), key=segmented_time)
+    unsegmented_time = math.ceil(head_sequences / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
+    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // head_sequences)) + 1), key=segmented_time)
     return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time(best) < unsegmented_time else 1
 
 

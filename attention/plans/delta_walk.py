@@ -64,13 +64,13 @@ def _count_blocks(problem: Problem) -> tuple[int, int]:
 
 @watched_function
 @functools.lru_cache(1024)
-def choose_segments(items: int, width: int, first_width: int, chunks: int, processors: int) -> int:
-    """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
-    the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each sequence."""
+def choose_segments(head_sequences: int, width: int, first_width: int, chunks: int, processors: int) -> int:
+    """The number of segments for each sequence that takes the shortest time. head_sequences: the number of sequences times
+    heads. width: the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each sequence."""
 
     def time(segments: int) -> float:
-        segment_chunks, blocks = -(-chunks // segments) + BLOCK_CHUNKS, items * (segments - 1) * first_width
-        walk = math.ceil(items * segments * width / processors) * segment_chunks * WALK
+        segment_chunks, blocks = -(-chunks // segments) + BLOCK_CHUNKS, head_sequences * (segments - 1) * first_width
+        walk = math.ceil(head_sequences * segments * width / processors) * segment_chunks * WALK
         if segments == 1:
             return walk
         waves = math.ceil(blocks / 2 / processors) * TWO_STATES if blocks > processors else STATES
@@ -84,9 +84,9 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     length, heads, key_heads, key_dim, columns, sequences = problem(
         "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
-    items, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
+    head_sequences, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    segments = choose_segments(items, width, first_width, chunks, processors)
+    segments = choose_segments(head_sequences, width, first_width, chunks, processors)
     config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
     extents: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
     inverse, chunk_results = _plan_inverse(problem, arrays, config_fields, raw, scratch, extents)
@@ -97,7 +97,7 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | chunk_results
     config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm)
     walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
-        items * segments * width,
+        head_sequences * segments * width,
         blocks=width,
         segments=segments,
         scale=scale,

@@ -1,8 +1,9 @@
-"""The plans of linear attention: which of the chunk kernels (chunk_hopper.py, chunk_ampere.py, mamba2_shared_heads_hopper.py,
-gla_hopper.py) a call launches.
+"""The plans of linear attention: which of the chunk kernels (chunk_hopper.py, chunk_ampere.py, chunk_cluster_hopper.py,
+mamba2_shared_heads_hopper.py, gla_hopper.py) a call launches.
 
-A call is one launch. If few long sequences are cut into segments, another one before it computes the local state of each, and
-for many segments a third composes these. A normalizer is computed by a launch of its own."""
+A call is one launch. If few long sequences are cut into segments, another one before it computes the local state of each
+(gla_states_hopper.py, gla_recent_states_hopper.py, or a chunk kernel), and for many segments a third composes these. A
+normalizer is computed by a launch of its own."""
 
 import functools
 import math
@@ -71,10 +72,10 @@ class Costs(NamedTuple):
 
 @watched_function
 @functools.lru_cache(1024)
-def choose_segments(items: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
-    """The number of segments for each sequence that takes the shortest time. items: the number of sequences times heads. width:
-    the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each sequence.
-    resident_ctas: how many thread blocks the GPU runs at once."""
+def choose_segments(head_sequences: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
+    """The number of segments for each sequence that takes the shortest time. head_sequences: the number of sequences times
+    heads. width: the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each
+    sequence. resident_ctas: how many thread blocks the GPU runs at once."""
 
     def wave_time(blocks, width):
         if blocks * width <= resident_ctas:
@@ -82,14 +83,15 @@ def choose_segments(items: int, width: int, first_width: int, chunks: int, resid
         return math.ceil(blocks * -(-width // 2) / resident_ctas) * costs.two_consumers
 
     def time(segments):
-        last_pass, segment_chunks = wave_time(items * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
+        last_pass, segment_chunks = wave_time(head_sequences * segments, width), -(-chunks // segments) + BLOCK_CHUNKS
         if segments == 1:
             return last_pass * segment_chunks
         if segments <= costs.composed_in_scan:
             compose_time = (segments - 1) * COMPOSE_CHUNKS
         else:
             compose_time = costs.extra_launches + segments * costs.compose
-        return (last_pass + costs.first_pass * wave_time(items * segments, first_width)) * segment_chunks + compose_time
+        first_pass = costs.first_pass * wave_time(head_sequences * segments, first_width)
+        return (last_pass + first_pass) * segment_chunks + compose_time
 
     return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, resident_ctas)) + 1), key=time)
 

@@ -32,10 +32,10 @@ ITEMS_AHEAD = 4  # items of which the walk knows that they are there before it l
 
 
 class HeadChunk(NamedTuple):
-    """A chunk of a head. number: its SequenceLayout.chunk_index. token: its first one. remaining: the tokens from there on that
+    """A chunk of a head. chunk: its SequenceLayout.chunk_index. token: its first one. remaining: the tokens from there on that
     its range `seq` has. item, step: which of the worker's items it belongs to, and which of that item's chunks it is."""
 
-    number: Any
+    chunk: Any
     head: Any
     key_head: Any
     token: Any
@@ -46,10 +46,10 @@ class HeadChunk(NamedTuple):
 
 
 class SegmentChunks(NamedTuple):
-    """The n chunks of a block in HeadMajor order. chunk: the first one's index. seq: their tokens."""
+    """The n chunks of a block in HeadMajor order. first_chunk: the first one's index. seq: their tokens."""
 
     n: Any
-    chunk: Any
+    first_chunk: Any
     head: Any
     key_head: Any
     seq: Any
@@ -60,15 +60,10 @@ class SegmentChunks(NamedTuple):
         return self.seq.end
 
     @inlined
-    def first(self):
-        """Locate the chunk that comes first."""
-        return self.next_chunk(int32(0), 0)
-
-    @inlined
-    def next_chunk(self, j, previous):
-        """The j-th chunk, which comes after `previous`."""
+    def locate(self, j):
+        """The j-th chunk."""
         token, remaining = self.seq.chunk_start(j), self.seq.remaining(j)
-        return HeadChunk(int32(self.chunk + j), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
+        return HeadChunk(int32(self.first_chunk + j), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
 
     @inlined
     def changes_head(self, at):
@@ -76,7 +71,7 @@ class SegmentChunks(NamedTuple):
         return False
 
     @inlined
-    def release(self):
+    def let_next_grid_begin(self):
         """The next grid may begin, if it runs beside this one."""
 
     @inlined
@@ -92,14 +87,14 @@ class SegmentChunks(NamedTuple):
 
 class WorkerChunks(NamedTuple):
     """The n chunks of a worker in ChunkMajor order. heads: of values, `group` of which share a key head. length: of each
-    sequence. order: ChunkMajor.params."""
+    sequence. args: ChunkMajor.params."""
 
     n: Any
     worker: Any
     heads: Any
     group: Any
     length: Any
-    order: Any
+    args: Any
 
     @inlined
     def end(self):
@@ -107,36 +102,26 @@ class WorkerChunks(NamedTuple):
         return self.length
 
     @inlined
-    def first(self):
-        """Locate the chunk that comes first."""
-        return self.locate(int32(0), int32(0))
-
-    @inlined
-    def next_chunk(self, j, previous):
-        """The j-th chunk, which comes after `previous`."""
-        item, step = divmod(j, self.order.item_chunks)
-        return self.locate(item, step)
-
-    @inlined
-    def locate(self, item, step):
-        """A chunk of one of the worker's items. One that the head does not have is of zeros, and stored behind those
-        of all sequences."""
-        order = self.order
-        index = int32(order.workers * item + self.worker)
-        if item >= order.rounds:
-            late = int32(order.workers - order.early_workers)
-            index = int32(order.workers * order.rounds + late * (item - order.rounds) + self.worker - order.early_workers)
-        chunks, lane = divmod(index, order.lanes)
-        sequence, head = divmod(lane, self.heads)
+    def locate(self, j):
+        """The j-th chunk. One that the head does not have is of zeros, and stored behind those of all sequences."""
+        args = self.args
+        item, step = divmod(j, args.item_chunks)
+        index = int32(args.workers * item + self.worker)
+        if item >= args.rounds:
+            late = int32(args.workers - args.early_workers)
+            index = int32(args.workers * args.rounds + late * (item - args.rounds) + self.worker - args.early_workers)
+        head_item, head_sequence = divmod(index, args.head_sequences)
+        sequence, head = divmod(head_sequence, self.heads)
         key_head, _ = divmod(head, self.group)
-        chunk = int32(order.item_chunks * chunks + step)
-        token, seq = int32(CHUNK * chunk), TokenRange(int32(0), int32(self.length), sequence)
+        head_chunk = int32(args.item_chunks * head_item + step)
+        token, seq = int32(CHUNK * head_chunk), TokenRange(int32(0), int32(self.length), sequence)
         per_sequence = int32((self.length + CHUNK - 1) // CHUNK)
-        number = int32(chunk + sequence * per_sequence)
+        chunk = int32(head_chunk + sequence * per_sequence)
         if token >= self.length:
-            sequences, _ = divmod(order.lanes, self.heads)
-            number = int32(sequences * per_sequence)
-        return HeadChunk(number, head, key_head, token, int32(max(1, self.length - token)), seq, item, step)
+            sequences, _ = divmod(args.head_sequences, self.heads)
+            chunk = int32(sequences * per_sequence)
+        remaining = int32(max(1, self.length - token))  # at least 1, as sums of gates look for their last row with a token
+        return HeadChunk(chunk, head, key_head, token, remaining, seq, item, step)
 
     @inlined
     def changes_head(self, at):
@@ -144,10 +129,10 @@ class WorkerChunks(NamedTuple):
         return at.step == 0
 
     @inlined
-    def release(self):
+    def let_next_grid_begin(self):
         """The next grid may begin, once all blocks of this one have set their counts to 0."""
         if warpgroup.rank() == 0:
-            reset_count(self.order.gCounts, (self.worker,))
+            reset_count(self.args.gCounts, (self.worker,))
         block.sync()
         grid.release()
 
@@ -163,7 +148,7 @@ class WorkerChunks(NamedTuple):
         """Wait until all that is on its way is stored, and count an item."""
         if warp == 0:
             stores_done()
-            count_up(self.order.gCounts, (self.worker,))
+            count_up(self.args.gCounts, (self.worker,))
 
 
 @static
@@ -171,7 +156,7 @@ class HeadMajor:
     """The order in which a block, one warpgroup, has consecutive chunks of one head. The walk begins when all is done."""
 
     overlaps = False
-    copies: int = 1  # warpgroups of a block, each a worker with shared memory of its own
+    block_workers: int = 1  # warpgroups of a block, each with shared memory of its own
 
     def params(self):
         """The parameters of the kernel that computes the chunks, as a record. parts: the blocks of a head."""
@@ -185,11 +170,11 @@ class HeadMajor:
         return ""
 
     @inlined
-    def begin(self, seq_layout, gCuSeqlens, length, heads, group, order):
-        """The chunks of this block. heads: of keys. order: `params`."""
-        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, order.parts, heads * group)
+    def begin(self, seq_layout, gCuSeqlens, length, heads, group, args):
+        """The chunks of this block. heads: of keys. args: `params`."""
+        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, args.parts, heads * group)
         key_head, _ = divmod(head, group)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, order.parts)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, args.parts)
         return SegmentChunks(seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), head, key_head, seq)
 
     def rings(self):
@@ -197,12 +182,12 @@ class HeadMajor:
         return {}
 
     @inlined
-    def watch_items(self, rings, order, lane, n):
+    def watch_items(self, rings, args, head_sequence, n):
         """One warp waits for the items of a sequence's n chunks, as far ahead as the ring has room, and then for the end of the
-        grid before. lane: sequence * heads + head. order: `walk_params`."""
+        grid before. head_sequence: sequence * heads + head. args: `walk_params`."""
 
     @inlined
-    def take_item(self, rings, order, j):
+    def take_item(self, rings, args, j):
         """The loader's warp waits until the j-th chunk may be read, if it is the first of its item."""
 
 
@@ -211,55 +196,55 @@ class ChunkMajor(HeadMajor):
     """The order of all heads' first chunks first, beside whose end the walk runs. Sequences are not packed."""
 
     overlaps = True
-    copies: int = 2
+    block_workers: int = 2
 
     def params(self):
         """The parameters of the kernel that computes the chunks, as a record. gCounts: how many items each worker has counted.
-        workers: how many there are. early_workers: how many of them end early, after `rounds` items each. lanes: sequences
-        times heads. item_chunks: the chunks of an item, of which the last one of a head may lack some. items: how many there
-        are."""
+        workers: how many there are. early_workers: how many of them end early, after `rounds` items each. head_sequences:
+        sequences times heads. item_chunks: the chunks of an item, of which the last one of a head may lack some. items: how
+        many there are."""
         return record(**self.walk_params().fields, items=INT)
 
     def walk_params(self):
-        return record(gCounts=ENDS, workers=INT, early_workers=INT, rounds=INT, lanes=INT, item_chunks=INT)
+        return record(gCounts=ENDS, workers=INT, early_workers=INT, rounds=INT, head_sequences=INT, item_chunks=INT)
 
     def __str__(self):
         return "chunk-major"
 
     @inlined
-    def begin(self, seq_layout, gCuSeqlens, length, heads, group, order):
-        worker, items = int32(self.copies * cuda.blockIdx.x + warpgroup.id()), order.rounds
-        if worker >= order.early_workers:
-            late = int32(order.workers - order.early_workers)
-            left, _ = divmod(int32(order.items - order.workers * order.rounds + order.workers - 1 - worker), late)
-            items = int32(order.rounds + left)
-        return WorkerChunks(int32(items * order.item_chunks), worker, int32(heads * group), group, length, order)
+    def begin(self, seq_layout, gCuSeqlens, length, heads, group, args):
+        worker, items = int32(self.block_workers * cuda.blockIdx.x + warpgroup.id()), args.rounds
+        if worker >= args.early_workers:
+            late = int32(args.workers - args.early_workers)
+            left, _ = divmod(int32(args.items - args.workers * args.rounds + args.workers - 1 - worker), late)
+            items = int32(args.rounds + left)
+        return WorkerChunks(int32(items * args.item_chunks), worker, int32(heads * group), group, length, args)
 
     def rings(self):
         return {"ready": ring(sv(16, fp32), ITEMS_AHEAD, 1, writers=1)}
 
     @inlined
-    def watch_items(self, rings, order, lane, n):
-        (ready,), (items, _) = rings, divmod(int32(n + order.item_chunks - 1), order.item_chunks)
+    def watch_items(self, rings, args, head_sequence, n):
+        (ready,), (items, _) = rings, divmod(int32(n + args.item_chunks - 1), args.item_chunks)
         for index in range(items):
-            self.wait_for_item(order, lane, index)
+            self.wait_for_item(args, head_sequence, index)
             ready.claim(index)
             ready.publish(index, fenced=True)
         grid.wait()
 
     @inlined
-    def wait_for_item(self, order, lane, index):
+    def wait_for_item(self, args, head_sequence, index):
         """Wait until the item with this index, of a sequence and head, may be read."""
-        item, worker = divmod(int32(index * order.lanes + lane), order.workers)
-        if item >= order.rounds:
-            late = int32(order.workers - order.early_workers)
-            item, worker = divmod(int32((item - order.rounds) * order.workers + worker), late)
-            item, worker = int32(item + order.rounds), int32(worker + order.early_workers)
-        grid.wait_count(order.gCounts, (worker,), int32(item + 1))
+        item, worker = divmod(int32(index * args.head_sequences + head_sequence), args.workers)
+        if item >= args.rounds:
+            late = int32(args.workers - args.early_workers)
+            item, worker = divmod(int32((item - args.rounds) * args.workers + worker), late)
+            item, worker = int32(item + args.rounds), int32(worker + args.early_workers)
+        grid.wait_count(args.gCounts, (worker,), int32(item + 1))
 
     @inlined
-    def take_item(self, rings, order, j):
-        (ready,), (index, step) = rings, divmod(j, order.item_chunks)
+    def take_item(self, rings, args, j):
+        (ready,), (index, step) = rings, divmod(j, args.item_chunks)
         if step == 0:
             ready.wait(index)
             ready.release(index)

@@ -104,8 +104,8 @@ class FirstItemAwaited(ChunkMajor):
     whole: ChunkMajor = ChunkMajor()
 
     @inlined
-    def wait_for_item(self, order, lane, index):
-        self.whole.wait_for_item(order, lane, int32(0))
+    def wait_for_item(self, args, head_sequence, index):
+        self.whole.wait_for_item(args, head_sequence, int32(0))
 
 
 @static
@@ -113,9 +113,9 @@ class EndNotAwaited(ChunkMajor):
     """A walk that may end before the grid before it."""
 
     @inlined
-    def watch_items(self, rings, order, lane, n):
+    def watch_items(self, rings, args, head_sequence, n):
         for index in range(n):  # of a chunk each
-            self.wait_for_item(order, lane, index)
+            self.wait_for_item(args, head_sequence, index)
             rings[0].claim(index)
             rings[0].publish(index, fenced=True)
 
@@ -125,7 +125,7 @@ class ItemsNotTaken(ChunkMajor):
     """A walk that loads before it knows what is there."""
 
     @inlined
-    def take_item(self, rings, order, j):
+    def take_item(self, rings, args, j):
         pass
 
 
@@ -134,7 +134,7 @@ class NothingAwaited(ItemsNotTaken):
     """A walk that waits for nothing."""
 
     @inlined
-    def watch_items(self, rings, order, lane, n):
+    def watch_items(self, rings, args, head_sequence, n):
         pass
 
 
@@ -153,18 +153,19 @@ def arriving(monkeypatch):
     def run(kernel, grid, threads, args, *more):
         named = dict(zip(inspect.signature(kernel.py_func).parameters, args, strict=True))
         if "gSolved" not in named:
-            named["order"].gCounts[...] = -1000  # what others left there
+            named["order_args"].gCounts[...] = -1000  # what others left there
             return interpret(kernel, grid, threads, args, *more)
-        order = named["order"]
+        order = named["order_args"]
         arrays = [np.asarray(named[name].array) for name in READ]
         copies = [x.copy() for x in arrays]
         for x in arrays:
             x[...] = np.nan
-        numbers = order.workers, order.early_workers, order.rounds, (len(copies[0]) - 1) // order.item_chunks * order.lanes
+        items = (len(copies[0]) - 1) // order.item_chunks * order.head_sequences
+        numbers = order.workers, order.early_workers, order.rounds, items
 
         def wait(counts, at, n):
             for item in numbers_of_worker(at[0], *numbers)[:n]:
-                chunks, head = divmod(item, order.lanes)
+                chunks, head = divmod(item, order.head_sequences)
                 chunks = slice(order.item_chunks * chunks, order.item_chunks * (chunks + 1))
                 for x, copied in zip(arrays, copies, strict=True):
                     x[chunks, head] = copied[chunks, head]
@@ -192,14 +193,14 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("lanes", "chunks", "gains"),
+    ("head_sequences", "chunks", "gains"),
     [(8, 512, True), (16, 512, True), (24, 512, True), (32, 512, True), (32, 128, False), (40, 512, False), (66, 512, False)],
 )
-def test_when_a_walk_had_better_run_beside_the_grid_before(lanes, chunks, gains):
+def test_when_a_walk_had_better_run_beside_the_grid_before(head_sequences, chunks, gains):
     """Two blocks a head, 132 multiprocessors."""
-    late_blocks = count_late_blocks(lanes, 2 * lanes, 132, delta_walk.CHANNEL_COSTS)
-    assert late_blocks == min(132 - 2 * lanes, {8: 39, 16: 77}.get(lanes, 132))
-    assert gains_beside(lanes, chunks, late_blocks, 132, 2, delta_walk.CHANNEL_COSTS) == gains
+    late_blocks = count_late_blocks(head_sequences, 2 * head_sequences, 132, delta_walk.CHANNEL_COSTS)
+    assert late_blocks == min(132 - 2 * head_sequences, {8: 39, 16: 77}.get(head_sequences, 132))
+    assert gains_beside(head_sequences, chunks, late_blocks, 132, 2, delta_walk.CHANNEL_COSTS) == gains
 
 
 class FewSequences(dict):
