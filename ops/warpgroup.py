@@ -24,19 +24,19 @@ from .memory.tma import store_wait, tma_add, tma_max, tma_min, tma_store
 from .memory.transposed import load_transposed, store_transposed
 from .memory.zero_rows import zero_first_rows, zero_rows
 from .reductions.across_warps import lower_scope, reduced, voted
-from .shape.diagonal import diagonal_block, on_diagonal, warp_rows
+from .shape.diagonal import diagonal, diagonal_block, on_diagonal, warp_rows
 from .shape.subtile import subtile as _subtile
 from .threads.warpgroups import named_barrier, ping_pong, sync_several
 from .threads.warps import FOUR_WARPS, THREADS
 
 __all__ = [
-    "ROWS", "THREADS", "causal", "claim_registers", "diagonal_block", "finish", "give_back", "id", "issue_AB", "issue_ABt",
-    "load", "load_shared_fragment", "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt", "mma_AB",
-    "mma_ABt", "mma_AtB", "mma_AtBt", "named_barrier", "on_diagonal", "outside_fill", "ping_pong", "quarter", "rank",
-    "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers", "row_index",
-    "send", "step_AB", "step_ABt", "steps_AB", "steps_ABt", "store", "store_fragment", "store_transposed", "store_wait",
-    "sync", "sync_several", "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu", "upper_fill",
-    "wait", "warp_rows", "zero_first_rows", "zero_rows",
+    "ROWS", "THREADS", "causal", "claim_registers", "diagonal", "diagonal_block", "finish", "give_back", "id", "issue_AB",
+    "issue_ABt", "load", "load_shared_fragment", "load_transposed", "lower_fill", "mm_AB", "mm_ABt", "mm_AtB", "mm_AtBt",
+    "mma_AB", "mma_ABt", "mma_AtB", "mma_AtBt", "named_barrier", "on_diagonal", "outside_fill", "ping_pong", "quarter",
+    "rank", "reduce_all", "reduce_any", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "release_registers",
+    "row_index", "send", "step_AB", "step_ABt", "steps_AB", "steps_ABt", "store", "store_fragment", "store_transposed",
+    "store_wait", "sync", "sync_several", "tma_add", "tma_max", "tma_min", "tma_store", "transpose_zipped", "tril", "triu",
+    "upper_fill", "wait", "warp_rows", "zero_first_rows", "zero_rows",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ does not depend on states.
 
 with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
 exp(b_last - b), and the factor of k S: exp(b), times the key's inverse norm if keys are divided by their L2 norms (l2norm.py).
+With gates it also stores by how much each chunk multiplies a state at most (delta_recent_chunks.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
 in four; all four warps invert, while TMA brings the keys of the next chunk."""
@@ -57,6 +58,7 @@ def make(config: Config):
     GATED, SCALES_READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
     chunk_vectors, decay, seq_layout = config.vectors, config.decay, SequenceLayout(config.varlen)
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
+    recent, RECENT_PARAMS = config.recent_chunks, config.recent_chunks.params()
     smem = shared(
         k=ring(config.key, 1, WARPS),
         vectors=ring(chunk_vectors.spec, VECTORS, WARPS, writers=1),
@@ -64,6 +66,7 @@ def make(config: Config):
         low=TRIANGLE,
         out=config.square,
         **norm.rings(1, k_norms=WARPS),
+        **recent.scratch(),
     )
 
     @inlined
@@ -89,13 +92,14 @@ def make(config: Config):
     def invert(
         gK: tiled(config.key, unit=1), gBeta: array(3), gGates: array(3), gTransforms: tiled(config.square, rows=2),
         gVectors: array(3), gCuSeqlens: ENDS, length: INT, parts: INT, heads: INT, group: INT, params: PARAMS,
+        recent_params: RECENT_PARAMS,
     ):  # fmt: skip
         """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gTransforms: T^T of each chunk and
-        head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b). `group` value heads share
-        a key head."""
+        head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b); gExponents: see above. `group` value heads share a key
+        head."""
         tiles = smem.open()
         k, vectors, high, low, out = tiles[:5]
-        norm_rings = tiles[5:]
+        norm_rings, growths = tiles[5:], tiles[-1]
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
@@ -125,7 +129,9 @@ def make(config: Config):
             beta_rows = chunk_vectors.rows(vector_tile, BETA)
             a = chunk_vectors.decay_scores(s, vector_tile, 1.0) * beta_rows
             a = norm.scale_columns(norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
+            recent.store_growths(growths, a)
             t_transposed = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, norm_rings, 0, j)
+            recent.store_exponent(recent_params, chunk, head, growths, vector_tile)
             norm.release(norm_rings, 0, j)
             if SCALES_READS:
                 factor = chunk_vectors.decay_rows(inverse_norms if norm.enabled else 1.0, vector_tile, DECAY)

@@ -2,7 +2,11 @@
 and outputs.
 
 The tokens of a segment take a state S to M S + N, whatever S is. So a walk that starts from [0 | I] ends with [N | M], if v is
-0 in the columns of I, for which TMA writes zeros without a read. delta_compose_states_hopper.py composes the results."""
+0 in the columns of I, for which TMA writes zeros without a read. delta_compose_states_hopper.py composes the results.
+
+With decays, the walk begins with the first chunk that still counts at the segment's end (delta_recent_chunks.py). If that is
+not the segment's first one, N lacks less than 2^-126 of the state before it. M lacks what the earlier chunks multiply by: what
+it has instead takes less than 2^-126 of a state to the next segment."""
 
 import functools
 import itertools
@@ -62,6 +66,7 @@ def make(config: Config):
     LOADER, readers, state = CONSUMERS, CONSUMERS * WARPS, TransposedState(config.key_dim, INPUT, seq_layout)
     chunk_vectors = TransformVectors(config.gated, config.gated or config.l2norm)
     LOADER_REGISTERS, CONSUMER_REGISTERS = REGISTERS[CONSUMERS]
+    recent, PARAMS = config.recent_chunks, config.recent_chunks.params()
     smem = shared(
         k=ring(config.key, STAGES, readers),
         v=ring(config.values, STAGES, readers),
@@ -74,14 +79,16 @@ def make(config: Config):
         gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1), gTransforms: tiled(config.square, rows=2),
         gVectors: tiled(chunk_vectors.spec, 3, None, 2), gFinalState: array(4), gCuSeqlens: ENDS,
         length: INT, blocks: INT, segments: INT, scanned_segments: INT, heads: INT, group: INT, values: INT,
+        params: PARAMS,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of N.
-        gTransforms, gVectors: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks of columns
-        wide."""
+        gTransforms, gVectors, gExponents: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks
+        of columns wide."""
         k, v, t, vectors = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        seq = recent.skip_forgotten(params, seq, seq_layout.chunk_index(seq.start, sequence, length), head)
         n = seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)

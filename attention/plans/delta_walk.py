@@ -94,7 +94,8 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     segment_states = arrays["gInitialState"]
     if segments > 1:
         states, segment_states = _plan_states(problem, arrays | chunk_results, config_fields, raw, scratch, segments, extents)
-    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")} | chunk_results
+    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")}
+    walk_arrays |= {name: chunk_results[name] for name in ("gTransforms", "gVectors")}
     config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm)
     walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
         head_sequences * segments * width,
@@ -116,6 +117,8 @@ def _plan_inverse(
     gates, chunks = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"]), count_chunk_indices(problem)
     chunk_results: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
     chunk_results["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
+    if gates is not None:
+        chunk_results["gExponents"] = scratch(heads, chunks)
     config = intern_value(delta_transform_hopper.Config, *config_fields, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
@@ -142,7 +145,8 @@ def _plan_states(
     consumers = 1 if blocks <= machine(problem.device).processors else 2
     config = intern_value(delta_walk_states_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
     width = -(-both_columns // (COLUMNS * consumers))
-    inputs = {name: arrays[name] for name in ("gK", "gV", "gTransforms", "gVectors", "gCuSeqlens")}
+    names = "gK", "gV", "gTransforms", "gVectors", "gExponents", "gCuSeqlens"
+    inputs = {name: arrays[name] for name in names if name in arrays}
     compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
     walk = kernel_for(delta_walk_states_hopper, config, problem.device).bind(
         sequences * heads * scanned_segments * width,

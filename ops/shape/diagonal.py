@@ -5,11 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from tiles.compiling import ptx
+from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import WARPGROUP
 from tiles.op import lowers, op
 from tiles.types import rt, rv
 
+from ..threads.lanes import in_quad
 from ..threads.warps import FOUR_WARPS
 from .transpose import to_quads
 
@@ -54,6 +57,31 @@ def _(tile):
     if not isinstance(tile, rt) or tile.shape != (BASE, WARPGROUP * BASE) or tile.layout != "row":
         raise TypeError(f"diagonal_block: takes rt({BASE}, {WARPGROUP * BASE}) in row layout, got {tile}")
     return rt(BASE, BASE, tile.dtype), lambda b, value: b.pack(_select_quarter(b, b.unpack(value)))
+
+
+@op
+def diagonal(tile):
+    """The diagonal of the 64 x 64 tile of which each warp of a warpgroup has rt(16, 64, fp32): the warp's 16 elements, as the
+    col_vec of its rows."""
+    first = BASE * current_warp().rank
+    return np.diagonal(tile.array[:, first : first + BASE]).reshape(-1, 1).copy()
+
+
+@lowers(diagonal)
+def _(tile):
+    if tile != rt(BASE, WARPGROUP * BASE, fp32):
+        raise TypeError(f"diagonal: takes {rt(BASE, WARPGROUP * BASE, fp32)} in row layout, got {tile}")
+    block = rt(BASE, BASE, fp32)
+
+    def emit(b, value):
+        _, quad = in_quad(b)
+        row = b.lshr(b.lane(), b.u32(2))  # also row + 8; its element is in lane row / 2 of the quad
+        is_odd, source = b.icmp_unsigned("!=", b.and_(row, b.u32(1)), b.u32(0)), b.or_(quad, b.lshr(row, b.u32(1)))
+        elements, places = _select_quarter(b, b.unpack(value)), {block.element(0, k): k for k in range(block.elements)}
+        pairs = [(elements[places[half, half + 1]], elements[places[half, half]]) for half in (0, BASE // 2)]
+        return b.pack([ptx.shuffle(b, b.select(is_odd, odd, even), source) for odd, even in pairs])
+
+    return block.col_vec, emit
 
 
 @op

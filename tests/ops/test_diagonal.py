@@ -35,6 +35,16 @@ def test_diagonal_block(run, sample, dtype):
     assert (y == np.concatenate([x[k : k + 16, k : k + 16] for k in range(0, 64, 16)])).all()
 
 
+def test_diagonal(run, sample):
+    @cuda.jit
+    def body(x, y):
+        warpgroup.store(y, warpgroup.diagonal(warpgroup.load(x, rt(16, 64, fp32), (0, 0))), (0,))
+
+    x, y = sample((64, 64)), blank(64)
+    run(body, x, y, warps=4)
+    assert (y == np.diagonal(x)).all()
+
+
 @pytest.mark.parametrize("dtype", [fp32, bf16])
 def test_on_diagonal(run, sample, dtype):
     T = rt(16, 16, dtype)

@@ -130,6 +130,8 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (warpgroup.warp_rows, [SIXTEEN.row_vec], "warp_rows: takes a row_vec of 64 elements"),
     (warpgroup.warp_rows, [T], "warp_rows: takes a row_vec of 64 elements"),
     (warpgroup.warp_rows, [replace(T.row_vec, partial=True)], "warp_rows: takes a row_vec of 64 elements"),
+    (warpgroup.diagonal, [COLUMNS], "diagonal: takes rt(16, 64, fp32) in row layout"),
+    (warpgroup.diagonal, [replace(T, dtype=bf16)], "diagonal: takes rt(16, 64, fp32) in row layout"),
     (warpgroup.diagonal_block, [COLUMNS], "diagonal_block: takes rt(16, 64) in row layout"),
     (warpgroup.diagonal_block, [SIXTEEN], "diagonal_block: takes rt(16, 64) in row layout"),
     (warpgroup.on_diagonal, [T], "on_diagonal: takes rt(16, 16) in row layout"),

@@ -11,6 +11,7 @@ from tiles import bf16, dtype, fp16, st
 
 from .delta_chunks import KEY_DIMS, ChunkVectors
 from .delta_decay import UngatedDelta, delta_decay
+from .delta_recent_chunks import EveryChunk, RecentChunks
 from .gate_formulas import PLAIN_BETA, BetaFormula, GateFormula
 from .tokens import CHUNK, COLUMNS
 
@@ -53,6 +54,11 @@ class DeltaTiles:
     def vectors(self):
         """The vectors of a chunk's tokens."""
         return ChunkVectors(self.gated)
+
+    @property
+    def recent_chunks(self) -> EveryChunk:
+        """Which chunks leave anything in the state at the end of a segment."""
+        return RecentChunks() if self.gated else EveryChunk()
 
     def __str__(self):
         flags = [_describe(x.name, getattr(self, x.name)) for x in fields(self)[2:]]

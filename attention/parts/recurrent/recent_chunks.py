@@ -13,8 +13,8 @@ LEAST_LOG2 = -150.0  # exp2 of less is 0 in fp32, also if denormal numbers are k
 
 
 @inlined
-def count_recent_chunks(gChunkDecays, head, first_chunk, n, is_reversed):
-    """The number of chunks after which a segment of n chunks has not decayed by 2^LEAST_LOG2; those are its last ones, or if
+def count_recent_chunks(gChunkDecays, head, first_chunk, n, is_reversed, least_log2=LEAST_LOG2):
+    """The number of chunks after which a segment of n chunks has not decayed by 2^least_log2; those are its last ones, or if
     states go from the last token to the first, its first ones. gChunkDecays: the sum of the gates of each head and chunk, in
     powers of 2; without them all chunks count. first_chunk: the index of the segment's first one. One warp reads the decays of
     64 chunks at once."""
@@ -27,7 +27,7 @@ def count_recent_chunks(gChunkDecays, head, first_chunk, n, is_reversed):
         decays = where(less(col_index(ROW_VEC), float32(width)), decays, 0.0)
         sums, total = cumsum(decays), tile_sum(decays)
         later = decay + (sums - decays if is_reversed else total - sums)
-        counted = where(less(later, LEAST_LOG2), 0.0, where(less(col_index(ROW_VEC), float32(width)), 1.0, 0.0))
+        counted = where(less(later, least_log2), 0.0, where(less(col_index(ROW_VEC), float32(width)), 1.0, 0.0))
         recent = int32(tile_sum(counted))
         count, left, decay = int32(count + recent), int32(left - width), float32(decay + total)
         goes_on = recent == width and left > 0

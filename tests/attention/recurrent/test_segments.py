@@ -5,10 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from delta_cases import BF16, FP16, STATE, inputs
+from numba import cuda
 from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
-from attention import reference
+import tiles
+from attention import gates, reference
 from attention.kernels import (
     delta_compose_states_hopper,
     delta_walk_states_hopper,
@@ -16,6 +18,8 @@ from attention.kernels import (
     gla_states_hopper,
     kda_states_hopper,
 )
+from attention.parts.recurrent.delta_recent_chunks import RecentChunks
+from attention.parts.recurrent.tokens import TokenRange
 from attention.plans import delta_walk, recurrent_chunks
 from attention.plans.recurrent_chunks import Costs, choose_segments
 from attention.public import delta_rules as module
@@ -23,7 +27,7 @@ from attention.public.delta_rules import delta_rule
 from attention.public.linear_family import linear
 from tiles import bf16, fp32
 from tiles.compiling.compiler import compile_kernel
-from tiles.launching.arguments import signature
+from tiles.launching.arguments import INT, array, signature
 
 KINDS = "none", "head", "token", "channel"  # of decays
 DELTA_KINDS = [(False, "channel"), (True, "none"), (True, "channel")]  # is it the delta rule?
@@ -142,6 +146,90 @@ def test_strong_decays(place, cut, delta, kind):
     agree(place, args)
 
 
+@pytest.fixture
+def starts(monkeypatch):
+    """Where walks of states begin: {(head, a segment's first chunk): the first chunk that is walked}."""
+    found, skip = {}, RecentChunks.skip_forgotten
+
+    @tiles.inlined
+    def noted(self, params, seq, chunk, head):
+        kept = skip(self, params, seq, chunk, head)
+        first = int(chunk + (kept.start - seq.start) // 64)
+        assert found.setdefault((int(head), int(chunk)), first) == first  # all warps agree
+        return kept
+
+    monkeypatch.setattr(RecentChunks, "skip_forgotten", noted)
+    return found
+
+
+@pytest.mark.parametrize("start", [True, False])
+def test_forgotten_chunks_of_a_head(cut, starts, start):
+    """Of one head only the last chunk of a segment matters, of the other one all do."""
+    cut(3)
+    args = case(True, "token", 64 * 9 - 5, heads=2, gate=0.002)
+    args["decay"][..., 1] *= 2000
+    agree(OnInterpreter(), args if start else args | {"initial_state": None})
+    assert starts == {(0, 0): 0, (0, 3): 3, (1, 0): 2, (1, 3): 5}
+
+
+def test_chunks_before_a_decay_of_minus_infinity(cut, starts):
+    """Also in a segment that has fewer tokens than others, the last of those that are scanned."""
+    cut(5)
+    args = case(True, "token", 64 * 6 + 30, gate=0.002)
+    args["decay"][0, [70, 64 * 6 + 5]] = -np.inf
+    agree(OnInterpreter(), args)
+    assert starts == {(0, 0): 1, (0, 2): 2, (0, 4): 4, (0, 6): 6}
+
+
+def test_long_keys_keep_what_decays_forget(cut, starts):
+    """Each token about halves the state, and multiplies it by 1 - beta |k|^2 = -2 along its key."""
+    cut(2)
+    args = case(True, "token", 64 * 8)
+    args["k"][:], args["k"][..., :3], args["beta"][:], args["decay"][:] = 0, 1, 1, -0.7
+    agree(OnInterpreter(), args)
+    assert starts == {(0, 0): 0}
+
+
+def test_forgotten_chunks_of_raw_inputs(cut, starts):
+    """Long keys are divided by their norms before a token can multiply a state by more than 1."""
+    cut(2)
+    args, beta = case(True, "token", 64 * 6 - 9), np.random.default_rng(2).standard_normal((1, 64 * 6 - 9, 1), np.float32)
+    args["k"] = (args["k"].astype(np.float32) * 4).astype(BF16)
+    raw = args | {"decay": gates.softplus(np.full_like(beta, 2)), "beta": gates.beta(beta)}
+    out, state = delta_rule(**raw, qk_l2norm=True, return_state=True)
+    q, k, v, _, start = (x.astype(float) for x in args.values() if x is not args["beta"])
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    options = {"decay": np.full_like(beta, -np.log1p(np.exp(2))), "beta": 1 / (1 + np.exp(-beta)), "initial_state": start}
+    ref, last = reference.linear(q, k, v, **options)
+    low, _ = reference.linear(q.astype(BF16), k.astype(BF16), args["v"], low=True, **options)
+    reference.assert_close(out, ref, low)
+    assert np.abs(state - last).max() <= 2 * STATE * np.abs(last).max()
+    assert starts == {(0, 0): 2}
+
+
+@pytest.mark.parametrize("n", [0, 1, 64, 65, 150])
+def test_first_chunk_that_is_walked(place, n):
+    """The last one from which on exponents sum up to less than -126, or if chunks grow, one before it; behind the segment lie
+    those of another one."""
+    recent, chunk = RecentChunks(), 5
+
+    @cuda.jit
+    def body(params: recent.params(), gStarts: array(1), n: INT):
+        for head in range(4):
+            seq = recent.skip_forgotten(params, TokenRange(np.int32(10), np.int32(10 + 64 * n), 0), chunk, np.int32(head))
+            gStarts[head] = np.float32(seq.start)
+
+    x = np.array([[-0.1], [-2], [-200], [1]]) * np.random.default_rng(0).uniform(0.5, 1.5, (4, chunk + n + 20))
+    x[3, chunk + n // 3] = -1e4  # those after it grow
+    x[:, chunk + n :] = -1e3
+    starts = place.put(np.zeros(4, np.float32))
+    tiles.launch(body, grid=1, block=32)((place.put(x.astype(np.float32)),), starts, n)
+    sums = x[:, chunk : chunk + n][:, ::-1].cumsum(1)[:, ::-1]
+    expected = [max(np.flatnonzero(row < -126), default=0) for row in sums]
+    first = (place.get(starts) - 10) / 64
+    assert first[:3].tolist() == expected[:3] and first[3] <= expected[3]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_that_only_decays(place, cut, kind):
     """Splitting states and matrices into high and low bf16 parts costs no more than 2^-14."""
@@ -178,7 +266,7 @@ def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     assert numbers[0] > 1 and int(numbers[-1]) == 1
 
 
-@pytest.mark.parametrize(("delta", "kind"), DELTA_KINDS)
+@pytest.mark.parametrize(("delta", "kind"), [*DELTA_KINDS, (True, "token")])
 def test_other_schedules(monkeypatch, cut, delta, kind):
     """In any order of the warps, with segments of three chunks."""
     monkeypatch.setenv("TILES_SEED", "0")
@@ -186,7 +274,8 @@ def test_other_schedules(monkeypatch, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 330, 64, 128))
 
 
-COMPILED = [(False, "channel"), (True, "none"), (True, "channel"), pytest.param(False, "token", marks=pytest.mark.release)]
+COMPILED = [(False, "channel"), (True, "none"), (True, "channel")]
+COMPILED += [pytest.param(delta, "token", marks=pytest.mark.release) for delta in (False, True)]
 
 
 @pytest.mark.parametrize(("delta", "kind"), COMPILED)
