@@ -26,7 +26,14 @@ from typing import Any, NamedTuple
 from tiles.calls.torch_op import imported_module
 
 from .options import check_flag, check_number
-from .parts.recurrent.gate_formulas import GATE_FORMULAS, LogSigmoidFormula, SigmoidFormula, SoftplusFormula, sigmoid_of
+from .parts.recurrent.gate_formulas import (
+    GATE_FORMULAS,
+    LogSigmoidFormula,
+    SigmoidFormula,
+    SoftplusFormula,
+    list_gates,
+    sigmoid_of,
+)
 from .parts.recurrent.l2norm import L2NORM_EPSILON
 
 __all__ = ["RawBeta", "RawGate", "beta", "evaluate", "logsigmoid", "normalize", "sigmoid", "softplus"]
@@ -89,7 +96,7 @@ def evaluate(raw: RawGate | RawBeta, layout: str = "bshd") -> Any:
     anything else as NumPy in float64. layout: "bshd", or "bhsd" where heads come second, as in the function that takes it, and
     in linear_step. TypeError: it is neither a raw gate nor a raw beta. ValueError: A_log or dt_bias does not fit."""
     if not isinstance(raw, (RawGate, RawBeta)):
-        raise TypeError(f"raw: must be made by softplus, sigmoid, logsigmoid or beta, and is a {type(raw).__name__}")
+        raise TypeError(f"raw: must be made by {list_gates('beta')}, and is a {type(raw).__name__}")
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f'layout: must be "bshd" or "bhsd": {layout=}')
     library, real = _library(*raw)

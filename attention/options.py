@@ -16,7 +16,9 @@ SCALE_RANGE = (2.0**-120, 2.0**120)  # float32 holds such a scale, and the scale
 # ---- what callers pass -----------------------------------------------------------------------------------------------
 class ScoreArguments(TypedDict, total=False):
     """The arguments of attention.forward, backward and decode that say what becomes of scores, beside those that decode names
-    itself: it runs for every token, and Python compares each keyword that a function does not name with all that it names."""
+    itself: it runs for every token, and Python compares each keyword that a function does not name with all that it names. A
+    new one belongs here. softcap is the exception, for decode's speed: decode names it, AttentionArguments has it for the
+    others."""
 
     bias: Any
     mask: Callable | None

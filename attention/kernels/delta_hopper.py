@@ -84,7 +84,7 @@ def make(config: Config):
     SOLVER, SCORER, (scorer_registers, solver_registers, consumer_registers) = CONSUMERS, CONSUMERS + 1, REGISTERS[CONSUMERS]
     WARPS, WARPGROUPS, BETA = warpgroup.WARPGROUP, CONSUMERS + 2, config.beta
     readers, stages = CONSUMERS * WARPS, STAGES[config.key_dim]
-    smem = shared(
+    members = dict(
         q=ring(config.key, stages, readers + WARPS),
         k=ring(config.key, stages, readers + 2 * WARPS),
         v=ring(config.values, stages, readers),
@@ -93,12 +93,12 @@ def make(config: Config):
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, 2 * WARPS, writers=1),
         exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + 2 * WARPS, writers=1),
-        v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
+        edge_decay=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        **norm.rings(stages, k_norms=readers + WARPS, q_norms=readers),
     )
+    smem, NORM_RINGS = shared(**members, **norm.rings(stages, k_norms=readers + WARPS, q_norms=readers)), len(members)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -110,9 +110,9 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        tiles = smem.open()
-        q, k, v, t, p, beta, b, exp_b, v_factor, _, _, out = tiles[:12]
-        norm_rings = tiles[12:]
+        memory = smem.open()
+        q, k, v, t, p, beta = memory.q, memory.k, memory.v, memory.t, memory.p, memory.beta
+        b, exp_b, edge_decay, norm_rings = memory.b, memory.exp_b, memory.edge_decay, memory[NORM_RINGS:]
         wg = warpgroup.id()
         block, segment, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -150,40 +150,39 @@ def make(config: Config):
                         store(beta.claim(later_chunk), BETA.compute(beta_chunk))
                         beta.publish(later_chunk)
                         sums = decay.cumsum(gates, rate_and_bias, seq.remaining(later_chunk))
-                        decay.publish_sums(tiles, later_chunk, sums)
+                        decay.publish_sums(memory, later_chunk, sums)
                     at = seq.batch, seq.chunk_start(later_chunk + WARPS), value_head
                     beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(tiles, norm_rings, j, seq.remaining(j))
+                t_transposed = solver.solve(memory, norm_rings, j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)
-            column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(memory.out, CHUNK, wg)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, value_head, 0, column), 3, 2)
             for j in range(n):
                 keys = k.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
-                u, o = state.apply(s_t, keys, q.wait(j))
+                s_k, o = state.apply(s_t, keys, q.wait(j))
                 q.release(j)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), state.values))
                 v.release(j)
-                exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
+                exp_b_chunk, edge_decay_chunk = decay.wait(exp_b, j), decay.wait(edge_decay, j)
                 strong = decay.is_strong(exp_b_chunk)
-                u = norm.scale_columns(u, norm_rings, K_NORMS, j)
+                s_k = norm.scale_columns(s_k, norm_rings, K_NORMS, j)
                 norm.release(norm_rings, K_NORMS, j)
-                u, o = decay.decay_inputs(
-                    seq_layout.zero_other_columns(values, seq.remaining(j)), u, o, exp_b_chunk, factors, strong
-                )
-                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                values = seq_layout.zero_other_columns(values, seq.remaining(j))
+                error, o = decay.decay_inputs(values, s_k, o, exp_b_chunk, edge_decay_chunk, strong)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(error), t.wait(j)))
                 t.release(j)
                 u_rounded = INPUT(u)
                 s_t = decay.decay_state(s_t, exp_b_chunk, strong)
-                s_t = warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys)
+                s_t = warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, edge_decay_chunk, strong)), keys)
                 o = warpgroup.mma_ABt(o, u_rounded, p.wait(j))
-                decay.release(v_factor, j)
+                decay.release(edge_decay, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)
                 k.release(j)
                 o = norm.scale_columns(

@@ -76,7 +76,7 @@ def make(config: Config):
         beta=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         b=ring(sv(CHUNK, fp32), VECTORS, WARPS, writers=1),
         exp_b=ring(sv(CHUNK, fp32), VECTORS, readers + WARPS, writers=1),
-        v_factor=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
+        edge_decay=ring(sv(CHUNK, fp32), VECTORS, readers, writers=1),
         high=TRIANGLE,
         low=TRIANGLE,
     )
@@ -88,8 +88,8 @@ def make(config: Config):
         heads: INT, group: INT,
     ):  # fmt: skip
         """The state after each sequence. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
-        tiles = smem.open()
-        k, v, t, beta, _, exp_b, v_factor, _, _ = tiles
+        memory = smem.open()
+        k, v, t, beta, exp_b, edge_decay = memory.k, memory.v, memory.t, memory.beta, memory.exp_b, memory.edge_decay
         wg = warpgroup.id()
         block, _, value_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads * group)
         key_head, _ = divmod(value_head, group)
@@ -112,11 +112,11 @@ def make(config: Config):
                     beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
                     store(beta.claim(j), beta_chunk)
                     beta.publish(j)
-                    decay.publish_sums(tiles, j, decay.cumsum(gates, NO_FORMULA, seq.remaining(j)))
+                    decay.publish_sums(memory, j, decay.cumsum(gates, NO_FORMULA, seq.remaining(j)))
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(tiles, (), j, seq.remaining(j))
+                t_transposed = solver.solve(memory, (), j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:
@@ -130,17 +130,16 @@ def make(config: Config):
                 s_k = warpgroup.mm_ABt(INPUT(s_t), keys)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), VALUES))
                 v.release(j)
-                exp_b_chunk, factors = decay.wait(exp_b, j), decay.wait(v_factor, j)
+                exp_b_chunk, edge_decay_chunk = decay.wait(exp_b, j), decay.wait(edge_decay, j)
                 strong, s_k = decay.is_strong(exp_b_chunk), warpgroup.wait(s_k)
-                u, _ = decay.decay_inputs(
-                    seq_layout.zero_other_columns(values, seq.remaining(j)), s_k, s_k, exp_b_chunk, factors, strong
-                )
-                u = warpgroup.wait(warpgroup.mm_AB(INPUT(u), t.wait(j)))
+                values = seq_layout.zero_other_columns(values, seq.remaining(j))
+                error, _ = decay.decay_inputs(values, s_k, s_k, exp_b_chunk, edge_decay_chunk, strong)
+                u = warpgroup.wait(warpgroup.mm_AB(INPUT(error), t.wait(j)))
                 t.release(j)
                 s_t = decay.decay_state(s_t, exp_b_chunk, strong)
-                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, factors, strong)), keys))
+                s_t = warpgroup.wait(warpgroup.mma_AB(s_t, INPUT(decay.decay_update(u, edge_decay_chunk, strong)), keys))
                 k.release(j)
-                decay.release(v_factor, j)
+                decay.release(edge_decay, j)
                 s_t = decay.decay_state(s_t, exp_b_chunk, not strong)
                 decay.release(exp_b, j)
             warpgroup.store(gFinalState, s_t, (sequence, value_head, 0, column), 3, 2)

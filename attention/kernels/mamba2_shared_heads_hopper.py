@@ -118,7 +118,7 @@ def make(config: Config):
         b=vectors,
         a=vectors,
         exp_b=vectors,
-        v_factor=vectors,
+        edge_decay=vectors,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
 
@@ -130,7 +130,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The outputs and the state after each sequence. `group` value heads share a key head; each is `width` blocks of 64
         columns wide, and together they have `blocks` thread blocks."""
-        q, k, v, z, p, b, a, exp_b, v_factor, out_tiles = smem.open()
+        q, k, v, z, p, b, a, exp_b, edge_decay, out_tiles = smem.open()
         wg = warpgroup.id()
         block, _, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -167,8 +167,8 @@ def make(config: Config):
                         a.publish(slot)
                         store(exp_b.claim(slot), exp2(b_chunk))
                         exp_b.publish(slot)
-                        store(v_factor.claim(slot), exp2((b_last if exp2(b_last) < MIN_DECAY else 0.0) - a_chunk))
-                        v_factor.publish(slot)
+                        store(edge_decay.claim(slot), exp2((b_last if exp2(b_last) < MIN_DECAY else 0.0) - a_chunk))
+                        edge_decay.publish(slot)
                     g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(chunk + CHUNKS_AT_ONCE), head), cols=1)
                 if j >= 0:
                     keys = k.wait(j)
@@ -192,10 +192,10 @@ def make(config: Config):
                 seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                 v_tile = v.wait(slot)
                 values = seq_layout.zero_other_columns(warpgroup.load_transposed(v_tile, state.values), seq.remaining(j))
-                exp_b_chunk, factors = exp_b.wait(slot), v_factor.wait(slot)
+                exp_b_chunk, edge_decay_chunk = exp_b.wait(slot), edge_decay.wait(slot)
                 b_chunk, a_chunk = b.wait(slot), a.wait(slot)
                 o = warpgroup.mm_ABt(INPUT(s_t), queries)
-                v_t = INPUT(fp32(values) * load(factors, ROW_VEC))
+                v_t = INPUT(fp32(values) * load(edge_decay_chunk, ROW_VEC))
                 p_tile, decay = p.wait(j), last_element(exp_b_chunk)
                 if decay < MIN_DECAY:
                     o = warpgroup.wait(o) * load(exp_b_chunk, ROW_VEC)
@@ -216,7 +216,7 @@ def make(config: Config):
                 k.release(j)
                 p.release(j)
                 exp_b.release(slot)
-                v_factor.release(slot)
+                edge_decay.release(slot)
                 b.release(slot)
                 a.release(slot)
                 if result.skip:

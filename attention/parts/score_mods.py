@@ -16,7 +16,8 @@ from .variant import Variant
 
 class BuiltinScoreMod(Variant, ABC):
     """A function of each score alone, s = f(s; value), where `value` is what a call passes as the argument `option`. That is a
-    field of ScoreArguments and ScoreOptions (options.py), too."""
+    field of ScoreArguments and ScoreOptions (options.py), too; but softcap is a field of AttentionArguments, and decode names
+    it, for decode's speed."""
 
     option: ClassVar[str]
 

@@ -16,7 +16,7 @@ from tiles.launching.tensor_maps import STRIDE_END
 from .. import gates
 from ..gates import RawBeta, RawGate
 from ..kernels import copy_rows
-from ..parts.recurrent.gate_formulas import BetaFormula, GateFormula, make_gate_formula
+from ..parts.recurrent.gate_formulas import BetaFormula, GateFormula, list_gates, make_gate_formula
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_checks
 from .call_options import requires_grad
@@ -80,7 +80,7 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
     kernels get gates and beta themselves. other_arrays: further arrays of the call, v first. ValueError: an array of a raw gate
     has too few axes, or too many. TypeError: a raw beta stands where a decay belongs, or the other way round."""
     if type(decay) is RawBeta:
-        raise TypeError("decay: must be an array or a gate, gates.softplus, sigmoid or logsigmoid, not gates.beta")
+        raise TypeError(f"decay: must be an array or a gate, gates.{list_gates()}, not gates.beta")
     if type(beta) is RawGate:
         raise TypeError(f"beta: must be an array or gates.beta, not a gate: gates.{beta.formula} belongs in decay")
     raw_gate, raw_beta = type(decay) is RawGate, type(beta) is RawBeta

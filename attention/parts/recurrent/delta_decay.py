@@ -19,7 +19,7 @@ COL_VEC, ROW_VEC = SCORES.col_vec, SCORES.row_vec
 
 @static
 class UngatedDelta:
-    """The delta rule without decays: no chunk is strong, and the vectors b, exp_b and v_factor are neither written nor read.
+    """The delta rule without decays: no chunk is strong, and the vectors b, exp_b and edge_decay are neither written nor read.
     GatedDelta says what the methods do with gates."""
 
     dtype: dtype
@@ -51,13 +51,13 @@ class UngatedDelta:
 
     @inlined
     def publish_sums(self, tiles, j, sums):
-        """One warp writes b to the j-th slot of the ring tiles.b, exp2(b) to that of tiles.exp_b, and to that of tiles.v_factor
-        exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales what the chunk adds to the
-        state."""
+        """One warp writes b to the j-th slot of the ring tiles.b, exp2(b) to that of tiles.exp_b, and to that of
+        tiles.edge_decay exp2(-b), which scales the values, or in a strong chunk exp2(b_last - b), which scales what the chunk
+        adds to the state."""
 
     @inlined
     def wait(self, vectors, j):
-        """The vector of the j-th chunk in a ring of b, exp_b or v_factor."""
+        """The vector of the j-th chunk in a ring of b, exp_b or edge_decay."""
         return 0
 
     @inlined
@@ -76,9 +76,10 @@ class UngatedDelta:
         return s
 
     @inlined
-    def decay_inputs(self, values, u, o, exp_b, v_factor, strong):
-        """(what T multiplies, the part of the outputs that comes from the state). values: V^T. u: S^T K^T. o: S^T Q^T."""
-        return values - u, o
+    def decay_inputs(self, values, s_k, o, exp_b, edge_decay, strong):
+        """(the error that T multiplies, the part of the outputs that comes from the state). values: V^T. s_k: S^T K^T. o:
+        S^T Q^T."""
+        return values - s_k, o
 
     @inlined
     def decay_state(self, s_t, exp_b, condition):
@@ -87,7 +88,7 @@ class UngatedDelta:
         return s_t
 
     @inlined
-    def decay_update(self, u, v_factor, strong):
+    def decay_update(self, u, edge_decay, strong):
         """U^T as it is added to the state: in a strong chunk decayed to the chunk's end."""
         return u
 
@@ -116,14 +117,14 @@ class GatedDelta(UngatedDelta):
 
     @inlined
     def publish_sums(self, tiles, j, sums):
-        b, exp_b, v_factor = tiles.b, tiles.exp_b, tiles.v_factor
+        b, exp_b, edge_decay = tiles.b, tiles.exp_b, tiles.edge_decay
         store(b.claim(j), sums)
         b.publish(j)
         store(exp_b.claim(j), exp2(sums))
         exp_b.publish(j)
         b_last = tile_min(sums)
-        store(v_factor.claim(j), exp2((b_last if exp2(b_last) < self.min_decay else 0.0) - sums))
-        v_factor.publish(j)
+        store(edge_decay.claim(j), exp2((b_last if exp2(b_last) < self.min_decay else 0.0) - sums))
+        edge_decay.publish(j)
 
     @inlined
     def wait(self, vectors, j):
@@ -145,12 +146,12 @@ class GatedDelta(UngatedDelta):
             return s
 
     @inlined
-    def decay_inputs(self, values, u, o, exp_b, v_factor, strong):
+    def decay_inputs(self, values, s_k, o, exp_b, edge_decay, strong):
         if strong:
             decay = load(exp_b, ROW_VEC)
-            return values - u * decay, o * decay
+            return values - s_k * decay, o * decay
         else:
-            return values * load(v_factor, ROW_VEC) - u, o
+            return values * load(edge_decay, ROW_VEC) - s_k, o
 
     @inlined
     def decay_state(self, s_t, exp_b, condition):
@@ -160,9 +161,9 @@ class GatedDelta(UngatedDelta):
             return s_t
 
     @inlined
-    def decay_update(self, u, v_factor, strong):
+    def decay_update(self, u, edge_decay, strong):
         if strong:
-            return u * load(v_factor, ROW_VEC)
+            return u * load(edge_decay, ROW_VEC)
         else:
             return u
 

@@ -133,6 +133,12 @@ GATE_FORMULAS: dict[str, type[GateFormula]] = {x.name: x for x in (SoftplusFormu
 FORMULAS: tuple[GateFormula, ...] = tuple([formula() for formula in GATE_FORMULAS.values()])  # as models have them
 
 
+def list_gates(*others: str) -> str:
+    """The names of all gates, and then these, as errors list them: "softplus, sigmoid or logsigmoid"."""
+    *names, last = *GATE_FORMULAS, *others
+    return f"{', '.join(names)} or {last}"
+
+
 @functools.lru_cache(256)
 def make_gate_formula(name: str, number: float) -> GateFormula:
     """The formula of this name, with this number if it has a field: the same object for equal arguments."""

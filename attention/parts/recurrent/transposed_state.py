@@ -32,24 +32,24 @@ class TransposedState:
     def apply(self, s_t, keys, queries):
         """(S^T K^T, S^T Q^T), computed from 64 columns of S^T at a time, because registers do not hold all of it rounded."""
         state = self.dtype(columns(s_t, 64, 0))
-        u = warpgroup.mm_ABt(state, subtile(keys, CHUNK, 0, 64, 0))
+        s_k = warpgroup.mm_ABt(state, subtile(keys, CHUNK, 0, 64, 0))
         o = warpgroup.mm_ABt(state, subtile(queries, CHUNK, 0, 64, 0))
-        u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+        s_k, o = warpgroup.wait(s_k, newer=1), warpgroup.wait(o)
         if self.key_dim > 64:
             state = self.dtype(columns(s_t, 64, 1))
-            u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 1))
+            s_k = warpgroup.mma_ABt(s_k, state, subtile(keys, CHUNK, 0, 64, 1))
             o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 1))
-            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+            s_k, o = warpgroup.wait(s_k, newer=1), warpgroup.wait(o)
         if self.key_dim > 128:
             state = self.dtype(columns(s_t, 64, 2))
-            u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 2))
+            s_k = warpgroup.mma_ABt(s_k, state, subtile(keys, CHUNK, 0, 64, 2))
             o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 2))
-            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
+            s_k, o = warpgroup.wait(s_k, newer=1), warpgroup.wait(o)
             state = self.dtype(columns(s_t, 64, 3))
-            u = warpgroup.mma_ABt(u, state, subtile(keys, CHUNK, 0, 64, 3))
+            s_k = warpgroup.mma_ABt(s_k, state, subtile(keys, CHUNK, 0, 64, 3))
             o = warpgroup.mma_ABt(o, state, subtile(queries, CHUNK, 0, 64, 3))
-            u, o = warpgroup.wait(u, newer=1), warpgroup.wait(o)
-        return u, o
+            s_k, o = warpgroup.wait(s_k, newer=1), warpgroup.wait(o)
+        return s_k, o
 
     @inlined
     def store_output(self, gO, tile, o, seq, token, head, block):
