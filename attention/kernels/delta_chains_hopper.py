@@ -27,7 +27,7 @@ from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, TwoParts
-from ..parts.recurrent.delta_tiles import DeltaTiles, delta_sizes
+from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
 
 REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
@@ -38,8 +38,8 @@ STAGES = 3  # chunks in flight
 
 
 @dataclass(frozen=True)
-class Config(DeltaTiles):
-    """A kernel's configuration, whose fields are those of DeltaTiles."""
+class Config(DeltaConfig):
+    """A kernel's configuration, whose fields are those of DeltaConfig."""
 
     label, threads = "recurrences", 2 * warpgroup.THREADS
 

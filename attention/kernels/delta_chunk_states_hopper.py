@@ -24,7 +24,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, LEAST_BETA, TwoParts
-from ..parts.recurrent.delta_tiles import DeltaTiles, delta_sizes
+from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -39,7 +39,7 @@ VECTORS = 8  # chunks whose vectors are in shared memory
 
 
 @dataclass(frozen=True)
-class Config(DeltaTiles):
+class Config(DeltaConfig):
     """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
 
     varlen: bool = False

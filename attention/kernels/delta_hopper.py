@@ -34,8 +34,8 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.delta_config import DeltaScanConfig
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.delta_tiles import ScanTiles
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
@@ -51,8 +51,8 @@ K_NORMS, Q_NORMS = range(2)  # rings of inverse norms
 
 
 @dataclass(frozen=True)
-class Config(ScanTiles):
-    """A kernel's configuration, whose fields are those of ScanTiles."""
+class Config(DeltaScanConfig):
+    """A kernel's configuration, whose fields are those of DeltaScanConfig."""
 
     @property
     def output(self):

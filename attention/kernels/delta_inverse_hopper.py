@@ -20,15 +20,15 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
 from ..parts.recurrent.delta_chunks import LEAST_BETA, TwoParts
-from ..parts.recurrent.delta_tiles import DeltaTiles, delta_sizes
+from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 CTAS_PER_SM = 4
 
 
 @dataclass(frozen=True)
-class Config(DeltaTiles):
-    """A kernel's configuration, whose fields are those of DeltaTiles."""
+class Config(DeltaConfig):
+    """A kernel's configuration, whose fields are those of DeltaConfig."""
 
     label, threads = "inverses", warpgroup.THREADS
 

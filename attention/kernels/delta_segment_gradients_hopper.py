@@ -28,8 +28,8 @@ from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END
-from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
-from ..parts.recurrent.delta_gradient_tiles import (
+from ..parts.recurrent.delta_config import delta_sizes
+from ..parts.recurrent.delta_gradient_config import (
     CONSUMERS,
     DKDQ,
     GRADIENTS,
@@ -39,16 +39,16 @@ from ..parts.recurrent.delta_gradient_tiles import (
     REGISTERS,
     VALUE_SUMS,
     WARPS,
-    GradientTiles,
+    DeltaGradientConfig,
 )
-from ..parts.recurrent.delta_tiles import delta_sizes
+from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 
 DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
 
 
 @dataclass(frozen=True)
-class Config(GradientTiles):
+class Config(DeltaGradientConfig):
     """A kernel's configuration. adds_heads: do value heads that share a key head add up their dQ and dK?"""
 
     adds_heads: bool = False

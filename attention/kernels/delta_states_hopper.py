@@ -26,9 +26,9 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.delta_config import DeltaScanConfig
 from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.delta_tiles import ScanTiles
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
@@ -41,7 +41,7 @@ CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the loader that compute b, a 
 
 
 @dataclass(frozen=True)
-class Config(ScanTiles):
+class Config(DeltaScanConfig):
     """A kernel's configuration. consumers: warpgroups that have 64 columns of a state each."""
 
     label = "states"

@@ -24,7 +24,7 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM
-from ..parts.recurrent.delta_tiles import RawTiles, delta_sizes
+from ..parts.recurrent.delta_config import RawDeltaConfig, delta_sizes
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
 from ..parts.recurrent.gates import CHUNK_COL_VEC
 from ..parts.recurrent.l2norm import L2Norm
@@ -36,8 +36,8 @@ VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each w
 
 
 @dataclass(frozen=True)
-class Config(RawTiles):
-    """A kernel's configuration, whose fields are those of RawTiles."""
+class Config(RawDeltaConfig):
+    """A kernel's configuration, whose fields are those of RawDeltaConfig."""
 
     label, threads, ctas_per_sm = "UT transforms", warpgroup.THREADS, CTAS_PER_SM
 

@@ -22,7 +22,7 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, TransformVectors
-from ..parts.recurrent.delta_tiles import NormedTiles, delta_sizes
+from ..parts.recurrent.delta_config import NormedDeltaConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -32,7 +32,7 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(NormedTiles):
+class Config(NormedDeltaConfig):
     """A kernel's configuration. consumers: warpgroups that have 64 columns of [N | M] each."""
 
     consumers: int = field(default=1, kw_only=True)

@@ -23,7 +23,7 @@ from ..kernels import (
     delta_segment_gradients_hopper,
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
-from ..parts.recurrent.delta_gradient_tiles import OUTPUTS, VALUES
+from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
 from ..parts.recurrent.tokens import CHUNK
 from .packed_tails import INPUTS_AND_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim

@@ -15,7 +15,7 @@ from ..kernels import (
     delta_walk_ampere,
 )
 from ..parts.recurrent.delta_chunks import PANEL
-from ..parts.recurrent.delta_gradient_tiles import VALUES
+from ..parts.recurrent.delta_gradient_config import VALUES
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_chunks import WALK_ARRAYS, DeltaChunks, serves_delta_chunks, swap_axes

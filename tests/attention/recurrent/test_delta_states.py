@@ -9,7 +9,7 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.parts.recurrent import delta_tiles
+from attention.parts.recurrent import delta_config
 from attention.parts.recurrent.gate_formulas import BetaFormula
 from attention.public.delta_rules import final_states
 from tiles import bf16, fp16
@@ -105,11 +105,11 @@ def test_as_compiled_for_hopper(as_compiled):
 
 
 NAMES = [
-    (delta_tiles.DeltaTiles(64, bf16, False), "Dk 64 bf16"),
-    (delta_tiles.NormedTiles(64, bf16, True, True), "Dk 64 bf16, gated, varlen"),
-    (delta_tiles.NormedTiles(64, fp16, False, l2norm=True), "Dk 64 fp16, l2norm"),
-    (delta_tiles.RawTiles(128, bf16, True, beta=BetaFormula(2.0)), "Dk 128 bf16, gated, beta 2.0 sigmoid"),
-    (delta_tiles.ScanTiles(128, bf16, False, consumers=2), "Dk 128 bf16, consumers 2"),
+    (delta_config.DeltaConfig(64, bf16, False), "Dk 64 bf16"),
+    (delta_config.NormedDeltaConfig(64, bf16, True, True), "Dk 64 bf16, gated, varlen"),
+    (delta_config.NormedDeltaConfig(64, fp16, False, l2norm=True), "Dk 64 fp16, l2norm"),
+    (delta_config.RawDeltaConfig(128, bf16, True, beta=BetaFormula(2.0)), "Dk 128 bf16, gated, beta 2.0 sigmoid"),
+    (delta_config.DeltaScanConfig(128, bf16, False, consumers=2), "Dk 128 bf16, consumers 2"),
 ]
 
 
@@ -121,8 +121,8 @@ def test_names_of_configurations(config, name):
 
 def test_sizes_of_configurations():
     """float16 with everything only. Two consumers have twice the columns, beside two warpgroups that work ahead."""
-    assert [*delta_tiles.delta_sizes(False)] == [(64, bf16), (128, bf16)]
-    assert {*delta_tiles.delta_sizes(True)} == {*itertools.product((64, 128), (bf16, fp16))}
-    one, two = (delta_tiles.ScanTiles(64, bf16, False, consumers=n) for n in (1, 2))
+    assert [*delta_config.delta_sizes(False)] == [(64, bf16), (128, bf16)]
+    assert {*delta_config.delta_sizes(True)} == {*itertools.product((64, 128), (bf16, fp16))}
+    one, two = (delta_config.DeltaScanConfig(64, bf16, False, consumers=n) for n in (1, 2))
     assert (one.columns, one.threads, two.columns, two.threads) == (64, 384, 128, 512)
     assert one.values.cols == 64 and two.values.cols == two.state.rows == 128 and two.key.cols == two.state.cols == 64

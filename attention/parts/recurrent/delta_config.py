@@ -17,7 +17,7 @@ from .tokens import CHUNK, COLUMNS
 
 
 @dataclass(frozen=True)
-class DeltaTiles:
+class DeltaConfig:
     """A kernel's configuration. key_dim: the channels of keys, padded. gated: are there decays?"""
 
     key_dim: int
@@ -66,7 +66,7 @@ class DeltaTiles:
 
 
 @dataclass(frozen=True)
-class NormedTiles(DeltaTiles):
+class NormedDeltaConfig(DeltaConfig):
     """A kernel's configuration. varlen: are sequences packed (cu_seqlens)? l2norm: are queries and keys divided by their L2
     norms?"""
 
@@ -75,7 +75,7 @@ class NormedTiles(DeltaTiles):
 
 
 @dataclass(frozen=True)
-class RawTiles(NormedTiles):
+class RawDeltaConfig(NormedDeltaConfig):
     """The configuration of a kernel that reads gates and beta. formula, beta: compute them from the numbers in memory; None:
     these are the gates and beta."""
 
@@ -89,7 +89,7 @@ class RawTiles(NormedTiles):
 
 
 @dataclass(frozen=True)
-class ScanTiles(RawTiles):
+class DeltaScanConfig(RawDeltaConfig):
     """The configuration of a kernel that scans sequences. consumers: warpgroups that have 64 columns of values each."""
 
     consumers: int = field(default=1, kw_only=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ops import warpgroup
 
-from .delta_tiles import DeltaTiles
+from .delta_config import DeltaConfig
 from .tokens import COLUMNS
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -19,7 +19,7 @@ OUTPUTS = 2  # dQ and dK, stored one after the other
 
 
 @dataclass(frozen=True)
-class GradientTiles(DeltaTiles):
+class DeltaGradientConfig(DeltaConfig):
     """A kernel's configuration. with_gates: is what the gates' gradients are made of stored, too?"""
 
     with_gates: bool = False
