@@ -5,7 +5,8 @@ only as far back as anything is left of what a token added.
 
 Keys are decayed to the end of the segment, where no exponent is positive, so consumers add products up and do nothing else.
 Once exp(B) is 0 in fp32 in all channels, earlier tokens are not read: that of strong gates is a chunk or two, of gentle ones a
-part of the segment, and where one channel keeps its state, all of it.
+part of the segment, and where one channel keeps its state, all of it. (Of a decay a token, recent_chunks.py counts the
+chunks beforehand.)
 
 One warpgroup, the preparer, computes b and decays the keys. Consumers, of 64 value columns each, hold the state transposed; the
 first one starts all TMA loads, so that the preparer never waits for consumers."""
@@ -26,11 +27,11 @@ from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.channel_decay import FLAG, FLAG_VEC, TOKEN_GROUP
 from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.recent_chunks import LEAST_LOG2
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from . import gla_states_hopper
 
 STAGES = gla_states_hopper.STAGES
-LEAST_LOG2 = -150.0  # exp2 of less is 0 in fp32, also if denormal numbers are kept
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def make(config: Config):
         gLocalStates: array(5), gTotalDecays: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT,
         scanned_segments: INT, heads: INT, group: INT, scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
-        """The local state of each of the first `scanned_segments` of the `segments`, and its total decay, in powers of 2, or
-        less than LEAST_LOG2 if that is less. `group` heads share a key head; each is `blocks` blocks of columns wide. scale: of
-        local states."""
+        """The local state of each of the first `scanned_segments` of the `segments`, and its total decay, in powers of 2;
+        where that is below LEAST_LOG2, any number below it. heads: of values, `group` of which share a key head, and each of
+        which is `blocks` blocks of columns wide. scale: of local states."""
         k, v, g, flag, gate_sums, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
@@ -106,9 +107,9 @@ def make(config: Config):
                     key = load(decay.group_part(keys, i, warp), decay.group_tile, fenced=False)
                     store(decay.group_part(keys, i, warp), key * exp2(before + b if REVERSE else total - b))
                 goes_on = warpgroup.reduce_any(tile_max(total) > LEAST_LOG2) and j + 1 < n
-                number = flag.claim(j)
+                flag_slot = flag.claim(j)
                 if warp == 0:
-                    store(number, zeros(FLAG_VEC) + (1.0 if goes_on else 0.0))
+                    store(flag_slot, zeros(FLAG_VEC) + (1.0 if goes_on else 0.0))
                 warpgroup.sync()  # its fence makes the keys visible to wgmma; publishing a vector has no such fence
                 flag.publish(j)
                 g.release(j)

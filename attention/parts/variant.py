@@ -1,5 +1,5 @@
 """Variants of attention as static objects: which keys a query sees (visibility.py), how a score is changed and what is added
-to the row sum (scores.py), how queries and weights are changed (key_norms.py, weight_dropout.py).
+to the row sum (scores.py), how queries and weights are changed (norms.py, weight_dropout.py).
 
     CombinedVariant(Causal(), WindowLeft())      # a causal window
     CombinedVariant(Causal(), Softcap())         # tanh of every score

@@ -1,5 +1,6 @@
 """How many chunks of a segment still count at its end. What tokens add to a state decays with all gates after them, so of a
-segment's local state only what its last chunks add is left, if its gates are not very slow."""
+segment's local state only what its last chunks add is left, if its gates are not very slow. With decays of channels,
+gla_recent_states_hopper.py finds out as it goes."""
 
 from numpy import float32, int32
 
@@ -7,21 +8,20 @@ from ops import col_index, cumsum, less, load, tile_sum, where
 from tiles import inlined
 
 from .gates import ROW_VEC
-from .tokens import CHUNK
 
 LEAST_LOG2 = -150.0  # exp2 of less is 0 in fp32, also if denormal numbers are kept
 
 
 @inlined
 def count_recent_chunks(gChunkDecays, head, first_chunk, n, is_reversed, least_log2=LEAST_LOG2):
-    """The number of chunks after which a segment of n chunks has not decayed by 2^least_log2; those are its last ones, or if
-    states go from the last token to the first, its first ones. gChunkDecays: the sum of the gates of each head and chunk, in
-    powers of 2; without them all chunks count. first_chunk: the index of the segment's first one. One warp reads the decays of
-    64 chunks at once."""
+    """How many of a segment's n chunks still count: those after whose end the segment decays by no more than 2^least_log2, its
+    last ones; or if states go from the last token to the first, its first ones. gChunkDecays: the sum of the gates of each
+    head and chunk, in powers of 2; without them all chunks count. first_chunk: the index of the segment's first one. One warp
+    reads as many decays at once as ROW_VEC has numbers."""
     count, left, decay = int32(0), int32(n), float32(0)
     goes_on = left > 0 and gChunkDecays.shape[0] > 0
     while goes_on:
-        width = int32(min(left, CHUNK))
+        width = int32(min(left, ROW_VEC.length))
         start = int32(first_chunk + (n - left if is_reversed else left - width))
         decays = load(gChunkDecays, ROW_VEC, (head, start))
         decays = where(less(col_index(ROW_VEC), float32(width)), decays, 0.0)

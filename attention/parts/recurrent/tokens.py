@@ -190,8 +190,8 @@ class SequenceLayout:
     @inlined
     def chunk_index(self, token, sequence, length):
         """The index of the chunk that starts at `token` of a sequence, where something is stored for each chunk of the batch:
-        no two chunks have the same, and some indices belong to none if sequences are packed. num_chunk_indices (plans) counts
-        them."""
+        no two chunks have the same, and some indices belong to none if sequences are packed. count_chunk_indices (plans)
+        counts them."""
         if self.varlen:
             return int32(token // CHUNK + sequence)
         else:
