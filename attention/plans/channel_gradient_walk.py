@@ -16,7 +16,7 @@ from ..kernels import channel_gradients_hopper, channel_pairs_ampere, gla_recent
 from ..kernels.channel_gradients_hopper import HALF, KEYS, VALUES
 from ..parts.recurrent.tokens import CHUNK
 from .chunk_states import merge_chunks
-from .packed_tails import plan_tails
+from .packed_tails import INPUTS, KEY_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
@@ -32,7 +32,8 @@ from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_hea
 
 STATES = "initial_state", "dstate"
 COSTS = Costs(two_consumers=1, first_pass=0.7, compose=0.3, extra_launches=3)
-WITH_TAILS = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDGates",)  # see plan_tails; dV is stored by rows
+INPUTS_WITH_TAILS = *INPUTS, ("gGates",)
+RESULTS_WITH_TAILS = *KEY_GRADIENTS, ("gDGates",)  # dV is stored by rows
 PAIR_WAVES = 4  # waves of thread blocks of the kernel for strong chunks
 
 
@@ -86,7 +87,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, scratch: S
     walk, rounded = kernel_for(channel_gradients_hopper, config, problem.device), dict(shared)
     if config.unrounded:
         rounded |= {"gDQ": None, "gDK": None}
-    copy_tails, copy_back = plan_tails(problem, rounded, scratch, WITH_TAILS)
+    copy_tails, copy_back = plan_tails(problem, rounded, scratch, INPUTS_WITH_TAILS, RESULTS_WITH_TAILS)
     steps += [*copy_tails, walk.bind(blocks, gStates=states, **end_states, **numbers, **rounded | shared), *copy_back]
     config, parts = intern_value(channel_pairs_ampere.Config, *config.fields), max(1, PAIR_WAVES * processors // blocks)
     pairs = kernel_for(channel_pairs_ampere, config, problem.device)

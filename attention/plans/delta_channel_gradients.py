@@ -22,12 +22,13 @@ from ..kernels import (
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_walk import count_parts
-from .packed_tails import plan_tails
+from .packed_tails import INPUTS, KEY_GRADIENTS, VALUE_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, sum_heads
 
-PACKED = ("gQ", "gK"), ("gV", "gDOut"), ("gGates",), ("gDQ", "gDK"), ("gDV",), ("gDGates",)  # see plan_tails
+INPUTS_WITH_TAILS = *INPUTS, ("gGates",)
+RESULTS_WITH_TAILS = *KEY_GRADIENTS, ("gDGates",), *VALUE_GRADIENTS
 PART_CHUNKS = 8  # the least chunks of a packed sequence of average length for each of its thread blocks
 
 
@@ -66,7 +67,9 @@ def plan_delta_channel_gradients(problem: Problem, arrays: Arrays, scale: float,
         outputs = {name: scratch(*head_extents, dtype=problem.dtype) for name in outputs}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers |= {"gDGates": arrays["ddecay"], "gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": gates}
-    copy_tails, finish = plan_tails(problem, buffers, scratch, PACKED)
+    copy_tails, finish = plan_tails(
+        problem, buffers, scratch, INPUTS_WITH_TAILS, RESULTS_WITH_TAILS, beta_gradient=arrays["dbeta"]
+    )
     if heads > key_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 

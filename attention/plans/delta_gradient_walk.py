@@ -25,7 +25,7 @@ from ..kernels import (
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
 from ..parts.recurrent.tokens import CHUNK
-from .packed_tails import INPUTS_AND_GRADIENTS, plan_tails
+from .packed_tails import GRADIENTS, INPUTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
@@ -78,7 +78,7 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers["gCuSeqlens"] = problem["cu_seqlens"]
-    copy_tails, finish = plan_tails(problem, buffers, scratch, INPUTS_AND_GRADIENTS)
+    copy_tails, finish = plan_tails(problem, buffers, scratch, INPUTS, GRADIENTS, beta_gradient=arrays["dbeta"])
     if wants_gates:
         dots, sums = plan_gate_sums(problem, arrays, scratch, carried_parts=1, state_parts=1, subtracts_key_dots=True)
         finish += sums

@@ -16,7 +16,7 @@ from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
 from . import recurrent_chunks
 from .chunk_states import merge_chunks
-from .packed_tails import INPUTS_AND_GRADIENTS, plan_tails
+from .packed_tails import GRADIENTS, INPUTS, plan_tails
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import (
     SWAP_STATE_AXES,
@@ -94,7 +94,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
     buffers |= {"gDQ": arrays["dq"], "gDK": arrays["dk"], "gDV": arrays["dv"], "gFirstState": end_states["dinitial_state"]}
     dots, finish = plan_gate_sums(problem, arrays, scratch, 1, 0) if with_gates else ({}, [])
     rounded: Arrays = {name: x if x and x.form.dtype == problem.dtype else None for name, x in buffers.items()}
-    copy_tails, copy_back = plan_tails(problem, rounded, scratch, INPUTS_AND_GRADIENTS)
+    copy_tails, copy_back = plan_tails(problem, rounded, scratch, INPUTS, GRADIENTS)
     walk = kernel_for(linear_gradients_hopper, config, problem.device).bind(
         sequences * heads * segments,
         length=problem.extents["seqlen"],

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
 from ..kernels import packed_tails
@@ -11,27 +12,35 @@ from ..parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 
-INPUTS_AND_GRADIENTS = ("gQ", "gK"), ("gV", "gDOut"), ("gDQ", "gDK"), ("gDV",)  # what one launch copies
+NameGroups = Sequence[tuple[str, ...]]  # the names of what one launch copies: an array, or two of the same shape
+INPUTS: NameGroups = (("gQ", "gK"), ("gV", "gDOut"))
+KEY_GRADIENTS: NameGroups = (("gDQ", "gDK"),)
+VALUE_GRADIENTS: NameGroups = (("gDV",),)
+GRADIENTS: NameGroups = (*KEY_GRADIENTS, *VALUE_GRADIENTS)
 
 
 def plan_tails(
-    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, groups: Sequence[tuple[str, ...]]
+    problem: Problem,
+    arrays: Arrays,
+    scratch: ScratchAllocator,
+    inputs: NameGroups,
+    results: NameGroups,
+    beta_gradient: Operand | None = None,
 ) -> tuple[list[Step], list[Step]]:
     """(launches that copy the tails of packed inputs, launches that copy the tails of results back), if sequences are packed.
-    arrays: those of tokens, by the names of parameters; their tails are added to it. groups: the names that one launch copies,
-    of one array or of two of the same shape."""
-    tails_of = {name: f"gTail{name[1:]}" for names in groups for name in names}
+    arrays: those of tokens, by the names of parameters; their tails are added to it. beta_gradient becomes 0 where no sequence
+    is, by the launch for the last of the results, which has as many heads."""
+    tails_of = {name: f"gTail{name[1:]}" for names in (*inputs, *results) for name in names}
     arrays |= dict.fromkeys(tails_of.values())
     if not is_varlen(problem):
         return [], []
     sequences = problem.extents["sequences"]
     steps: dict[bool, list[Step]] = {False: [], True: []}
-    for names in groups:
+    for copies_back, names in [*((False, names) for names in inputs), *((True, names) for names in results)]:
         operands_by_name = {name: x for name in names for x in [arrays[name]] if x}
         if not operands_by_name:
             continue
         form = operands_by_name[names[0]].form
-        copies_back = names[0].startswith("gD") and names[0] != "gDOut"
         operands = list(operands_by_name.values())
         length, heads, columns = form.shape[1:]
         tails = [scratch(sequences, CHUNK, heads, columns, dtype=form.dtype) for _ in operands_by_name]
@@ -45,7 +54,7 @@ def plan_tails(
             gY=operands[-1],
             gTailX=tails[0],
             gTailY=tails[-1],
-            gTokens=arrays.get("gDBeta") if names[0] == "gDV" else None,
+            gTokens=beta_gradient if copies_back and names == results[-1] else None,
             gCuSeqlens=problem["cu_seqlens"],
             length=length,
             head_blocks=head_blocks,

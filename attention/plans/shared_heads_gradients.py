@@ -18,7 +18,7 @@ from ..parts.recurrent.gates import Gate, TokenGate
 from ..parts.recurrent.gradients import HEADS, ReversedGate
 from .chunk_states import merge_chunks
 from .linear_gradient_walk import STATES, StateScan
-from .packed_tails import plan_tails
+from .packed_tails import INPUTS, VALUE_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import choose_gate, count_chunk_indices, plan_gate_sums, sum_heads, wants_value_heads
@@ -45,9 +45,6 @@ def serves_linear_shared_heads(problem: Problem, arrays: Arrays, vector_bytes: i
     assert arrays["dv"] is not None
     unrounded = wants_value_heads(arrays) or arrays["dv"].form.dtype == "float32"
     return not unrounded and serves_shared_heads(problem, vector_bytes)
-
-
-WITH_TAILS = ("gQ", "gK"), ("gV", "gDOut"), ("gDV",)  # see plan_tails; dQ and dK are stored by rows
 
 
 class BlockWork(NamedTuple):
@@ -160,7 +157,7 @@ def plan_shared_heads(
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate.kind, skip, partial, is_varlen(problem)
     config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays)
     parts = choose_parts(shares, *work)
-    copy_tails, copy_back = plan_tails(problem, buffers, scratch, WITH_TAILS)
+    copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_GRADIENTS)  # dQ, dK are stored by rows
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
     steps += [
         *copy_tails,
