@@ -61,7 +61,7 @@ class SegmentChunks(NamedTuple):
 
     @inlined
     def locate(self, j):
-        """The j-th chunk."""
+        """The HeadChunk at the j-th place of the order, counted from 0."""
         token, remaining = self.seq.chunk_start(j), self.seq.remaining(j)
         return HeadChunk(int32(self.first_chunk + j), self.head, self.key_head, token, remaining, self.seq, int32(0), int32(0))
 
