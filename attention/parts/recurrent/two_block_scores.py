@@ -5,10 +5,13 @@ kda_transform_hopper.py, kda_hopper.py). r is the middle of a block's sums b, in
 
 and the scores of keys with keys likewise, from K^. A token and channel take two exponentials. Within a block there is no factor
 between references, and the first block's K* are stored once more, decayed to the second block's reference: by a power of 2,
-which rounds nothing, and whose root they are multiplied by twice, as it may be out of the dtype's range. What goes through
-states follows by a factor for each channel,
+which rounds nothing. This factor may exceed the dtype's range, so they are multiplied by its square root twice. What goes
+through states follows by a factor for each channel,
 
     q~ = exp(r) Q^        k^ = exp(r) K^        k~ = exp(b_last - r) K*
+
+Q^, K^ and K* are q', k' and k* of channel_decay.py with the reference of a block; q~ and k^ are q' and k' where r is 0, and k~
+is k* where r is b_last.
 
 A chunk is mild if the dtype holds its decay: its references are 0, so that q~ and k^ are Q^ and K^, and there is nothing to
 rescale. Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
@@ -41,7 +44,7 @@ from .gates import LOG2_E
 from .tokens import CHUNK
 
 BLOCK = CHUNK // 2  # tokens with one reference
-HALF = 64  # channels that lie side by side in the tile of K*, the `block_keys` of channel_decay.py
+PANEL_CHANNELS = 64  # that lie side by side in the tile of K*, the `block_keys` of channel_decay.py; others are in rows below
 MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # see TwoBlockScores.min_log2_decay
 
 
@@ -58,8 +61,12 @@ class BlockReferences(NamedTuple):
 
 
 class ScoreTiles(NamedTuple):
-    """Shared tiles of a chunk: q and k, which q~ and k~ overwrite; k^; Q^ beside K^, unless the chunk is mild; K*, each half of
-    the channels in rows of its own; K* of the first block at the second one's reference."""
+    """Shared tiles of a chunk.
+
+    queries, keys: q and k, which q~ and k~ overwrite. decayed_keys: k^.
+    reads: what a token reads with: Q^ beside K^, unless the chunk is mild.
+    writes: what it is read by: K*, the second PANEL_CHANNELS channels in rows below the first.
+    far_writes: K* of the first block at the second one's reference."""
 
     queries: Any
     keys: Any
@@ -117,7 +124,7 @@ class TwoBlockScores(WarpChannels):
         first_0, last_0, first_1, last = column(b_0, 0), column(b_0, BLOCK - 1), column(b_1, 0), column(b_1, BLOCK - 1)
         halved = warpgroup.reduce_any(tile_any(less(minimum(last_0 - first_0, last - first_1), 2 * self.min_log2_decay)))
         mild = self.is_mild(last)
-        factor = 0.0 if mild else 0.25
+        factor = 0.0 if mild else 0.25  # r is the middle, rounded down to an even integer
         r_0, r_1 = (first_0 + last_0) * factor // 1 * 2.0, (first_1 + last) * factor // 1 * 2.0
         return BlockReferences(r_0, r_1, self.end_reference(last), last, halved, mild)
 
@@ -187,7 +194,7 @@ class TwoBlockScores(WarpChannels):
     @inlined
     def store_writes(self, writes, x, i, warp):
         """Write a step's K*."""
-        warps = HALF // self.warp_tile.cols
+        warps = PANEL_CHANNELS // self.warp_tile.cols
         self.store(writes, x, CHUNK // self.step * (warp // warps) + i, warp % warps)
 
     @inlined
@@ -213,9 +220,9 @@ class TwoBlockScores(WarpChannels):
     @inlined
     def issue_rows(self, reads, tiles):
         """(scores within blocks, scores of the second block with the first one), of Q^ or K^, pending."""
-        near = warpgroup.mm_ABt(subtile(reads, CHUNK, 0, HALF, 0), subtile(tiles.writes, CHUNK, 0))
-        if self.key_dim > HALF:
-            near = warpgroup.mma_ABt(near, subtile(reads, CHUNK, 0, HALF, 1), subtile(tiles.writes, CHUNK, 1))
+        near = warpgroup.mm_ABt(subtile(reads, CHUNK, 0, PANEL_CHANNELS, 0), subtile(tiles.writes, CHUNK, 0))
+        if self.key_dim > PANEL_CHANNELS:
+            near = warpgroup.mma_ABt(near, subtile(reads, CHUNK, 0, PANEL_CHANNELS, 1), subtile(tiles.writes, CHUNK, 1))
         return near, warpgroup.mm_ABt(reads, tiles.far_writes)
 
     @inlined
@@ -316,10 +323,10 @@ class SteppedScores(TwoBlockScores):
     @inlined
     def issue_block(self, tiles, block):
         """The scores within a block, pending."""
-        scores = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, block, HALF, 0), subtile(tiles.writes, BLOCK, block))
-        if self.key_dim > HALF:
+        scores = warpgroup.mm_ABt(subtile(tiles.reads, CHUNK, block, PANEL_CHANNELS, 0), subtile(tiles.writes, BLOCK, block))
+        if self.key_dim > PANEL_CHANNELS:
             writes = subtile(tiles.writes, BLOCK, CHUNK // BLOCK + block)
-            scores = warpgroup.mma_ABt(scores, subtile(tiles.reads, CHUNK, block, HALF, 1), writes)
+            scores = warpgroup.mma_ABt(scores, subtile(tiles.reads, CHUNK, block, PANEL_CHANNELS, 1), writes)
         return scores
 
     @inlined
