@@ -103,7 +103,8 @@ class WorkerChunks(NamedTuple):
 
     @inlined
     def locate(self, j):
-        """The j-th chunk. One that the head does not have is of zeros, and stored behind those of all sequences."""
+        """The HeadChunk at the j-th place of the worker's order. One that the head does not have is of zeros, and stored behind
+        those of all sequences."""
         args = self.args
         item, step = divmod(j, args.item_chunks)
         index = int32(args.workers * item + self.worker)
