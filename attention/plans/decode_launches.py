@@ -151,16 +151,12 @@ class SplitKernel(NamedTuple):
     decode_ampere or decode_hopper. fields: of its config_for. final, partial: the outputs of blocks that read all keys of their
     rows, and a part of them. sink: what is added to a softmax."""
 
+    gpu: Any
     module: ModuleType
     fields: dict[str, Any]
     final: FinalOutput
     partial: PartialOutput
     sink: Variant
-
-    @property
-    def final_or_partial(self) -> FinalOrPartialOutput:
-        """The output of blocks of which some read all keys of their rows, and others a part of them."""
-        return FinalOrPartialOutput(self.final, self.partial)
 
     def config_for(self, split: type[FixedSplits], window: KeyWindow, result: Any, **fields: Any) -> Any:
         """The configuration with a split. fields: further ones of the kernel's config_for."""
@@ -170,13 +166,13 @@ class SplitKernel(NamedTuple):
 
 class SplitChoice(NamedTuple):
     """How keys are split among thread blocks. count_per_head: the splits of each sequence, or with stream-K the shares of all
-    sequences, for a head and a tile of rows. window: the keys that tokens see, as this split computes them. few_keys: does each
-    block have all keys of a sequence, and are these few?"""
+    sequences, for a head and a tile of rows. window: the keys that tokens see, as this split computes them. config: the
+    kernel's."""
 
     split: type[FixedSplits]
     count_per_head: int
     window: KeyWindow
-    few_keys: bool = False
+    config: Any
 
 
 class PartialLayout(NamedTuple):
@@ -190,23 +186,27 @@ class PartialLayout(NamedTuple):
 
 
 def choose_split(
-    problem: Problem, kernel: SplitKernel, splits: int | None, window: KeyWindow, visible: int, row_tiles: int, kv: int
+    problem: Problem, kernel: SplitKernel, splits: int | None, window: KeyWindow, visible: int, row_tiles: int, config: Any
 ) -> SplitChoice:
     """The SplitChoice of a call: by default stream-K, if there are several sequences of different lengths. splits: what the
-    caller asks for. visible: the most keys that a tile of rows sees. kv: keys of a tile without stream-K."""
+    caller asks for. visible: the most keys that a tile of rows sees. config: for blocks that have all keys of a sequence."""
     batch, kv_heads = problem("batch", "heads_k")
-    blocks, processors = batch * kv_heads * row_tiles, machine(problem.device).processors
-    if splits is not None:
-        return SplitChoice(FixedSplits, splits, window)
-    if "lengths" not in problem or "cu_seqlens" in problem or batch <= 1:
-        return SplitChoice(FixedSplits, choose_split_count(blocks, -(-visible // kv), processors), window)
+    blocks, processors = batch * kv_heads * row_tiles, kernel.gpu.processors
+    if splits is not None or "lengths" not in problem or "cu_seqlens" in problem or batch <= 1:
+        count = choose_split_count(blocks, -(-visible // config.kv), processors) if splits is None else splits
+        if count == 1:
+            return SplitChoice(FixedSplits, 1, window, config)
+        return SplitChoice(FixedSplits, count, window, kernel.config_for(FixedSplits, window, kernel.partial))
     if kernel.module is decode_ampere and visible <= FEW_KEYS and blocks >= MANY_BLOCKS * processors:
-        return SplitChoice(FixedSplits, 1, window, few_keys=True)
+        config = kernel.config_for(FixedSplits, window, kernel.final, few_keys=True)
+        return SplitChoice(FixedSplits, 1, window, config)
     if "k_new" in problem:
         window = GrowingKeyWindow(window.left, window.right, window.padded)
-    places = kernel.config_for(StreamKSplits, window, kernel.final_or_partial).ctas_per_sm * processors
-    shares = choose_share_count(kv_heads * row_tiles, places)
-    return SplitChoice(FixedSplits if shares == 1 else StreamKSplits, shares, window)
+    config = kernel.config_for(StreamKSplits, window, FinalOrPartialOutput(kernel.final, kernel.partial))
+    shares = choose_share_count(kv_heads * row_tiles, config.ctas_per_sm * processors)
+    if shares == 1:
+        return SplitChoice(FixedSplits, 1, window, kernel.config_for(FixedSplits, window, kernel.final))
+    return SplitChoice(StreamKSplits, shares, window, config)
 
 
 def plan_split_kv(
@@ -233,24 +233,20 @@ def plan_split_kv(
     config = kernel.config_for(FixedSplits, window, kernel.final)
     # packed: no two sequences share a tile, so each may add one
     row_tiles = rows // config.tile_rows + problem.extents["sequences"] if packed else -(-rows // config.tile_rows)
-    choice = choose_split(problem, kernel, options.splits, window, visible, row_tiles, config.kv)
+    choice = choose_split(problem, kernel, options.splits, window, visible, row_tiles, config)
+    config = choice.config
     args: dict[str, Any] = {"heads": kv_heads, "group": group, "scale": spec.unit * LOG2_E}
     args |= {"sequences": batch, "tokens": tokens, "splits": choice.count_per_head}
     out_args: dict[str, Any] = {"out": _group_heads(out, 2, group), "lse": lse and _group_heads(lse, 1, group)}
     out_args |= {"sinks": problem["sink"], "per_sink": 1 / spec.unit} if "sink" in problem else {}
     steps: list[Step] = []
     scratch, blocks = append.scratch, batch
-    if choice.count_per_head == 1:
-        few_keys = {"few_keys": True} if choice.few_keys else {}
-        config = kernel.config_for(FixedSplits, choice.window, kernel.final, **few_keys)
-    else:
+    if choice.count_per_head != 1:
         stream_k = choice.split is StreamKSplits
-        result = kernel.final_or_partial if stream_k else kernel.partial
-        config = kernel.config_for(choice.split, choice.window, result)
-        split, blocks, parts, combined = _lay_out_partials(choice, batch, config.kv)
+        split, blocks, parts, combined = _lay_out_partials(choice, batch)
         keeps_sums = kernel.partial.keeps_sums
         partial_args, scratch = allocate_partials(problem, (*parts, kv_heads, rows), value_dim, keeps_sums, scratch)
-        pdl = machine(problem.device).target.has_early_launch
+        pdl = kernel.gpu.target.has_early_launch
         last = decode_combine.Config(DTYPES[problem.dtype], kernel.sink, split, pdl, keeps_sums)
         combine_args = partial_args | args | out_args | (key_args if stream_k else {})
         steps.append(combine_partials(problem, last, combined * kv_heads, rows, value_dim, combine_args))
@@ -318,17 +314,18 @@ def _select_kernel(
         fields |= {"pdl": gpu.target.has_early_launch}
     partial = (PackedPartialOutput if packed else PartialOutput)(dtype, vector_bytes, variant.allows_low_scores)
     sink = Sink() if "sink" in problem else Variant()
-    return SplitKernel(decode_hopper if use_hopper else decode_ampere, fields, FinalOutput(dtype, vector_bytes), partial, sink)
+    module, final = decode_hopper if use_hopper else decode_ampere, FinalOutput(dtype, vector_bytes)
+    return SplitKernel(gpu, module, fields, final, partial, sink)
 
 
-def _lay_out_partials(choice: SplitChoice, batch: int, kv: int) -> PartialLayout:
-    """The PartialLayout of a call with several splits or shares. kv: keys of a tile."""
+def _lay_out_partials(choice: SplitChoice, batch: int) -> PartialLayout:
+    """The PartialLayout of a call with several splits or shares."""
     count = choice.count_per_head
     if choice.split is not StreamKSplits:
         return PartialLayout(FixedSplits(), batch * count, (count, batch), batch)
     # see StreamKSplits.parts_of: one for each sequence, or for each end of a share but the last
     combined = batch if batch <= count else count - 1
-    return PartialLayout(StreamKSplits(choice.window, kv), count, (count + batch, 1), combined)
+    return PartialLayout(StreamKSplits(choice.window, choice.config.kv), count, (count + batch, 1), combined)
 
 
 def allocate_partials(
