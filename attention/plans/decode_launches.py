@@ -147,9 +147,9 @@ def prefers_split_kv(problem: Problem, queries: int, keys: int, left: int | None
 
 
 class SplitKernel(NamedTuple):
-    """The kernel that serves a call by split-KV, with what of its configuration does not depend on the split. module:
-    decode_ampere or decode_hopper. fields: of its config_for. final, partial: the outputs of blocks that read all keys of their
-    rows, and a part of them. sink: what is added to a softmax."""
+    """The kernel that serves a call by split-KV, with what of its configuration does not depend on the split. gpu: it
+    runs there. module: decode_ampere or decode_hopper. fields: of its config_for. final, partial: the outputs of blocks that
+    read all keys of their rows, and a part of them. sink: what is added to a softmax."""
 
     gpu: Any
     module: ModuleType
