@@ -184,6 +184,9 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("decay", "ddecay", "dinitial_z", "dinitial_state"), {"grads": BOTH, "normalize": True}),
     ],
+    "linear_backward_from_segments": [
+        NewLengths(("decay", "dstate"), {"grads": "ddecay"}, {"heads_k": 8}, axes={"decay": TOKEN_GATES}),
+    ],
     "linear_step": [PLAIN],
     "linear_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"l2norm": True})],
     "linear_step_raw": [RAW],

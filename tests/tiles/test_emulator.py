@@ -184,7 +184,7 @@ SNIPPETS = {  # name: (PTX that makes o of x and y and the thread's number, what
         "red.global.add.v4.f32 [s], {c, c, c, c}; bar.warp.sync -1; ld.global.b32 o, [%p2];",
         np.where(LANE < 16, 0x41000000, 0)),
     "nothing that shows": (
-        "prefetch.global.L2 [%a0]; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
+        "prefetch.global.L2 [%a0]; fence.acq_rel.gpu; griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 o, x;", x),
     "an mbarrier that goes": (
         ".reg .b32 s; .reg .pred p; mov.u32 s, dynamic_smem; setp.eq.u32 p, %t, 0; @p mbarrier.init.shared.b64 [s], 1;"
         "bar.warp.sync -1; @p mbarrier.inval.shared.b64 [s]; bar.warp.sync -1; @p st.shared.b32 [s], x; mov.b32 o, x;", x),
