@@ -32,6 +32,7 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
+    """Both configurations, of GPUs whose chunk kernels cut sequences into long segments."""
     if target.has_wgmma:
         yield from map(Config, (False, True))
 

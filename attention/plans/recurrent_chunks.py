@@ -250,22 +250,19 @@ def plan_chunk_decays(
     chunks = problem.extents["batch"] * count_chunks(problem.extents)
     if chunks < MIN_RECENT_CHUNKS * sequences * segments:
         return [], None
-    decays, splits, groups = scratch(heads, chunks), -(-chunks // sequences), -(-heads // HEADS)
-    warps, kernel = (
-        sequences * splits * groups,
-        kernel_for(chunk_decays, intern_value(chunk_decays.Config, config.varlen), problem.device),
-    )
-    step = kernel.bind(
-        -(-warps // chunk_decays.WARPS),
-        gGates=gates,
-        gChunkDecays=decays,
-        gCuSeqlens=problem["cu_seqlens"],
-        length=length,
-        splits=splits,
-        groups=groups,
-        warps=warps,
-    )
+    decays, numbers = scratch(heads, chunks), divide_chunks(problem, chunks)
+    kernel = kernel_for(chunk_decays, intern_value(chunk_decays.Config, config.varlen), problem.device)
+    arrays: Arrays = {"gGates": gates, "gChunkDecays": decays, "gCuSeqlens": problem["cu_seqlens"]}
+    step = kernel.bind(-(-numbers["warps"] // chunk_decays.WARPS), length=length, **numbers, **arrays)
     return [step], decays
+
+
+def divide_chunks(problem: Problem, chunks: int) -> dict[str, int]:
+    """The numbers of kernels of which a warp has one of `splits` parts of the chunks of a sequence, for one of `groups` groups
+    of HEADS heads (gradients.py). chunks: how many chunk indices there are."""
+    heads, sequences = problem("heads", "sequences")
+    splits, groups = -(-chunks // sequences), -(-heads // HEADS)
+    return {"splits": splits, "groups": groups, "warps": sequences * splits * groups}
 
 
 def launch_scan(

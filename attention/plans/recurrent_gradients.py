@@ -12,7 +12,7 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import chunk_ampere, chunk_hopper, gate_gradient, sum_head_groups
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
-from ..parts.recurrent.gradients import HEADS, GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
+from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
 from .partial_sums import sum_partials
@@ -233,20 +233,17 @@ def plan_gate_sums(
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     chunks, per_head = count_chunk_indices(problem), len(decay.form.shape) == 1
     dots = gate_dots(problem, scratch, carried_parts, state_parts, row_parts, subtracts_key_dots)
-    groups, splits = -(-heads // HEADS), -(-chunks // sequences)
-    warps = sequences * splits * groups
-    partial = scratch(sequences * splits, heads) if per_head else None
+    numbers = recurrent_chunks.divide_chunks(problem, chunks)
+    partial = scratch(sequences * numbers["splits"], heads) if per_head else None
     kernel = kernel_for(gate_gradient, intern_value(gate_gradient.Config, per_head, is_varlen(problem)), problem.device)
     step = kernel.bind(
-        -(-warps // gate_gradient.WARPS),
+        -(-numbers["warps"] // gate_gradient.WARPS),
         gGates=spread_to_tokens(problem, decay),
         gGradient=None if per_head else gradient,
         gPartial=partial,
         gCuSeqlens=problem["cu_seqlens"],
         length=length,
-        splits=splits,
-        groups=groups,
-        warps=warps,
+        **numbers,
         **{"gKeyDots": None, "gStateDots": None} | split_row_parts(dots, row_parts),
     )
     return dots, [step, sum_partials(problem, partial, gradient)] if partial else [step]

@@ -15,12 +15,12 @@ from tiles.launching.lengths import watched_function
 from ..kernels import gate_sums, shared_heads_gradients_hopper
 from ..kernels.shared_heads_gradients_hopper import CHUNK, COLUMNS, KEY_DIMS, STATE_WARPS
 from ..parts.recurrent.gates import Gate, TokenGate
-from ..parts.recurrent.gradients import HEADS, ReversedGate
+from ..parts.recurrent.gradients import ReversedGate
 from .chunk_states import merge_chunks
 from .linear_gradient_walk import STATES, StateScan
 from .packed_tails import INPUTS, VALUE_GRADIENTS, plan_tails
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, divide_chunks, intern_value
 from .recurrent_gradients import choose_gate, count_chunk_indices, plan_gate_sums, sum_heads, wants_value_heads
 
 # Value heads of a key head, at least. Of 32 heads of 128 with decays, B 8, S 2048, groups of 2, 4, 16 take 0.651, 0.588, 0.529
@@ -100,20 +100,17 @@ def plan_gate_sums_of_chunks(
     gate, inputs = gates
     if not gate.kind:
         return [], None, gate, None
-    heads, sequences, length = problem("heads", "sequences", "seqlen")
+    heads, length = problem("heads", "seqlen")
     chunks, decays = count_chunk_indices(problem), gates.arrays["gGates"]
     sums = scratch(chunks, heads, CHUNK * (1 + gate.weighted))
     outputs: Arrays = {"gSums": sums}
     if gate.weighted:
         outputs["gDecays"] = decays = scratch(problem.extents["batch"], length, heads)
-    splits, groups = -(-chunks // sequences), -(-heads // HEADS)
-    warps, config = sequences * splits * groups, intern_value(gate_sums.Config, gate, is_varlen(problem))
+    numbers, config = divide_chunks(problem, chunks), intern_value(gate_sums.Config, gate, is_varlen(problem))
     step = kernel_for(gate_sums, config, problem.device).bind(
-        -(-warps // gate_sums.WARPS),
+        -(-numbers["warps"] // gate_sums.WARPS),
         length=length,
-        splits=splits,
-        groups=groups,
-        warps=warps,
+        **numbers,
         gCuSeqlens=problem["cu_seqlens"],
         **inputs,
         **outputs,
