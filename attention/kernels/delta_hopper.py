@@ -108,8 +108,8 @@ def make(config: Config):
         params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
-        its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
-        columns wide."""
+        its own. gInitialState: the state before each segment. `group` value heads share one of the `heads` of keys;
+        each is `blocks` blocks of columns wide."""
         memory = smem.open()
         q, k, v, t, p, beta = memory.q, memory.k, memory.v, memory.t, memory.p, memory.beta
         b, exp_b, edge_decay, norm_rings = memory.b, memory.exp_b, memory.edge_decay, memory[NORM_RINGS:]
