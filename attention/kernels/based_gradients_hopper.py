@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from numba import cuda
 
 from ops import (
-    divmod,
     finish_sum,
     fma,
     lane_sum,
@@ -99,21 +98,22 @@ class BasedQueryGradients(Config):
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_queries(
             gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDQ: GRADIENTS, gWeights: array(3), gDNormalizers: array(3),
-            gInitialState: array(4), gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+            gInitialState: array(4), gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT,
+            scale: FLOAT,
         ):  # fmt: skip
-            """dq of a sequence and one of the `heads`, of which `group` share a key head. Writes w and -w dO . O."""
+            """dq of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head. Writes w
+            and -w dO . O. gInitialState, gInitialZ: before each segment."""
             tiles = smem.open()
             q, k, v, do, state, features, gradients = tiles
-            sequence, head = divmod(cuda.blockIdx.x, heads)
-            seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
                 walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group)
             else:
                 warpgroup.claim_registers(CONSUMER_REGISTERS)
-                s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
+                s_t = warpgroup.load(gInitialState, STATE, (slot, head, 0, 0), rows=3, cols=2)
                 if NORMALIZE:
-                    n_earlier, z, zz = load_key_sums(gInitialZ, sequence, head)
+                    n_earlier, z, zz = load_key_sums(gInitialZ, slot, head)
                 warpgroup.store(state, s_t)
                 warpgroup.sync()
                 for j in range(n):
@@ -155,7 +155,8 @@ class BasedQueryGradients(Config):
                     k.release(j)
                     v.release(j)
                     do.release(j)
-                walk.zero_padding(gDQ, gCuSeqlens, sequence, length, head)
+                if slot + 1 == segments * (sequence + 1):
+                    walk.zero_padding(gDQ, gCuSeqlens, sequence, length, head)
 
         return differentiate_queries, smem
 
@@ -181,22 +182,22 @@ class BasedKeyGradients(Config):
         def differentiate_keys(
             gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDK: GRADIENTS, gDV: array(4, INPUT), gWeights: array(3),
             gDNormalizers: array(3), gDState: array(4), gDZ: array(3), gDInitialState: array(4), gDInitialZ: array(3),
-            gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, scale: FLOAT,
+            gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
-            """dk and dv of a sequence and one of the `heads`, of which `group` share a key head, and the gradients of the
-            state before it, from those of the state after it."""
+            """dk and dv of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head, from
+            gDState and gDZ, the gradients of the state after each segment, the last one first; and the gradients of the state
+            before the sequence."""
             tiles = smem.open()
             q, k, v, do, state, features, gradients, weighted = tiles
-            sequence, head = divmod(cuda.blockIdx.x, heads)
-            seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
+            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
                 walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group)
             else:
                 warpgroup.claim_registers(CONSUMER_REGISTERS)
-                ds_t = warpgroup.load(gDState, STATE, (sequence, head, 0, 0), rows=3, cols=2)
+                ds_t = warpgroup.load(gDState, STATE, (slot, head, 0, 0), rows=3, cols=2)
                 if NORMALIZE:
-                    n_later, z, zz = load_query_sums(gDZ, sequence, head)
+                    n_later, z, zz = load_query_sums(gDZ, slot, head)
                 for j in range(n):
                     token = seq.chunk_start(j)
                     queries, keys, values, douts = q.wait(j), k.wait(j), v.wait(j), do.wait(j)
@@ -236,12 +237,13 @@ class BasedKeyGradients(Config):
                     k.release(j)
                     v.release(j)
                     do.release(j)
-                warpgroup.store(gDInitialState, ds_t, (sequence, head, 0, 0), rows=3, cols=2)
-                if NORMALIZE:
-                    unused = load(gDZ, SQUARE.col_vec, (sequence, head, BASE * HALF), cols=2)
-                    store_sums(gDInitialZ, sequence, head, n_later, z, zz, 1.0, unused)
-                walk.zero_padding(gDK, gCuSeqlens, sequence, length, head)
-                seq_layout.zero_padding(gDV, gCuSeqlens, sequence, length, head, 0)
+                if slot + 1 == segments * (sequence + 1):
+                    warpgroup.store(gDInitialState, ds_t, (sequence, head, 0, 0), rows=3, cols=2)
+                    if NORMALIZE:
+                        unused = load(gDZ, SQUARE.col_vec, (slot, head, BASE * HALF), cols=2)
+                        store_sums(gDInitialZ, sequence, head, n_later, z, zz, 1.0, unused)
+                    walk.zero_padding(gDK, gCuSeqlens, sequence, length, head)
+                    seq_layout.zero_padding(gDV, gCuSeqlens, sequence, length, head, 0)
 
         return differentiate_keys, smem
 

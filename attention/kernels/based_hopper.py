@@ -90,14 +90,14 @@ def make(config: Config):
     def scan(
         gQ: KEYS, gK: KEYS, gV: tiled(config.value, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gInitialZ: array(3), gFinalState: array(4), gFinalZ: array(3), gCuSeqlens: ENDS,
-        length: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
+        length: INT, segments: INT, heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The outputs and the final state of one of the `heads`, of which `group` share a key head, for one of `columns` blocks
-        of 64 value columns."""
+        """The outputs of one of the `segments` of a sequence and of one of the `heads`, of which `group` share a key head, for
+        one of `columns` blocks of 64 value columns. The last segment stores the final state. gInitialState, gInitialZ: before
+        each segment."""
         q, k, v, state, features, out = smem.open()
-        batch_head, column = divmod(cuda.blockIdx.x, columns)
-        sequence, head = divmod(batch_head, heads)
-        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        index, column = divmod(cuda.blockIdx.x, columns)
+        sequence, slot, head, seq = seq_layout.locate_segment(index, gCuSeqlens, length, segments, heads)
         n = seq.num_chunks()
         if warpgroup.id() == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
@@ -109,9 +109,9 @@ def make(config: Config):
                 v.fill(j, gV, (seq.batch, token, head, column))
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+            s_t = warpgroup.load(gInitialState, STATE, (slot, head, 0, COLUMNS * column), rows=3, cols=2)
             if NORMALIZE:
-                n_earlier, z, zz = load_key_sums(gInitialZ, sequence, head)
+                n_earlier, z, zz = load_key_sums(gInitialZ, slot, head)
             warpgroup.store(state, s_t)
             warpgroup.sync()
             for j in range(n):
@@ -143,10 +143,11 @@ def make(config: Config):
                 warpgroup.sync()
                 k.release(j)
                 v.release(j)
-            warpgroup.store(gFinalState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
-            seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
-            if NORMALIZE and column == 0:
-                n_tokens, unused = n_earlier + float32(seq.end - seq.start), zeros(COL_VEC)
-                store_sums(gFinalZ, sequence, head, n_tokens, z, zz, 0.5, unused)  # f(k) halves squares
+            if slot + 1 == segments * (sequence + 1):
+                warpgroup.store(gFinalState, s_t, (sequence, head, 0, COLUMNS * column), rows=3, cols=2)
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
+                if NORMALIZE and column == 0:
+                    n_tokens, unused = n_earlier + float32(seq.end - seq.start), zeros(COL_VEC)
+                    store_sums(gFinalZ, sequence, head, n_tokens, z, zz, 0.5, unused)  # f(k) halves squares
 
     return scan, smem

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
 from ops import divmod, exp2, load, store
 from tiles import fp32, inlined, rt
@@ -25,24 +25,25 @@ PREFETCHED = 4  # segments whose loads are in flight
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. per_channel: does each channel have a decay of its own?"""
+    """A kernel's configuration. per_channel: does each channel have a decay of its own? decays: is there any?"""
 
     per_channel: bool
+    decays: bool = True
     threads = LANES
 
     def __str__(self):
-        return f"starts{', decays of channels' * self.per_channel}"
+        return f"starts{', decays of channels' * self.per_channel}{', no decays' * (not self.decays)}"
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations, for one decay of all channels and for a decay of each."""
-    yield from (Config(False), Config(True))
+    """The configurations, for one decay of all channels, for a decay of each, and for none."""
+    yield from (Config(False), Config(True), Config(False, decays=False))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    PER_CHANNEL, ROW_VEC = config.per_channel, TILE.row_vec
+    PER_CHANNEL, DECAYS, ROW_VEC = config.per_channel, config.decays, TILE.row_vec
 
     @inlined
     def load_segment(gLocalStates, gTotalDecays, sequence, head, n, row, col):
@@ -50,8 +51,10 @@ def make(config: Config):
         local = load(gLocalStates, TILE, (sequence, head, n, row, col), aligned=True)
         if PER_CHANNEL:
             return exp2(load(gTotalDecays, ROW_VEC, (sequence, head, n, col))), local
-        else:
+        elif DECAYS:
             return exp2(gTotalDecays[sequence, head, n, 0]), local
+        else:
+            return float32(1.0), local
 
     @inlined
     def advance(state, segment, gSegmentStates, n, last, first, head, row, col):

@@ -1,5 +1,8 @@
-"""The plan of Based's gradients: on Hopper two walks (based_gradients_hopper.py); elsewhere, and for values of more than 64
-columns, those of linear attention with its 160 features as queries and keys, between the two kernels of based_gradients.py."""
+"""The plan of Based's gradients: on Hopper two walks (based_gradients_hopper.py), whose sequences are cut into segments if they
+are few and long; elsewhere, and for values of more than 64 columns, those of linear attention with its 160 features as queries
+and keys, between the two kernels of based_gradients.py."""
+
+from typing import Any
 
 from ops.for_attention.taylor_features import FEATURES
 from tiles.calls.plan import Fill, Plan, Step
@@ -10,12 +13,14 @@ from tiles.launching.launch import kernel_for
 from ..kernels.based_gradients import TOKENS, BasedFeatureGradients, BasedFeatures
 from ..kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
 from ..parts.recurrent.tokens import COLUMNS
+from .based_chunks import BasedSegments, count_segments
 from .normalizer_gradients import plan_normalized_gradients
 from .recurrent_checks import DTYPES, is_varlen
-from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
+from .recurrent_chunks import Arrays, Costs, ScratchAllocator, intern_value
 from .recurrent_gradients import partial_gradients, sum_heads
 from .token_loop_gradients import plan_linear_gradients
 
+GRADIENT_COSTS = Costs(two_consumers=1, first_pass=0.3, compose=0.15, extra_launches=3)
 SQUARES = {"q": 1.0, "k": 0.5}  # what squares among features are multiplied by
 
 
@@ -68,12 +73,24 @@ def _plan_walks(problem: Problem, scale: float, normalize: bool, results: Arrays
     arrays: Arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDOut": problem["dout"]}
     arrays |= {name: scratch(*tokens) if normalize else None for name in ("gWeights", "gDNormalizers")}
     arrays["gCuSeqlens"] = problem["cu_seqlens"]
-    starts = {"gDQ": outputs["dq"], "gInitialState": problem["initial_state"], "gInitialZ": problem["initial_z"]}
-    ends = {"gDK": outputs["dk"], "gDV": problem["dv"], "gDState": problem["dstate"], "gDZ": problem["dz"]}
-    ends |= {"gDInitialState": results["dinitial_state"], "gDInitialZ": results["dinitial_z"]}
-    sizes = {"length": problem.extents["seqlen"], "heads": heads, "group": heads // key_heads, "scale": scale}
+    segments = count_segments(problem, 1, GRADIENT_COSTS)
+    states = BasedSegments(problem, normalize, segments, scratch)
+    sizes = {"length": problem.extents["seqlen"], "segments": segments, "heads": heads, "group": heads // key_heads}
     steps: list[Step] = []
-    for walk, own_arrays in ((BasedQueryGradients, starts), (BasedKeyGradients, ends)):
+
+    def launch(walk: Any, own_arrays: Arrays) -> Step:
         config = intern_value(walk, *fields)
-        steps.append(kernel_for(config, config, problem.device).bind(sequences * heads, **arrays, **own_arrays, **sizes))
+        kernel = kernel_for(config, config, problem.device)
+        return kernel.bind(sequences * heads * segments, **sizes, scale=scale, **arrays, **own_arrays)
+
+    keys: Arrays = {"gX": problem["k"], "gV": problem["v"]}
+    new_steps, state, z = states.find_states(problem["initial_state"], problem["initial_z"], False, 1.0, **keys)
+    starts = {"gDQ": outputs["dq"], "gInitialState": state, "gInitialZ": z}
+    steps += [*new_steps, launch(BasedQueryGradients, starts)]
+    queries: Arrays = {"gX": problem["q"], "gV": problem["dout"]}
+    queries |= {name: arrays[name] for name in ("gWeights", "gDNormalizers")}
+    new_steps, state, z = states.find_states(problem["dstate"], problem["dz"], True, scale, **queries)
+    ends = {"gDK": outputs["dk"], "gDV": problem["dv"], "gDState": state, "gDZ": z}
+    ends |= {"gDInitialState": results["dinitial_state"], "gDInitialZ": results["dinitial_z"]}
+    steps += [*new_steps, launch(BasedKeyGradients, ends)]
     return steps + [step for name in outputs if sums_heads for step in sum_heads(problem, outputs[name], problem[name])]

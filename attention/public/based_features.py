@@ -6,13 +6,12 @@ from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles.calls import torch_op
 from tiles.calls.plan import Plan
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.launch import kernel_for
 
 from ..families import require_hopper
-from ..kernels import based_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans import recurrent_checks
+from ..plans.based_chunks import plan_based
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from .based_gradients import BASED_DERIVATIVE
 
@@ -95,10 +94,7 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
     """The Plan of a call of based. The schema's `state` and `z` are results, which a caller cannot pass."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
-    config = based_hopper.Config(recurrent_checks.DTYPES[problem.dtype], normalize, recurrent_checks.is_varlen(problem))
-    batch, length, heads, key_heads, key_dim, value_dim, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
-    )
+    batch, length, heads, key_dim, sequences = problem("batch", "seqlen", "heads", "key_dim", "sequences")
     if key_dim != BASE:
         raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
     if problem.extents["features"] != FEATURES:
@@ -108,22 +104,4 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
         if return_state and sequences and heads:
             raise ValueError(f"return_state: there must be a token: q.shape={problem.shape('q')}")
         return Plan([])
-    columns = -(-value_dim // based_hopper.COLUMNS)
-    launch = kernel_for(based_hopper, config, problem.device).bind(
-        sequences * heads * columns,
-        gQ=problem["q"],
-        gK=problem["k"],
-        gV=problem["v"],
-        gO=problem["out"],
-        gInitialState=problem["initial_state"],
-        gInitialZ=problem["initial_z"],
-        gFinalState=problem["state"] if return_state else None,
-        gFinalZ=problem["z"] if return_state and normalize else None,
-        gCuSeqlens=problem["cu_seqlens"],
-        length=length,
-        heads=heads,
-        columns=columns,
-        group=heads // key_heads,
-        scale=scale,
-    )
-    return Plan([launch])
+    return plan_based(problem, scale, normalize, return_state)

@@ -8,6 +8,9 @@ import pytest
 
 from attention import reference
 from attention.kernels import based_hopper as module
+from attention.plans import recurrent_chunks
+from attention.plans.based_chunks import COSTS
+from attention.plans.based_gradients import GRADIENT_COSTS
 from attention.public.based_features import based
 from tiles import bf16
 from tiles.compiling.compiler import compile_kernel
@@ -140,6 +143,25 @@ def test_packed_sequences(place, normalize):
                 np.testing.assert_array_equal(place.get(outputs)[n], place.get(want)[0])
         else:
             assert not place.get(actual[0])[n].any()
+
+
+def test_states_of_segments(place, monkeypatch, nothing_known):
+    """Sequences that are cut into more segments than they have chunks, so that one has no tokens."""
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: 3)
+    test_states(place, 70)
+
+
+def test_packed_sequences_in_segments(place, monkeypatch, nothing_known):
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: 2)
+    test_packed_sequences(place, True)
+
+
+@pytest.mark.parametrize("costs", [COSTS, GRADIENT_COSTS])
+def test_which_sequences_are_cut(costs):
+    """Few long ones, so that blocks fill an H200, where 264 run at once."""
+    assert recurrent_chunks.choose_segments(256, 1, 1, 32, 264, costs) == 1
+    assert recurrent_chunks.choose_segments(32, 1, 1, 512, 264, costs) == 8
+    assert 16 <= recurrent_chunks.choose_segments(4, 1, 1, 512, 264, costs) <= 66
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import tiles
 from attention import reference
 from attention.kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
 from attention.parts.recurrent.tokens import COLUMNS
-from attention.plans import based_gradients
+from attention.plans import based_gradients, recurrent_chunks
 from attention.reference.based_gradients import based_features
 from tiles.launching.arguments import array, declared
 
@@ -134,10 +134,24 @@ def test_packed_sequences_among_poison(place, monkeypatch, normalize):
             assert (outputs[name][:, packing.nobodys] == 0).all(), name
 
 
-def test_as_compiled(as_compiled):
+@pytest.mark.parametrize(("length", "normalize", "segments"), [(150, True, 4), (130, False, 2)])
+def test_segments(place, monkeypatch, nothing_known, length, normalize, segments):
+    """Walks of sequences that are cut into segments, some of which have no tokens if there are more than chunks."""
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: segments)
+    check(place, case(length, normalize, heads=1))
+
+
+def test_packed_sequences_in_segments(place, monkeypatch, nothing_known):
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: 2)
+    test_packed_sequences_among_poison(place, monkeypatch, True)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+def test_as_compiled(as_compiled, monkeypatch, segments):
     """The PTX of Hopper's kernels."""
     as_compiled("sm_90a")
-    check(OnInterpreter(), case(20, True, heads=1))
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: segments)
+    check(OnInterpreter(), case(20 if segments == 1 else 70, True, heads=1))
 
 
 def test_outputs_and_options():
