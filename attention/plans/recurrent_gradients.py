@@ -52,15 +52,18 @@ class GradientScan(NamedTuple):
         config = intern_value(chunk_hopper.Config, padded, consumers, dtype, gate, result, is_varlen(problem))
         return config if config.supports_result else dataclasses.replace(config, consumers=1)
 
-    def plan(
+    def count_segments(self, problem: Problem, vector_bytes: int) -> int:
+        """The number of segments into which each sequence is cut."""
+        return recurrent_chunks.count_segments(problem, self.config(problem, vector_bytes), self.width)
+
+    def find_states(
         self, problem: Problem, scale: float, vector_bytes: int, arrays: Arrays, scratch: Callable[..., Operand]
-    ) -> list[Step]:
-        """The launches for these arrays, by the names of the kernel's parameters: one; if few long sequences are cut into
-        segments, also those that compute the states before segments."""
-        config = self.config(problem, vector_bytes)
-        segments = recurrent_chunks.count_segments(problem, config, self.width)
+    ) -> tuple[list[Step], "SegmentStates"]:
+        """(the launches that compute the states before segments, what the scan takes of these). The arguments are those of
+        plan."""
+        segments = self.count_segments(problem, vector_bytes)
         if segments == 1:
-            return [launch_scan(problem, config, self.width, 1, 1, arrays, scale)]
+            return [], SegmentStates(1, {})
         sequences, heads = problem("sequences", "heads")
         local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, self.columns, self.key_dim)}
         local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
@@ -71,12 +74,45 @@ class GradientScan(NamedTuple):
         inputs |= local_states if self.result.groups_queries else local_states | {"chunk_decays": decays}
         steps.append(launch_scan(problem, config_of_states, self.width, segments, segments - 1, inputs, scale))
         if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
-            return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays | local_states, scale)]
+            return steps, SegmentStates(segments, local_states)
         segment_states = scratch(sequences * segments, heads, self.columns, self.key_dim)
         composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": segment_states}
         steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
-        arrays = arrays | {"gInitialState": segment_states}
-        return [*steps, launch_scan(problem, config, self.width, segments, segments, arrays, scale, segments)]
+        return steps, SegmentStates(segments, {"gInitialState": segment_states}, segments)
+
+    def plan(
+        self,
+        problem: Problem,
+        scale: float,
+        vector_bytes: int,
+        arrays: Arrays,
+        scratch: Callable[..., Operand],
+        states: "SegmentStates | None" = None,
+    ) -> list[Step]:
+        """The launches for these arrays, by the names of the kernel's parameters: one; if few long sequences are cut into
+        segments, also those that compute the states before segments, which are not there yet."""
+        steps, states = ([], states) if states else self.find_states(problem, scale, vector_bytes, arrays, scratch)
+        config, number = self.config(problem, vector_bytes), states.segments
+        arrays = arrays | states.arrays
+        return [*steps, launch_scan(problem, config, self.width, number, number, arrays, scale, states.states_per_sequence)]
+
+
+class SegmentStates(NamedTuple):
+    """What a scan takes of the states of so many segments: arrays by the names of its parameters, with so many states of a
+    sequence among its initial ones."""
+
+    segments: int
+    arrays: Arrays
+    states_per_sequence: int = 1
+
+    def transposed(self) -> "SegmentStates":
+        """What a scan takes whose states are these, transposed."""
+        arrays = dict(self.arrays)
+        for name in {"gInitialState", "gLocalStates"} & arrays.keys():
+            state = arrays[name]
+            assert state is not None
+            arrays[name] = state.swapaxes(len(state.form.shape) - 2, len(state.form.shape) - 1)
+        return self._replace(arrays=arrays)
 
 
 def gradient_arrays(problem: Problem, wants_gates: bool, wants_state: bool) -> Arrays:
@@ -121,8 +157,12 @@ def plan_chunk_gradients(
         key_arrays |= {"gZ": k, "row_dots": dots["gKeyDots"]} | chunk_arrays
     if sums_heads:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
-    scans = (queries, query_arrays), (keys, key_arrays), (values, value_arrays)
-    steps = [step for scan, inputs in scans for step in scan.plan(problem, scale, vector_bytes, inputs, scratch)]
+    steps = queries.plan(problem, scale, vector_bytes, query_arrays, scratch)
+    # dK's states are dV's, transposed
+    new_steps, states = values.find_states(problem, scale, vector_bytes, value_arrays, scratch)
+    shared_states = states.transposed() if keys.count_segments(problem, vector_bytes) == states.segments else None
+    steps += [*new_steps, *keys.plan(problem, scale, vector_bytes, key_arrays, scratch, shared_states)]
+    steps += values.plan(problem, scale, vector_bytes, value_arrays, scratch, states)
     return [*steps, *finish]
 
 

@@ -8,7 +8,7 @@ from poison import as_on_a_device, poison_new_memory
 
 import attention
 from attention import reference
-from attention.plans import recurrent_chunks, shared_heads_gradients
+from attention.plans import recurrent_chunks, recurrent_gradients, shared_heads_gradients
 from attention.public import linear_family, linear_gradients
 
 FAMILIES = "sm_90", "sm_80"
@@ -102,13 +102,32 @@ def test_as_compiled(as_compiled):
 
 
 @pytest.mark.parametrize(
-    ("family", "decay", "segments", "key_heads"), [("sm_90", "token", 3, 2), ("sm_80", "none", 5, 1), ("sm_90", "head", 5, 1)]
+    ("family", "decay", "segments", "key_heads"),
+    [
+        ("sm_90", "token", 3, 2),
+        ("sm_80", "none", 5, 1),
+        ("sm_90", "head", 5, 1),
+        ("sm_90", "none", 3, 2),
+        ("sm_90", "none", 5, 1),
+    ],
 )
 def test_segments(place, monkeypatch, nothing_known, family, decay, segments, key_heads):
     """Of which the last in memory, the first of reversed scans, has a shorter chunk, and states are composed by the last pass
     or before it. Each chunk has a state of its own, whose product with its gradient gates' gradients need."""
     monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
     check(place, case(64 * segments - 30, decay, key_dim=16, value_dim=32, key_heads=key_heads), family=family)
+
+
+@pytest.mark.parametrize("segments", [3, 5])
+def test_states_of_segments_are_scanned_once_for_keys_and_values(monkeypatch, nothing_known, segments):
+    """Those of dK's scan are dV's, transposed."""
+    launch, results = recurrent_gradients.launch_scan, []
+    monkeypatch.setattr(recurrent_chunks, "count_segments", lambda *_: segments)
+    monkeypatch.setattr(
+        recurrent_gradients, "launch_scan", lambda *args: results.append(type(args[1].result).__name__) or launch(*args)
+    )
+    attention.linear_backward(**case(64 * segments, "none", heads=1, key_heads=1), family="sm_90")
+    assert results == ["GroupedStates", "QueryGradients", "ScanStates", "KeyGradients", "ScanOutputs"]
 
 
 # ---- states that forward stored ----------------------------------------------------------------------------------------
