@@ -4,8 +4,8 @@
 
 A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
 
-Here, too: `load_row`, a row of a shared tile as a vector, `load_row_of_group`, rows that groups share, and `last_element`,
-an element of a shared vector as a number.
+Here, too: `load_row`, a row of a shared tile as a vector or line, `load_row_of_group`, rows that groups share, and
+`last_element`, an element of a shared vector as a number.
 """
 
 import numpy as np
@@ -18,6 +18,9 @@ from tiles.layout import QUAD
 from tiles.numba_names import types
 from tiles.op import integer, lowers, op
 from tiles.types import rt, rv, st, sv
+
+from .lines import BYTES as LINE_PARTS
+from .lines import part_bytes
 
 
 def part(spec, rank):
@@ -108,31 +111,64 @@ def lower_store(vector, spec, first_row):
 # ---- rows of shared tiles, elements of shared vectors ----------------------------------------------------------------
 @op
 def load_row(tile, spec, row, fenced=True):
-    """One row of a shared tile as the fp32 row_vec `spec`, by one warp; all its lanes get it. fenced: as in `load`."""
+    """One row of a shared tile, by one warp: as the fp32 row_vec `spec`, which all lanes get, or as a line of the tile's dtype,
+    of which each lane gets its part. fenced: as in `load`."""
     if not 0 <= row < tile.rows:
         raise current_warp().hazard(f"row {row} lies outside {tile.spec}")
-    return current_warp().read(tile, range(row, row + 1), fence=fenced).astype(np.float32)
+    values = current_warp().read(tile, range(row, row + 1), fence=fenced).astype(np.float32)
+    return values.reshape(spec.shape) if isinstance(spec, rt) else values
 
 
 @lowers(load_row)
 def _(tile, spec: type, row, fenced: int):
-    if not (isinstance(tile, st) and integer(row)) or spec != rt(16, tile.cols, fp32).row_vec:
-        raise TypeError(f"load_row: takes a shared tile, its fp32 row_vec and an integer, got {tile}, {spec} and {row}")
+    is_line = isinstance(tile, st) and isinstance(spec, rt) and _fits_line(tile, spec)
+    if not (isinstance(tile, st) and integer(row)) or not (is_line or spec == rt(16, tile.cols, fp32).row_vec):
+        raise TypeError(
+            f"load_row: takes a shared tile, its fp32 row_vec or a line, and an integer; a line has the tile's dtype, and of "
+            f"it a lane 4, 8 or 16 bytes: got {tile}, {spec} and {row}"
+        )
 
     def emit(b, address, _, row, __):
-        size = tile.dtype.itemsize
-        start, swizzle = b.row_address(tile, address, b.u32(row))
-        pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
-        out = []
-        for i in range(0, spec.elements, 2):
-            panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
-            at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
-            out += load_elements(b, tile.dtype, 2, at)
+        loaded = (_load_line if is_line else _load_vector)(b, tile, spec, address, b.u32(row))
         if fenced:
             ptx.reads_done(b)
-        return b.from_elements(spec, out)
+        return loaded
 
     return spec, emit
+
+
+def _fits_line(tile, spec):
+    """Is `spec` a line of this tile, and does a lane load its part by one instruction?"""
+    return spec.layout == "line" and (spec.cols, spec.dtype) == (tile.cols, tile.dtype) and part_bytes(spec) in LINE_PARTS
+
+
+def _load_line(b, tile, spec, address, row):
+    """A lane's part of a row of a shared tile."""
+    words = part_bytes(spec) // 4
+    byte = b.mul(b.lane(), b.u32(4 * words))
+    panel, byte = b.udiv(byte, b.u32(tile.width)), b.and_(byte, b.u32(tile.width - 1))
+    start, swizzle = b.row_address(tile, address, row)
+    at = b.add(b.add(start, b.mul(panel, b.u32(tile.panel_bytes))), b.xor(byte, swizzle))
+    names, kind = ", ".join(f"${k}" for k in range(words)), f"v{words}.b32" if words > 1 else "b32"
+    names = f"{{{names}}}" if words > 1 else names
+    loaded = b.asm(
+        struct([i32] * words) if words > 1 else i32, f"ld.shared.{kind} {names}, [${words}];", "=r," * words + "r", at
+    )
+    registers = b.unpack(loaded) if words > 1 else [loaded]
+    return b.pack([b.bitcast(x, f32) if tile.dtype is fp32 else x for x in registers])
+
+
+def _load_vector(b, tile, spec, address, row):
+    """All elements of a row of a shared tile, which every lane gets."""
+    size = tile.dtype.itemsize
+    start, swizzle = b.row_address(tile, address, row)
+    pair = b.mul(b.and_(b.lane(), b.u32(QUAD - 1)), b.u32(2 * size))
+    out = []
+    for i in range(0, spec.elements, 2):
+        panel, byte = divmod(int(spec.element(0, i)) * size, tile.width)
+        at = b.add(b.add(start, b.u32(panel * tile.panel_bytes)), b.xor(b.add(pair, b.u32(byte)), swizzle))
+        out += load_elements(b, tile.dtype, 2, at)
+    return b.from_elements(spec, out)
 
 
 @op

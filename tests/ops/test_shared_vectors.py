@@ -121,6 +121,25 @@ def test_load_row(run, sample, dtype, cols):
     assert (y == x.astype(np.float32)).all()
 
 
+@pytest.mark.parametrize(("dtype", "cols"), [(bf16, 128), (fp16, 64), (bf16, 256), (fp32, 64), (fp32, 128)])
+def test_load_line(run, sample, dtype, cols):
+    """Every row of a tile, with one panel and several, of which a lane has 4 to 16 bytes."""
+    S, T, L = st(16, cols, dtype), rt(16, cols, dtype), rt(1, cols, dtype, "line")
+    smem = tiles.shared(first=st(8, 32, dtype), tile=S)
+
+    @cuda.jit
+    def body(x, y):
+        _, tile = smem.open()
+        store(tile, load(x, T, (0, 0)))
+        cuda.syncthreads()
+        for row in range(16):
+            store(y, load_row(tile, L, row), (row, 0), aligned=True)
+
+    x, y = sample(S.shape, dtype), blank(S.shape, dtype)
+    run(body, x, y, shared=smem)
+    assert (y == x).all()
+
+
 @pytest.mark.parametrize(("dtype", "cols"), [(fp32, 32), (bf16, 64), (fp16, 144)])
 @pytest.mark.parametrize(("rows", "size", "row"), [(16, 16, 8), (16, 4, 2), (32, 2, 1), (16, 1, 0), (32, 32, 31), (16, 8, 0)])
 def test_load_row_of_group(run, sample, dtype, cols, rows, size, row):
