@@ -3,8 +3,6 @@ delta_channel_gradients_hopper.py)."""
 
 from typing import Any, NamedTuple
 
-from numpy import int32
-
 from ops import divmod
 from tiles import inlined, static
 
@@ -27,7 +25,7 @@ class ChunkRings(NamedTuple):
 
 class ChunkArrays(NamedTuple):
     """Queries, keys, dO, dV and the gates, each with the copy of the tails of packed sequences (packed_tails.py). Of each chunk
-    and head: E; S and dS by panels; beta."""
+    and head: E, S, dS, both transposed, and beta."""
 
     gQ: Any
     gTailQ: Any
@@ -41,15 +39,15 @@ class ChunkArrays(NamedTuple):
     gTailGates: Any
     gErrors: Any
     gStates: Any
+    gStateGradients: Any
     gChunkBeta: Any
 
 
 @static
 class ChunkLoads:
-    """The loads of a kernel. panels: of a state, as they lie in memory."""
+    """The loads of a kernel."""
 
     seq_layout: SequenceLayout
-    panels: int
 
     @inlined
     def fill(self, rings, arrays, j, place, group):
@@ -58,10 +56,8 @@ class ChunkLoads:
         self.seq_layout.fill_chunk(rings.do, j, arrays.gDOut, arrays.gTailDOut, place, place.head)
         rings.e.fill(j, arrays.gErrors, (place.chunk, place.head, 0))
         self.seq_layout.fill_chunk(rings.dv, j, arrays.gDV, arrays.gTailDV, place, place.head)
-        for i in range(self.panels):
-            rings.s.fill(j, arrays.gStates, (place.chunk, place.head, int32(2 * i)), i, self.panels)
-        for i in range(self.panels):
-            rings.ds.fill(j, arrays.gStates, (place.chunk, place.head, int32(2 * i + 1)), i, self.panels)
+        rings.s.fill(j, arrays.gStates, (place.chunk, place.head))
+        rings.ds.fill(j, arrays.gStateGradients, (place.chunk, place.head))
         rings.beta.fill(j, arrays.gChunkBeta, (place.chunk, place.head))
         self.seq_layout.fill_chunk(rings.g, j, arrays.gGates, arrays.gTailGates, place, place.head)
         self.seq_layout.fill_chunk(rings.q, j, arrays.gQ, arrays.gTailQ, place, key_head)

@@ -3,7 +3,8 @@ kernels share. On GPUs since Ampere there are four: delta_channel_inverse_ampere
 delta_state_gradients_ampere.py, which serve all kinds of decays, and delta_channel_gradients_ampere.py. The first two also
 compute outputs. On Hopper three kernels compute gradients: delta_channel_inverse_hopper.py, delta_channel_chains_hopper.py,
 which runs forward and in reverse at once, and delta_channel_block_gradients_hopper.py or, for chunks that decay too much and
-small tiles, delta_channel_gradients_hopper.py.
+small tiles, delta_channel_gradients_hopper.py. Where forward stores for them what it can, the first one and
+delta_channel_outputs_hopper.py are forward, and delta_channel_state_gradients_hopper.py runs in reverse.
 
 With b the cumulative sum of a chunk's gates in each channel, the equations are those of delta_chunks.py for decayed queries and
 keys,

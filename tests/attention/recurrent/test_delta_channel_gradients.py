@@ -11,7 +11,7 @@ from poison import as_on_a_device
 
 import attention
 from attention import reference
-from attention.plans import delta_channel_gradients, delta_gradients
+from attention.plans import delta_channel_chunks, delta_channel_gradients, delta_gradients
 from tiles.targets import MEDIUM, SMALL
 
 
@@ -115,8 +115,9 @@ def test_strong_chunks_among_others(place):
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_thread_block_with_all_chunks(place, monkeypatch, nothing_known, is_packed):
     """As on a GPU with fewer multiprocessors than chunks: tiles are loaded again, and one of the chunks is strong."""
-    for name in ("count_parts", "persistent", "count_packed_parts"):
-        monkeypatch.setattr(delta_channel_gradients, name, lambda *_: 1)
+    for module in (delta_channel_chunks, delta_channel_gradients):
+        for name in {"count_parts", "persistent", "count_packed_parts"} & {*vars(module)}:
+            monkeypatch.setattr(module, name, lambda *_: 1)
     args = packed([70, 198], key_dim=128, value_dim=128) if is_packed else large(130)
     args["decay"][:, 90, :, 5] = -1e4
     check(place, args)
@@ -184,10 +185,10 @@ def test_one_packed_sequence(place):
 
 def test_thread_blocks_of_packed_sequences():
     """As many as run at once; more where sequences are long, as some are longer than others; never none."""
-    assert delta_channel_gradients.count_packed_parts(1, 2, 20, 132) == 20
-    assert delta_channel_gradients.count_packed_parts(1, 32, 33, 132) == 5
-    assert delta_channel_gradients.count_packed_parts(8, 32, 256, 132) == 4
-    assert delta_channel_gradients.count_packed_parts(100, 32, 100, 132) == 1
+    assert delta_channel_chunks.count_packed_parts(1, 2, 20, 132) == 20
+    assert delta_channel_chunks.count_packed_parts(1, 32, 33, 132) == 5
+    assert delta_channel_chunks.count_packed_parts(8, 32, 256, 132) == 4
+    assert delta_channel_chunks.count_packed_parts(100, 32, 100, 132) == 1
 
 
 def test_packed_sequences_as_compiled(as_compiled):
