@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import attention
 from attention import gates
 
 from ..names import suggests_argument_names
-from ..options import check_flag
-from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
+from ..options import check_flag, check_number
+from .layers import GatedRMSNorm, check_counts, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
 
@@ -32,7 +33,8 @@ class DeltaLayer(RecurrentLayer):
         factory: dict[str, Any],
     ):
         self.num_heads, self.num_v_heads = num_heads, num_heads if num_v_heads is None else num_v_heads
-        if num_heads < 1 or self.num_v_heads < 1 or self.num_v_heads % num_heads:
+        check_counts(hidden_size=hidden_size, num_heads=num_heads, num_v_heads=self.num_v_heads, head_dim=head_dim)
+        if self.num_v_heads % num_heads:
             raise ValueError(f"num_v_heads: must be a multiple of num_heads: {num_heads=}, num_v_heads={self.num_v_heads}")
         value_dim = round(head_dim * expand_v)
         if value_dim != head_dim * expand_v:
@@ -161,8 +163,8 @@ class KimiDeltaAttention(DeltaLayer):
         conv = {"kernel_size": conv_size, "bias": conv_bias}
         sizes = hidden_size, num_heads, num_v_heads, head_dim, expand_v
         super().__init__(*sizes, use_short_conv, conv, allow_neg_eigval, factory)
-        if lower_bound is not None and not lower_bound < 0:
-            raise ValueError(f"lower_bound: must be negative, or None: {lower_bound=}")
+        if check_number("lower_bound", lower_bound) is not None and not -math.inf < lower_bound < 0:
+            raise ValueError(f"lower_bound: must be negative and finite, or None: {lower_bound=}")
         self.lower_bound, rank = lower_bound, self.head_v_dim
         self.in_proj_qkv = nn.Linear(hidden_size, self.channels, bias=False, **factory)
         self.f_proj, self.g_proj = (

@@ -17,6 +17,7 @@ from ..plans.gated_norm import serves
 from ..public.short_convolution import check_activation
 
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
+FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 DT_RANGE, DT_FLOOR = (0.001, 0.1), 1e-4  # in which softplus(dt_bias) begins, as in Mamba
 
 
@@ -37,8 +38,8 @@ class ShortConv(nn.Module):
         device: Any = None,
     ):
         super().__init__()
-        if kernel_size not in WIDTHS:
-            raise ValueError(f"kernel_size: must be from {WIDTHS[0]} to {WIDTHS[-1]}: {kernel_size=}")
+        check_counts(hidden_size=hidden_size)
+        check_width("kernel_size", kernel_size)
         self.activation = check_activation(activation)
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         self.weight = nn.Parameter(torch.empty(hidden_size, kernel_size, **factory))
@@ -54,15 +55,26 @@ class ShortConv(nn.Module):
     def forward(
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, cache: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The convolution of x. cache: the tokens before the first, (B, hidden_size, kernel_size - 1), updated in place.
-        RuntimeError: there is a cache, and gradients are recorded."""
+        """The convolution of x. cache: the tokens before the first, (B, hidden_size, kernel_size - 1), with cu_seqlens those of
+        each sequence, updated in place. RuntimeError: there is a cache, and gradients are recorded."""
         options: dict[str, Any] = {"activation": self.activation, "cu_seqlens": cu_seqlens}
         if cache is None:
             return attention.short_conv(x, self.weight, self.bias, **options)
+        self.check_cache(x, cu_seqlens, cache)
         check_no_gradient(self, x, cache)
         out, state = attention.short_conv(x, self.weight, self.bias, **options, initial_state=cache, return_state=True)
         cache.copy_(state)
         return out
+
+    def check_cache(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: Any) -> None:
+        """TypeError: the cache is no tensor of numbers. ValueError: it is one of other sequences or of another convolution."""
+        if not isinstance(cache, torch.Tensor) or not cache.is_floating_point():
+            got = f"cache.dtype={cache.dtype}" if isinstance(cache, torch.Tensor) else f"{type(cache).__name__}"
+            raise TypeError(f"cache: must be a tensor of float32, bfloat16 or float16, not {got}")
+        channels, width = self.weight.shape
+        wanted = count_sequences(x, cu_seqlens), channels, width - 1
+        if cache.shape != wanted:
+            raise ValueError(f"cache: must be {wanted}: cache.shape={tuple(cache.shape)}, x.shape={tuple(x.shape)}")
 
     def extra_repr(self) -> str:
         """The arguments that repr(module) shows."""
@@ -92,7 +104,8 @@ class GatedRMSNorm(nn.Module):
         super().__init__()
         if activation not in GATES:
             raise ValueError(f"activation: must be one of {tuple(GATES)}: {activation=}")
-        if groups < 1 or dim % groups:
+        check_counts(dim=dim, groups=groups)
+        if dim % groups:
             raise ValueError(f"groups: must divide dim: {groups=}, {dim=}")
         check_positive("eps", eps)
         self.eps, self.activation, self.norm_before_gate, self.groups = eps, activation, norm_before_gate, groups
@@ -103,7 +116,12 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
-        """The gated norm of the rows of x, in x's dtype; without a gate the norm alone. gate: shaped as x is."""
+        """The gated norm of the rows of x, in x's dtype; without a gate the norm alone. gate: shaped as x is. ValueError: rows
+        have another number of columns, or the gate has another shape."""
+        if x.shape[-1:] != self.weight.shape:
+            raise ValueError(f"x: rows must have {len(self.weight)} columns: x.shape={tuple(x.shape)}")
+        if gate is not None and gate.shape != x.shape:
+            raise ValueError(f"gate: must be shaped as x is: gate.shape={tuple(gate.shape)}, x.shape={tuple(x.shape)}")
         options: dict[str, Any] = {"activation": self.activation, "norm_before_gate": self.norm_before_gate}
         out = normalize_by_kernel(x, self.weight, gate, self.groups, eps=self.eps, **options)
         return self.by_torch(x, gate) if out is None else out
@@ -147,6 +165,37 @@ def _rows(x: torch.Tensor, groups: int) -> torch.Tensor:
         x = x.reshape(*lead, groups, x.shape[-1] // groups)
     adjacent = x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
     return x if adjacent else x.contiguous()
+
+
+def check_counts(**counts: Any) -> None:
+    """ValueError: one of these arguments is no integer, or not positive."""
+    for name, value in counts.items():
+        if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
+            raise ValueError(f"{name}: must be a positive integer: {name}={value!r}")
+
+
+def check_width(name: str, width: Any) -> None:
+    """ValueError: no convolution has so many tokens. name: of the argument."""
+    if width not in WIDTHS:
+        raise ValueError(f"{name}: must be from {WIDTHS[0]} to {WIDTHS[-1]}: {name}={width!r}")
+
+
+def check_tokens(x: Any, columns: int, weight: torch.Tensor) -> None:
+    """TypeError: x is no tensor or, outside of autocast, of another dtype than the parameters, of which `weight` is one.
+    ValueError: it is not (B, S, columns)."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"x: must be a torch tensor, not {type(x).__name__}")
+    if x.ndim != 3 or x.shape[-1] != columns:
+        raise ValueError(f"x: must be (B, S, {columns}): x.shape={tuple(x.shape)}")
+    plain = type(weight) is nn.Parameter and {x.dtype, weight.dtype} <= FLOATS  # neither quantised nor a shard of FSDP's
+    if plain and x.dtype != weight.dtype and not (x.is_meta or torch.is_autocast_enabled(x.device.type)):
+        wanted = f"must be that of the layer's parameters, {weight.dtype}, outside of torch.autocast"
+        raise TypeError(f"x: dtype {wanted}: x.dtype={x.dtype}")
+
+
+def count_sequences(x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> int:
+    """The number of sequences of x (B, S, ..), which are packed if there are cu_seqlens."""
+    return len(x) if cu_seqlens is None else len(cu_seqlens) - 1
 
 
 def check_cache_class(cache: Any, expected: type) -> None:

@@ -12,7 +12,7 @@ from attention import gates
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive
-from .layers import GatedRMSNorm
+from .layers import GatedRMSNorm, check_counts
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
 
@@ -55,8 +55,9 @@ class GatedLinearAttention(RecurrentLayer):
         device: Any = None,
     ):
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        check_counts(hidden_size=hidden_size, num_heads=num_heads, gate_low_rank_dim=gate_low_rank_dim)
         self.key_dim, self.value_dim = round(hidden_size * expand_k), round(hidden_size * expand_v)
-        if num_heads < 1 or self.key_dim % num_heads or self.value_dim % num_heads:
+        if self.key_dim % num_heads or self.value_dim % num_heads:
             columns = f"columns of queries: {self.key_dim}, of values: {self.value_dim}"
             raise ValueError(f"num_heads: must divide hidden_size expand_k and hidden_size expand_v: {num_heads=}, {columns}")
         self.num_heads, self.head_dim, self.head_v_dim = num_heads, self.key_dim // num_heads, self.value_dim // num_heads

@@ -14,7 +14,7 @@ import attention
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..plans.recurrent_checks import make_dt_options
-from .layers import GatedRMSNorm, gate_parameter, reset_rates, reset_time_steps
+from .layers import GatedRMSNorm, check_counts, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 
 
@@ -38,7 +38,7 @@ class Mamba2(RecurrentLayer):
 
     forward: see RecurrentLayer; the cache's state is (N, heads, d_state, headdim). ValueError: heads or columns do not fit."""
 
-    column_arguments = "d_state", "headdim"
+    column_arguments, width_argument = ("d_state", "headdim"), "d_conv"
 
     @suggests_argument_names
     def __init__(
@@ -61,11 +61,12 @@ class Mamba2(RecurrentLayer):
         device: Any = None,
     ):
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        check_counts(d_model=d_model, d_state=d_state, headdim=headdim, ngroups=ngroups)
         self.d_inner, self.headdim, self.d_state, self.ngroups = round(d_model * expand), headdim, d_state, ngroups
-        self.nheads = self.d_inner // max(headdim, 1)
+        self.nheads = self.d_inner // headdim
         if self.d_inner != self.nheads * headdim:
             raise ValueError(f"headdim: must divide expand d_model, {self.d_inner}: {headdim=}, {expand=}, {d_model=}")
-        if ngroups < 1 or self.nheads % ngroups:
+        if self.nheads % ngroups:
             raise ValueError(f"ngroups: must divide the number of heads, {self.nheads}: {ngroups=}")
         self.dt_limit = make_dt_options(True, dt_limit).limits
         channels, shape = self.d_inner + 2 * ngroups * d_state, (self.nheads, d_state, headdim)

@@ -12,7 +12,15 @@ from torch import nn
 import attention
 from attention import gates
 
-from .layers import ShortConv, check_cache_class, check_no_gradient
+from .layers import (
+    ShortConv,
+    check_cache_class,
+    check_counts,
+    check_no_gradient,
+    check_tokens,
+    check_width,
+    count_sequences,
+)
 
 HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 
@@ -35,9 +43,10 @@ class RecurrentCache(NamedTuple):
 class RecurrentLayer(nn.Module):
     """A layer of x (B, S, hidden_size): `mix`, which a subclass has, and out_proj. conv1d: the convolution of `channels`
     channels, or None. state_shape: (heads, key columns, value columns) of a sequence's state. column_arguments: the arguments
-    that decide the columns of keys and values."""
+    that decide the columns of keys and values. width_argument: that which is the convolution's width."""
 
     column_arguments: ClassVar[tuple[str, str]] = "head_dim", "expand_v"
+    width_argument: ClassVar[str] = "conv_size"
 
     def __init__(
         self,
@@ -55,6 +64,8 @@ class RecurrentLayer(nn.Module):
                 limits = f"a multiple of {HEAD_DIM_STEP}, from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
                 raise ValueError(f"{argument}: heads of {name} must have {limits} columns, not {columns}")
         self.hidden_size, self.channels = hidden_size, channels
+        if conv:
+            check_width(self.width_argument, conv["kernel_size"])
         self.conv1d = ShortConv(channels, **conv, **factory) if conv else None
         self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=bias, **factory)
 
@@ -63,9 +74,8 @@ class RecurrentLayer(nn.Module):
     ) -> torch.Tensor:
         """The layer's output for x (B, S, hidden_size), of the same shape. cu_seqlens: (N + 1), of N sequences that are packed
         in a batch of 1. cache: of the tokens before x, from new_cache, which is updated: for generation, without gradients.
-        ValueError: shapes do not fit. RuntimeError: there is a cache, and gradients are recorded."""
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"x: must be (B, S, {self.hidden_size}): x.shape={tuple(x.shape)}")
+        ValueError: shapes do not fit. TypeError: dtypes do not. RuntimeError: there is a cache, and gradients are recorded."""
+        check_tokens(x, self.hidden_size, self.out_proj.weight)
         if cache is not None:
             self.check_cache(x, cu_seqlens, cache)
         return self.out_proj(self.mix(x, cu_seqlens, cache))
@@ -77,6 +87,8 @@ class RecurrentLayer(nn.Module):
     def new_cache(self, batch_size: int, max_length: int | None = None) -> RecurrentCache:
         """The cache of so many sequences without tokens. max_length: is not needed, for the cache is as large however many
         tokens there are; it is taken because softmax attention's new_cache needs it, so a hybrid asks all layers alike."""
+        if batch_size != 0:
+            check_counts(batch_size=batch_size)
         like = self.out_proj.weight
         window = None
         if self.conv1d is not None:
@@ -86,9 +98,9 @@ class RecurrentLayer(nn.Module):
 
     def check_cache(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache) -> None:
         """ValueError: the cache is one of another number of sequences or of another layer. TypeError: it is none of a
-        recurrent layer. RuntimeError: gradients are recorded."""
+        recurrent layer, or its state is not float32. RuntimeError: gradients are recorded."""
         check_cache_class(cache, RecurrentCache)
-        sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+        sequences = count_sequences(x, cu_seqlens)
         if cache.state.shape != (sequences, *self.state_shape):
             raise ValueError(
                 f"cache: state must be {(sequences, *self.state_shape)}, as new_cache({sequences}) makes it: "
@@ -98,6 +110,8 @@ class RecurrentLayer(nn.Module):
         if wanted != (None if cache.window is None else cache.window.shape):
             window = "=None" if cache.window is None else f".shape={tuple(cache.window.shape)}"
             raise ValueError(f"cache: window must be {wanted}, as new_cache({sequences}) makes it: cache.window{window}")
+        if cache.state.dtype != torch.float32:
+            raise TypeError(f"cache: state must be float32, as new_cache makes it: cache.state.dtype={cache.state.dtype}")
         check_no_gradient(self, x)
 
     def convolve(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ..plans.call_options import window_ends
 from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..public.projected_qkv import projected, projected_backward
 from .attention_cache import AttentionCache
-from .layers import check_cache_class, check_no_gradient
+from .layers import check_cache_class, check_counts, check_no_gradient, check_tokens
 
 NORMS = "q_norm", "k_norm"
 NO_OPTION = "layout", "out", "lse", "return_lse", "accumulate", "stream"  # of a call of the module
@@ -73,8 +73,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.heads, self.kv_heads = heads, heads if kv_heads is None else kv_heads
-        if self.heads < 1 or self.kv_heads < 1:
-            raise ValueError(f"heads: must be positive, and so must kv_heads: {heads=}, {kv_heads=}")
+        check_counts(dim=dim, heads=heads, kv_heads=self.kv_heads)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads: must be a multiple of kv_heads: {heads=}, {kv_heads=}")
         if head_dim is None and dim % heads:
@@ -109,10 +108,9 @@ class Attention(nn.Module):
         Tokens have the positions after those before, and options are those of attention.decode. With cu_seqlens, (N + 1), x
         has new tokens of N sequences, in different numbers.
 
-        ValueError: x, positions or the cache have another shape. TypeError: an option belongs to the module, or no call takes
-        it. RuntimeError: there is a cache, and gradients are recorded."""
-        if x.ndim != 3 or x.shape[-1] != self.project.in_features:
-            raise ValueError(f"x: must be (B, S, {self.project.in_features}): x.shape={tuple(x.shape)}")
+        ValueError: x, positions or the cache have another shape. TypeError: x has another dtype than the parameters; an option
+        belongs to the module, or no call takes it. RuntimeError: there is a cache, and gradients are recorded."""
+        check_tokens(x, self.project.in_features, self.project.weight)
         for name in options:
             if name in self.options or name == "sink" or (name in NORMS and getattr(self, name) is not None):
                 option = "qk_norm" if name in NORMS else name
@@ -230,9 +228,7 @@ class Attention(nn.Module):
         """The cache of so many sequences without tokens, with room for max_length tokens each. dtype: of keys and values, by
         default that of the parameters or, where these are float32, for autocast, bfloat16. torch.float8_e4m3fn and torch.int8:
         with a descale for each token and head, which calls write (attention.append)."""
-        for name, value in {"batch_size": batch_size, "max_length": max_length}.items():
-            if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-                raise ValueError(f"{name}: must be a positive integer: {name}={value!r}")
+        check_counts(batch_size=batch_size, max_length=max_length)
         weight = self.project.weight
         dtype = dtype or (torch.bfloat16 if weight.dtype == torch.float32 else weight.dtype)
         shape = batch_size, max_length, self.kv_heads

@@ -145,8 +145,8 @@ def test_compiles_whole(name):
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (dict(heads=4, kv_heads=3), "heads: must be a multiple of kv_heads: heads=4, kv_heads=3"),
-    (dict(heads=0), "heads: must be positive"),
-    (dict(heads=4, kv_heads=0), "heads: must be positive, and so must kv_heads: heads=4, kv_heads=0"),
+    (dict(heads=0), "heads: must be a positive integer: heads=0"),
+    (dict(heads=4, kv_heads=0), "kv_heads: must be a positive integer: kv_heads=0"),
     (dict(heads=4, head_dim=0), "head_dim: must be a multiple of 8, from 8 to 256: head_dim=0"),
     (dict(heads=5), "dim: must be a multiple of heads"),
     (dict(heads=1, rotary=-1.0), "rotary: must be positive, and finite in float32: rotary=-1.0"),

@@ -3,6 +3,7 @@ wheel through the interpreter."""
 
 import copy
 import itertools
+import math
 
 import pytest
 
@@ -339,10 +340,21 @@ def test_without_memory():
         (lambda: nn.GatedLinearAttention(64, num_heads=4), "expand_k: heads of keys must have .* not 8"),
         (lambda: nn.Mamba2(32, headdim=16, d_state=24), "d_state: heads of keys must have .* not 24"),
         (lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=16, expand_v=1.3), "expand_v: must make a whole number of columns"),
-        (lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=16, conv_size=5), "kernel_size: must be from 2 to 4"),
+        (lambda: nn.GatedDeltaNet(32, num_heads=1, head_dim=16, conv_size=5), "conv_size: must be from 2 to 4: conv_size=5"),
+        (lambda: nn.Mamba2(32, headdim=16, d_conv=5), "d_conv: must be from 2 to 4: d_conv=5"),
+        (lambda: nn.ShortConv(32, 1), "kernel_size: must be from 2 to 4: kernel_size=1"),
+        (lambda: nn.GatedDeltaNet(32, num_heads=0), "num_heads: must be a positive integer: num_heads=0"),
+        (lambda: nn.GatedDeltaNet(32, num_heads=2.0, head_dim=16), "num_heads: must be a positive integer: num_heads=2.0"),
+        (lambda: nn.GatedDeltaNet(0, num_heads=1, head_dim=16), "hidden_size: must be a positive integer: hidden_size=0"),
+        (lambda: nn.GatedLinearAttention(64, num_heads=2, gate_low_rank_dim=0), "gate_low_rank_dim: must be a positive"),
+        (lambda: nn.Mamba2(32, headdim=16, d_state=16.0), "d_state: must be a positive integer: d_state=16.0"),
         (
             lambda: nn.KimiDeltaAttention(32, num_heads=1, head_dim=16, lower_bound=5.0),
             "lower_bound: must be negative",
+        ),
+        (
+            lambda: nn.KimiDeltaAttention(32, num_heads=1, head_dim=16, lower_bound=-math.inf),
+            "lower_bound: must be negative and",
         ),
         (lambda: nn.GatedLinearAttention(32, num_heads=3), "num_heads: must divide hidden_size expand_k"),
         (lambda: nn.Mamba2(32, headdim=48), "headdim: must divide expand d_model, 64: headdim=48"),
@@ -374,6 +386,49 @@ def test_calls_that_are_refused():
         layer(x, cache=layer.new_cache(2)._replace(window=None))
     with torch.no_grad(), pytest.raises(TypeError, match="^cache: must be what .* of the class RecurrentCache, not dict"):
         layer(x, cache={})
+    halves = layer.new_cache(2)._replace(state=torch.zeros(2, 4, 16, 32, dtype=torch.bfloat16))
+    with (
+        torch.no_grad(),
+        pytest.raises(TypeError, match=r"^cache: state must be float32, .*: cache.state.dtype=torch.bfloat16"),
+    ):
+        layer(x, cache=halves)
+    for count in -1, 2.0, True:
+        with pytest.raises(ValueError, match="^batch_size: must be a positive integer: batch_size="):
+            layer.new_cache(count)
+    for tokens in x.float(), x.half():
+        with pytest.raises(TypeError, match="^x: dtype must be that of the layer's parameters, torch.bfloat16, outside of"):
+            layer(tokens)
+        with pytest.raises(TypeError, match="^x: dtype must be that of the layer's parameters, torch.bfloat16, outside of"):
+            nn.Attention(DIM, heads=2, dtype=torch.bfloat16)(tokens)
+    with pytest.raises(TypeError, match="^x: must be a torch tensor, not ndarray"):
+        layer(x.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("cache", "error", "words"),
+    [
+        (torch.zeros(1, DIM, 4), ValueError, r"^cache: must be \(2, 32, 3\): cache.shape=\(1, 32, 4\), x.shape=\(2, 4, 32\)"),
+        (torch.zeros(1, DIM, 3), ValueError, r"^cache: must be \(2, 32, 3\): cache.shape=\(1, 32, 3\)"),
+        (
+            torch.zeros(2, DIM, 3, dtype=torch.int32),
+            TypeError,
+            "^cache: must be a tensor of .* not cache.dtype=torch.int32",
+        ),
+        (True, TypeError, "^cache: must be a tensor of float32, bfloat16 or float16, not bool"),
+    ],
+)
+def test_caches_that_a_convolution_refuses(cache, error, words):
+    with torch.no_grad(), pytest.raises(error, match=words):
+        nn.ShortConv(DIM, dtype=torch.bfloat16)(inputs(2, 4), cache=cache)
+
+
+def test_rows_that_a_norm_refuses():
+    norm, x = nn.GatedRMSNorm(DIM), inputs(2, 4)
+    for dtype in torch.bfloat16, torch.float32:
+        with pytest.raises(ValueError, match=r"^x: rows must have 32 columns: x.shape=\(2, 4, 16\)"):
+            norm(x[..., :16].to(dtype))
+        with pytest.raises(ValueError, match=r"^gate: must be shaped as x is: gate.shape=\(1, 4, 32\), x.shape=\(2, 4, 32\)"):
+            norm(x.to(dtype), x[:1].to(dtype))
 
 
 @pytest.mark.gpu
