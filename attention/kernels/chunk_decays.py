@@ -1,20 +1,21 @@
 """The sum of the gates of each chunk and head, in powers of 2, from which passes over segments see how far back tokens count
-(parts/recurrent/recent_chunks.py). A warp has a chunk of 16 heads."""
+(parts/recurrent/recent_chunks.py). Gates are read, or computed as the passes do. A warp has a chunk of 16 heads."""
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
-from ops import col_sum, divmod, load, store, truncate
+from ops import col_sum, divmod, less, load, row_index, store, truncate, where
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import LOG2_E, clamp_gates
-from ..parts.recurrent.gradients import GATES, HEADS
+from ..parts.recurrent.gate_formulas import FORMULAS
+from ..parts.recurrent.gates import LOG2_E, FormulaGate, Mamba2Gate, TokenGate, clamp_gates
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS = 4  # of a block
@@ -22,30 +23,37 @@ WARPS = 4  # of a block
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. gate: the kind of gates. varlen: are sequences packed (cu_seqlens)?"""
 
+    gate: TokenGate
     varlen: bool = False
     threads = LANES * WARPS
 
     def __str__(self):
-        return "decays of chunks" + ", varlen" * self.varlen
+        return f"decays of chunks, {self.gate}" + ", varlen" * self.varlen
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """Both configurations, of GPUs whose chunk kernels cut sequences into long segments."""
+    """All kinds of gates, of GPUs whose chunk kernels cut sequences into long segments; packed sequences of one, or of all if
+    `everything`."""
     if target.has_wgmma:
-        yield from map(Config, (False, True))
+        gates = TokenGate(), *[FormulaGate(False, x) for x in FORMULAS], Mamba2Gate(), Mamba2Gate(softplus=True)
+        yield from map(Config, gates)
+        yield Config(gates[0], True)
+        if everything:
+            yield from (Config(gate, True) for gate in gates[1:])
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    seq_layout = SequenceLayout(config.varlen)
+    seq_layout, gate = SequenceLayout(config.varlen), config.gate
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_decays(
-        gGates: array(3), gChunkDecays: array(2), gCuSeqlens: ENDS, length: INT, splits: INT, groups: INT, warps: INT
-    ):
+        gGates: array(3), gA: array(2), gDtBias: array(2), gChunkDecays: array(2), gCuSeqlens: ENDS, length: INT, splits: INT,
+        groups: INT, warps: INT,
+    ):  # fmt: skip
         """A warp, of `warps`, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads.
         gChunkDecays: of each head and chunk."""
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
@@ -54,9 +62,13 @@ def make(config: Config):
         index, group = divmod(warp, groups)
         sequence, split = divmod(index, splits)
         head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        rates, biases = load(gA, HEAD_VEC, (head, 0), cols=0), load(gDtBias, HEAD_VEC, (head, 0), cols=0)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
             gates = load(truncate(gGates, 1, seq.end), GATES, (seq.batch, token, head), 1, 2)
+            if gate.computed:
+                gates = gate.compute_gates(gates, rates, biases)
+                gates = where(less(row_index(GATES), float32(seq.remaining(j))), gates, 0.0)
             total = col_sum(clamp_gates(gates) * LOG2_E)
             store(gChunkDecays, total, (head, seq_layout.chunk_index(token, sequence, length)), cols=0)
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, store, subtile, truncate, warpgroup
+from ops import divmod, store, subtile, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
@@ -37,7 +37,7 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_config import DeltaScanConfig
 from ..parts.recurrent.delta_solver import UTTransform
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
-from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.gates import load_line
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -120,10 +120,10 @@ def make(config: Config):
         n = seq.num_chunks()
         if wg == SCORER:
             warpgroup.release_registers(scorer_registers)
-            betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, value_head)
+            rate_and_bias = decay.load_rate_and_bias(params, value_head)
             warp = warpgroup.rank()
             at = seq.batch, seq.chunk_start(max(int32(AHEAD - WARPS + warp), 0)), value_head
-            beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+            beta_chunk, gates = load_line(gBeta, seq.end, at), decay.load_gates(gGates, seq, at)
             for j in range(-WARPS, n + 1):  # loads chunk j, computes P of chunk j - 1; each warp computes b of a later one
                 if j >= 0 and j < n:
                     token = seq.chunk_start(j)
@@ -135,8 +135,9 @@ def make(config: Config):
                     keys = k.wait(chunk)
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     queries = q.wait(chunk)
+                    scores = warpgroup.mm_ABt(queries, keys)
                     norm.publish(norm_rings, Q_NORMS, chunk, queries)
-                    scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    scores = warpgroup.wait(scores)
                     k.release(chunk)
                     q.release(chunk)
                     scores = decay.decay_scores(scores, decay.wait(exp_b, chunk), decay.wait(b, chunk))
@@ -152,7 +153,7 @@ def make(config: Config):
                         sums = decay.cumsum(gates, rate_and_bias, seq.remaining(later_chunk))
                         decay.publish_sums(memory, later_chunk, sums)
                     at = seq.batch, seq.chunk_start(later_chunk + WARPS), value_head
-                    beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                    beta_chunk, gates = load_line(gBeta, seq.end, at), decay.load_gates(gGates, seq, at)
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):

@@ -76,16 +76,16 @@ def make(config: Config):
             if rank == 0:
                 store(gChunkBeta, beta, (chunk, head, 0))
                 if GATED:
-                    store(gB, sums, (chunk, head, 0))
+                    store(gB, sums, (chunk, head, 0), aligned=True)
                     store(b, sums)
             key_tile = k.wait(j, 1)  # its barrier also shows b to all warps
             key_rows = subtile(key_tile, WARP_COLUMNS, rank)
             s = mma_ABt(zeros(TILE), key_rows, key_tile)
             p_t = mma_ABt(zeros(TILE), key_rows, q.wait(j)) * scale
             if GATED:
-                b_rows = load(subtile(b, WARP_COLUMNS, rank), COL_VEC)
-                s = s * exp2(zeros(TILE) + b_rows - sums)
-                p_t = p_t * exp2(zeros(TILE) + sums - b_rows)
+                b_rows, b_cols = load(subtile(b, WARP_COLUMNS, rank), COL_VEC), load(b, ROW_VEC)
+                s = s * exp2(zeros(TILE) + b_rows - b_cols)
+                p_t = p_t * exp2(zeros(TILE) + b_cols - b_rows)
             s = warpgroup.causal(s, -1, 0.0)
             warpgroup.store(gReverse, INPUT(warpgroup.triu(p_t, 0, 0.0)), (chunk, head, 2 * CHUNK, 0), aligned=True)
             first, second = two_parts.split(inverse_transposed(s * beta, high, low))

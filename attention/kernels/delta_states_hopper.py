@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, store, subtile, tile_max, truncate, warpgroup
+from ops import divmod, load, store, subtile, tile_max, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
 from tiles import bf16, fp16, fp32, ring, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -29,7 +29,7 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_config import DeltaScanConfig
 from ..parts.recurrent.delta_decay import COL_VEC
 from ..parts.recurrent.delta_solver import UTTransform
-from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.gates import load_line
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 from .delta_hopper import VECTORS
@@ -106,10 +106,9 @@ def make(config: Config):
                     k.fill(j, gK, (seq.batch, seq.chunk_start(j), key_head))
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), value_head, block))
             else:
-                betas = truncate(gBeta, 1, seq.end)
                 for j in range(warp - 1, n, CUMSUM_WARPS):
                     at = seq.batch, seq.chunk_start(j), value_head
-                    beta_chunk, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                    beta_chunk, gates = load_line(gBeta, seq.end, at), decay.load_gates(gGates, seq, at)
                     store(beta.claim(j), beta_chunk)
                     beta.publish(j)
                     decay.publish_sums(memory, j, decay.cumsum(gates, NO_FORMULA, seq.remaining(j)))

@@ -4,7 +4,7 @@ does not depend on states.
     A = stril(beta M * K K^T)        T = (I + A)^-1 beta
 
 with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
-exp(b_last - b), and the factor of k S: exp(b), times the key's inverse norm if keys are divided by their L2 norms (l2norm.py).
+exp(b_last - b), and if keys are divided by their L2 norms (l2norm.py) the factor of k S, exp(b) times the inverse norm.
 With gates it also stores by how much each chunk multiplies a state at most (delta_recent_chunks.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, load, store, subtile, tile_min, transpose, truncate, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE, inverse_transposed
+from ops import divmod, exp2, store, subtile, tile_min, warpgroup
+from ops.for_attention.triangular_inverse import LOWER_TRIANGLE, inverse_transposed
 from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -26,13 +26,13 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, SUM
 from ..parts.recurrent.delta_config import RawDeltaConfig, delta_sizes
 from ..parts.recurrent.gate_formulas import FORMULAS, BetaFormula
-from ..parts.recurrent.gates import CHUNK_COL_VEC
+from ..parts.recurrent.gates import load_line
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
 
-CTAS_PER_SM = 4
+CTAS_PER_SM = 5
 WARPS = warpgroup.WARPGROUP
-VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each warp
+VECTORS = 6  # chunks whose vectors are in shared memory, of which each warp computes one in four
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,16 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    GATED, SCALES_READS, BETA_FORMULA, INPUT = config.gated, config.gated or config.l2norm, config.beta, config.dtype
+    GATED, NORMED, BETA_FORMULA, INPUT = config.gated, config.l2norm, config.beta, config.dtype
+    READS_SQUARES = GATED or NORMED  # of keys
     chunk_vectors, decay, seq_layout = config.vectors, config.decay, SequenceLayout(config.varlen)
     norm, PARAMS = L2Norm(config.l2norm, config.key_dim), config.decay.params()
     recent, RECENT_PARAMS = config.recent_chunks, config.recent_chunks.params()
     smem = shared(
         k=ring(config.key, 1, WARPS),
         vectors=ring(chunk_vectors.spec, VECTORS, WARPS, writers=1),
-        high=TRIANGLE,
-        low=TRIANGLE,
+        high=LOWER_TRIANGLE,
+        low=LOWER_TRIANGLE,
         out=config.square,
         **norm.rings(1, k_norms=WARPS),
         **recent.scratch(),
@@ -74,7 +75,7 @@ def make(config: Config):
         """One warp stores one of a chunk's vectors, by its index, in shared memory and in memory. at: (chunk, head)."""
         chunk, head = at
         store(subtile(target, CHUNK, index), vector)
-        store(gVectors, vector, (chunk, head, CHUNK * index))
+        store(gVectors, vector, (chunk, head, CHUNK * index), aligned=True)
 
     @inlined
     def publish_vectors(vectors, gVectors, j, at, beta, sums):
@@ -104,9 +105,9 @@ def make(config: Config):
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
         n, first, warp = seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), warpgroup.rank()
-        betas, rate_and_bias = truncate(gBeta, 1, seq.end), decay.load_rate_and_bias(params, head)
+        rate_and_bias = decay.load_rate_and_bias(params, head)
         at = seq.batch, seq.chunk_start(warp), head
-        beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+        beta, gates = load_line(gBeta, seq.end, at), decay.load_gates(gGates, seq, at)
         if n > 0:
             k.fill(0, gK, (seq.batch, seq.start, key_head))
         for j in range(n):
@@ -114,27 +115,28 @@ def make(config: Config):
                 warp_chunk = int32(j + warp)
                 if warp_chunk < n:
                     sums = decay.cumsum(gates, rate_and_bias, seq.remaining(warp_chunk))
-                    coord, betas_row = (int32(first + warp_chunk), head), transpose(BETA_FORMULA.compute(beta))
-                    publish_vectors(vectors, gVectors, warp_chunk, coord, betas_row, sums)
+                    coord, betas = (int32(first + warp_chunk), head), BETA_FORMULA.compute(beta)
+                    publish_vectors(vectors, gVectors, warp_chunk, coord, betas, sums)
                 at = seq.batch, seq.chunk_start(warp_chunk + WARPS), head
-                beta, gates = load(betas, CHUNK_COL_VEC, at, cols=1), decay.load_gates(gGates, seq, at)
+                beta, gates = load_line(gBeta, seq.end, at), decay.load_gates(gGates, seq, at)
             keys, chunk = k.wait(j), int32(first + j)
             seq_layout.zero_other_rows(keys, seq.remaining(j))
-            inverse_norms = norm.publish(norm_rings, 0, j, keys)
             s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
             k.release(j)
             if j + 1 < n:
                 k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
+            squares = warpgroup.diagonal(s) if READS_SQUARES else 0.0
+            inverse_norms = norm.publish_squares(norm_rings, 0, j, squares)
             vector_tile = vectors.wait(j)
             beta_rows = chunk_vectors.rows(vector_tile, BETA)
-            a = chunk_vectors.decay_scores(s, vector_tile, 1.0) * beta_rows
-            a = norm.scale_columns(norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
-            recent.store_growths(growths, a)
+            row_factors = beta_rows * inverse_norms
+            recent.store_growths(growths, squares * row_factors * inverse_norms)
+            a = chunk_vectors.decay_scores(s, vector_tile, norm.load_columns(norm_rings, 0, j), row_factors)
             t_transposed = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, norm_rings, 0, j)
             recent.store_exponent(recent_params, chunk, head, growths, vector_tile)
             norm.release(norm_rings, 0, j)
-            if SCALES_READS:
-                factor = chunk_vectors.decay_rows(inverse_norms if norm.enabled else 1.0, vector_tile, DECAY)
+            if NORMED:
+                factor = chunk_vectors.decay_rows(inverse_norms, vector_tile, DECAY)
                 store(gVectors, factor, (chunk, head, int32(CHUNK * BETA + 16 * warp)))
             vectors.release(j)
             warpgroup.send(gTransforms, (chunk, head), out, INPUT(t_transposed))

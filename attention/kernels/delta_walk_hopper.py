@@ -18,24 +18,23 @@ the next one without leaving the registers. No exponent is positive, so nothing 
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, warpgroup, zeros
-from tiles import bf16, fp32, ring, rt, shared
+from ops import divmod, store, subtile, truncate, warpgroup, zeros
+from tiles import bf16, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY, DECAY_TO_END, KEY_DIMS, TransformVectors
 from ..parts.recurrent.delta_config import NormedDeltaConfig, delta_sizes
-from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.l2norm import ROWS, L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-CONSUMER, SCORER, LOADER = range(3)  # warpgroups
-REGISTERS = 24, 128, 240  # of a thread of loader, scorer and consumer
+REGISTERS = {1: (24, 128, 240), 2: (24, 104, 192)}  # consumers -> registers of a thread of loader, scorer and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
 WARPS = warpgroup.WARPGROUP
@@ -43,9 +42,20 @@ WARPS = warpgroup.WARPGROUP
 
 @dataclass(frozen=True)
 class Config(NormedDeltaConfig):
-    """A kernel's configuration, whose fields are those of NormedDeltaConfig."""
+    """A kernel's configuration. consumers: warpgroups that have 64 columns of values each."""
 
-    label, threads = "walk", warpgroup.THREADS * (LOADER + 1)
+    consumers: int = field(default=1, kw_only=True)
+    label = "walk"
+
+    @property
+    def columns(self):
+        """The columns of values of all consumers."""
+        return COLUMNS * self.consumers
+
+    @property
+    def threads(self):
+        """The threads of a block, those of the consumers, the scorer and the loader."""
+        return warpgroup.THREADS * (self.consumers + 2)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -53,8 +63,9 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for size in delta_sizes(everything):
             for varlen in (False, True) if everything or size[0] == max(KEY_DIMS) else (False,):
-                yield from (Config(*size, gated, varlen) for gated in (False, True))
-        yield from (Config(key_dim, bf16, gated, l2norm=True) for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True))
+                yield from (Config(*size, gated, varlen, consumers=n) for n in REGISTERS for gated in (False, True))
+        for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True):
+            yield from (Config(key_dim, bf16, gated, l2norm=True, consumers=n) for n in REGISTERS)
 
 
 @functools.cache
@@ -62,32 +73,43 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE, OUTPUTS = config.dtype, rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     seq_layout = SequenceLayout(config.varlen)
-    chunk_vectors = TransformVectors(config.gated, config.gated or config.l2norm)
+    chunk_vectors = TransformVectors(config.gated, config.l2norm)
     state, stages = TransposedState(config.key_dim, INPUT, seq_layout), STAGES[config.key_dim]
-    norm = L2Norm(config.l2norm, config.key_dim)
-    LOADER_REGISTERS, SCORER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    BOTH_WARPS = 2 * WARPS  # warps of consumer and scorer
+    norm, NORMED = L2Norm(config.l2norm, config.key_dim), config.l2norm
+    CONSUMERS, (LOADER_REGISTERS, SCORER_REGISTERS, CONSUMER_REGISTERS) = config.consumers, REGISTERS[config.consumers]
+    SCORER, LOADER = CONSUMERS, CONSUMERS + 1
+    READERS, ALL_WARPS = CONSUMERS * WARPS, (CONSUMERS + 1) * WARPS  # warps of consumers; with those of the scorer
     smem = shared(
-        q=ring(config.key, stages, BOTH_WARPS),
-        k=ring(config.key, stages, BOTH_WARPS),
-        v=ring(config.values, stages, WARPS),
-        t=ring(config.square, stages, WARPS),
-        vectors=ring(chunk_vectors.spec, stages, BOTH_WARPS),
-        p=ring(config.square, AHEAD, WARPS, writers=WARPS),
-        out=ring(config.values, AHEAD, WARPS, writers=WARPS),
-        **norm.rings(stages, q_norms=WARPS),
+        q=ring(config.key, stages, ALL_WARPS),
+        k=ring(config.key, stages, ALL_WARPS),
+        v=ring(config.values, stages, READERS),
+        t=ring(config.square, stages, READERS),
+        vectors=ring(chunk_vectors.spec, stages, ALL_WARPS),
+        p=ring(config.square, AHEAD, READERS, writers=WARPS),
+        out=ring(config.values, AHEAD, WARPS, writers=READERS),
+        **norm.rings(stages, q_norms=READERS),
     )
+
+    @inlined
+    def publish_output_factors(norm_rings, j, vector_tile, factors):
+        """The scorer writes what the outputs Q S of a chunk are multiplied by to the ring. factors: without the decay, of a
+        warp's rows."""
+        if NORMED:
+            (ring,) = norm_rings
+            store(subtile(ring.claim(j), ROWS, warpgroup.rank()), chunk_vectors.decay_rows(factors, vector_tile, DECAY))
+            ring.publish(j)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def walk(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.values, unit=1),
         gTransforms: tiled(config.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2),
         gO: seq_layout.output_argument(config.values), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        length: INT, blocks: INT, segments: INT, first_state: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
-        its own. gTransforms, gVectors: of each chunk and head. gInitialState: the state before each segment. `group` value
-        heads share a key head; each is `blocks` blocks of columns wide."""
+        its own. gTransforms, gVectors: of each chunk and head. gInitialState: the state before each segment from the
+        `first_state`-th on; those before it begin with 0. `group` value heads share a key head; each is `blocks` blocks of
+        columns wide."""
         tiles = smem.open()
         q, k, v, t, vectors, p, out = tiles[:7]
         norm_rings = tiles[7:]
@@ -112,34 +134,40 @@ def make(config: Config):
             for j in range(n + AHEAD):
                 if j < n:
                     keys = k.wait(j)
-                    seq_layout.zero_other_rows(keys, seq.remaining(j), 2)
+                    seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS + 1)
                     queries = q.wait(j)
-                    inverse_norms = norm.publish(norm_rings, 0, j, queries)
-                    s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    s = warpgroup.mm_ABt(queries, keys)
+                    inverse_norms = norm.inverse_norms(queries, warpgroup.rank(), fenced=False) if NORMED else 1.0
+                    s = warpgroup.wait(s)
                     k.release(j)
-                    q.release(j)
-                    s = norm.scale_rows(chunk_vectors.decay_scores(s, vectors.wait(j), scale), inverse_norms)
+                    vector_tile = vectors.wait(j)
+                    publish_output_factors(norm_rings, j, vector_tile, inverse_norms * scale)
+                    s = chunk_vectors.decay_scores(s, vector_tile, scale, inverse_norms)
                     vectors.release(j)
+                    q.release(j)  # behind the fence of the vectors' release, which the loads of queries need, too
                     warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
                     p.publish(j)
                 if j >= AHEAD:
                     state.send_output(gO, out, int32(j - AHEAD), seq, head, block)
             if segment == segments - 1:
-                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
+                for panel in range(CONSUMERS):
+                    seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, int32(CONSUMERS * block + panel))
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            column = COLUMNS * block
-            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
+            column = COLUMNS * (CONSUMERS * block + wg)
+            states = truncate(gInitialState, 3, gInitialState.shape[3] if segment >= first_state else 0)
+            slot = int32(sequence * (segments - first_state) + max(0, segment - first_state))
+            s_t = warpgroup.load(states, STATE, (slot, head, 0, column), 3, 2)
             rounded, outputs = INPUT(s_t), INPUT(zeros(OUTPUTS))
             for j in range(n):
                 keys = k.wait(j)
-                seq_layout.zero_other_rows(keys, seq.remaining(j), 2)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS + 1)
                 u = warpgroup.mm_ABt(rounded, keys)
                 o = warpgroup.mm_ABt(rounded, q.wait(j))
                 if j > 0:
-                    warpgroup.store_transposed(out.claim(j - 1), outputs)
+                    warpgroup.store_transposed(subtile(out.claim(j - 1), CHUNK, 0, COLUMNS, wg), outputs)
                     out.publish(j - 1)
-                values = fp32(warpgroup.load_transposed(v.wait(j), state.values))
+                values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), state.values))
                 v.release(j)
                 values, vector_tile = seq_layout.zero_other_columns(values, seq.remaining(j)), vectors.wait(j)
                 u = INPUT(values - chunk_vectors.scale_reads(warpgroup.wait(u, newer=1), vector_tile))
@@ -150,8 +178,11 @@ def make(config: Config):
                 t.release(j)
                 s_t = chunk_vectors.decay_state(s_t, vector_tile)
                 s_t = warpgroup.mma_AB(s_t, INPUT(chunk_vectors.decay_cols(u, vector_tile, DECAY_TO_END)), keys)
-                o = norm.scale_columns(o * chunk_vectors.decay_cols(scale, vector_tile, DECAY), norm_rings, 0, j)
-                norm.release(norm_rings, 0, j)
+                if NORMED:
+                    o = norm.scale_columns(o, norm_rings, 0, j)
+                    norm.release(norm_rings, 0, j)
+                else:
+                    o = o * chunk_vectors.decay_cols(scale, vector_tile, DECAY)
                 vectors.release(j)
                 o = warpgroup.mma_ABt(o, INPUT(u), p.wait(j))
                 s_t = warpgroup.wait(s_t, newer=1)
@@ -160,7 +191,7 @@ def make(config: Config):
                 outputs = INPUT(warpgroup.wait(o))
                 p.release(j)
             if n > 0:
-                warpgroup.store_transposed(out.claim(n - 1), outputs)
+                warpgroup.store_transposed(subtile(out.claim(n - 1), CHUNK, 0, COLUMNS, wg), outputs)
                 out.publish(n - 1)
             if segment == segments - 1:
                 warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)

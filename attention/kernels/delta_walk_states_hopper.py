@@ -5,8 +5,8 @@ The tokens of a segment take a state S to M S + N, whatever S is. So a walk that
 0 in the columns of I, for which TMA writes zeros without a read. delta_compose_states_hopper.py composes the results.
 
 With decays, the walk begins with the first chunk that still counts at the segment's end (delta_recent_chunks.py). If that is
-not the segment's first one, N lacks less than 2^-126 of the state before it. M lacks what the earlier chunks multiply by: what
-it has instead takes less than 2^-126 of a state to the next segment."""
+not the segment's first one, N lacks less than 2^-126 of the state before it, and M takes less than that of a state to the next
+segment: blocks that have columns of M only store 0. In others M lacks what the earlier chunks multiply by."""
 
 import functools
 import itertools
@@ -64,9 +64,9 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, seq_layout = config.consumers, config.dtype, SequenceLayout(config.varlen)
     LOADER, readers, state = CONSUMERS, CONSUMERS * WARPS, TransposedState(config.key_dim, INPUT, seq_layout)
-    chunk_vectors = TransformVectors(config.gated, config.gated or config.l2norm)
+    chunk_vectors = TransformVectors(config.gated, config.l2norm)
     LOADER_REGISTERS, CONSUMER_REGISTERS = REGISTERS[CONSUMERS]
-    recent, PARAMS = config.recent_chunks, config.recent_chunks.params()
+    recent, PARAMS, GATED, KEY_DIM = config.recent_chunks, config.recent_chunks.params(), config.gated, config.key_dim
     smem = shared(
         k=ring(config.key, STAGES, readers),
         v=ring(config.values, STAGES, readers),
@@ -87,9 +87,10 @@ def make(config: Config):
         k, v, t, vectors = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
-        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        seq = recent.skip_forgotten(params, seq, seq_layout.chunk_index(seq.start, sequence, length), head)
-        n = seq.num_chunks()
+        all_tokens = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        seq = recent.skip_forgotten(params, all_tokens, seq_layout.chunk_index(all_tokens.start, sequence, length), head)
+        is_zero = GATED and seq.start > all_tokens.start and COLUMNS * CONSUMERS * block >= values
+        n = int32(0) if is_zero else seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
             key_head, _ = divmod(head, group)
@@ -104,7 +105,7 @@ def make(config: Config):
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             column = COLUMNS * (CONSUMERS * block + wg)
-            s_t = state.start_transition(column, values)
+            s_t = state.start_transition(int32(column + KEY_DIM if is_zero else column), values)
             for j in range(n):
                 keys = k.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS)

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min, transpose, truncate, warpgroup
+from ops import divmod, exp2, last_element, load, silu, store, subtile, tile_min, warpgroup
 from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.gates import CHUNK_COL_VEC, COL_VEC, ROW_VEC, Mamba2Gate
+from ..parts.recurrent.gates import COL_VEC, ROW_VEC, Mamba2Gate, load_line
 from ..parts.recurrent.results import ScanOutputs
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -151,15 +151,15 @@ def make(config: Config):
             warpgroup.release_registers(scorer_registers)
             ahead, c = divmod(warpgroup.rank(), CONSUMERS)  # of the chunk whose b this warp computes
             group_head, _ = divmod(CONSUMERS * block + c, width)
-            head, dts = key_head * group + group_head, truncate(gGates, 1, seq.end)
+            head = key_head * group + group_head
             rate, bias = gate.load_rate_and_bias(gA, gDtBias, head)
-            g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(ahead), head), cols=1)
+            g = load_line(gGates, seq.end, (seq.batch, seq.chunk_start(ahead), head))
             for j in range(-CHUNKS_AT_ONCE, n):  # computes b of later chunks, and P of chunk j
                 if j % CHUNKS_AT_ONCE == 0:
                     chunk = int32(j + CHUNKS_AT_ONCE + ahead)
                     slot = CONSUMERS * chunk + c
                     if chunk < n:
-                        b_chunk, a_chunk = gate.compute_cumsum(transpose(g), rate, bias, seq.remaining(chunk))
+                        b_chunk, a_chunk = gate.compute_cumsum(g, rate, bias, seq.remaining(chunk))
                         b_last = tile_min(b_chunk)
                         store(b.claim(slot), b_chunk)
                         b.publish(slot)
@@ -169,7 +169,7 @@ def make(config: Config):
                         exp_b.publish(slot)
                         store(edge_decay.claim(slot), exp2((b_last if exp2(b_last) < MIN_DECAY else 0.0) - a_chunk))
                         edge_decay.publish(slot)
-                    g = load(dts, CHUNK_COL_VEC, (seq.batch, seq.chunk_start(chunk + CHUNKS_AT_ONCE), head), cols=1)
+                    g = load_line(gGates, seq.end, (seq.batch, seq.chunk_start(chunk + CHUNKS_AT_ONCE), head))
                 if j >= 0:
                     keys = k.wait(j)
                     seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)

@@ -35,9 +35,9 @@ MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with d
 MIN_LONG_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 64  # that, if sequences have so many chunks: it may run beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk with decays of channels takes
-# Microseconds of a chunk of the walk; of a chunk of the pass that computes states, with one consumer in a block, with two; of a
-# step from the state before one segment to that before the next; of two more launches
-WALK, STATES, TWO_STATES, COMPOSE, LAUNCHES = 1.37, 0.76, 1.17, 3.2, 8.0
+# Microseconds of a chunk of the walk, by consumers in a block; of a chunk of the pass that computes states, likewise; of a step
+# from the state before one segment to that before the next; of two more launches
+WALK, STATES, COMPOSE, LAUNCHES = {1: 1.37, 2: 2.4}, {1: 0.76, 2: 1.17}, 3.2, 8.0
 CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)  # with decays of channels
 
 
@@ -64,19 +64,21 @@ def _count_blocks(problem: Problem) -> tuple[int, int]:
 
 @watched_function
 @functools.lru_cache(1024)
-def choose_segments(head_sequences: int, width: int, first_width: int, chunks: int, processors: int) -> int:
-    """The number of segments for each sequence that takes the shortest time. head_sequences: the number of sequences times
-    heads. width: the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each sequence."""
+def choose_walk(head_sequences: int, width: int, first_width: int, chunks: int, processors: int) -> tuple[int, int]:
+    """(segments for each sequence, consumers in each block of the walk) that take the shortest time. head_sequences: the number
+    of sequences times heads. width: the number of blocks of 64 columns of a state, first_width: of [N | M]. chunks: of each
+    sequence."""
 
-    def time(segments: int) -> float:
+    def time(segments: int, consumers: int) -> float:
         segment_chunks, blocks = -(-chunks // segments) + BLOCK_CHUNKS, head_sequences * (segments - 1) * first_width
-        walk = math.ceil(head_sequences * segments * width / processors) * segment_chunks * WALK
+        walk = math.ceil(head_sequences * segments * width / consumers / processors) * segment_chunks * WALK[consumers]
         if segments == 1:
             return walk
-        waves = math.ceil(blocks / 2 / processors) * TWO_STATES if blocks > processors else STATES
+        waves = math.ceil(blocks / 2 / processors) * STATES[2] if blocks > processors else STATES[1]
         return walk + waves * segment_chunks + LAUNCHES + segments * COMPOSE
 
-    return min(range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1), key=time)
+    numbers = range(1, max(1, min(chunks // MIN_SEGMENT_CHUNKS, processors)) + 1)
+    return min(((n, consumers) for n in numbers for consumers in WALK if width % consumers == 0), key=lambda x: time(*x))
 
 
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
@@ -86,21 +88,23 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     )
     head_sequences, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    segments = choose_segments(head_sequences, width, first_width, chunks, processors)
+    segments, consumers = choose_walk(head_sequences, width, first_width, chunks, processors)
     config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
     extents: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
     inverse, chunk_results = _plan_inverse(problem, arrays, config_fields, raw, scratch, extents)
     states: list[Step] = []
-    segment_states = arrays["gInitialState"]
+    segment_states, first_state = arrays["gInitialState"], 0
     if segments > 1:
         states, segment_states = _plan_states(problem, arrays | chunk_results, config_fields, raw, scratch, segments, extents)
+        first_state = int(segment_states.form.shape[0] < sequences * segments)
     walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")}
     walk_arrays |= {name: chunk_results[name] for name in ("gTransforms", "gVectors")}
-    config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm)
+    config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
     walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
-        head_sequences * segments * width,
-        blocks=width,
+        head_sequences * segments * width // consumers,
+        blocks=width // consumers,
         segments=segments,
+        first_state=first_state,
         scale=scale,
         gInitialState=segment_states,
         **extents,
@@ -137,9 +141,11 @@ def _plan_states(
     segments: int,
     extents: dict[str, Any],
 ) -> tuple[list[Step], Operand]:
-    """(the launches that compute the state before each segment, these states)"""
+    """(the launches that compute the state before each segment, these states; without those before the first segments, which
+    are 0, if there are two segments of each sequence: then they are N)"""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    scanned_segments, both_columns = segments - 1, columns + key_dim
+    composes = segments > 2 or arrays["gInitialState"] is not None
+    scanned_segments, both_columns = segments - 1, columns + key_dim * composes
     transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
     blocks = sequences * heads * scanned_segments * -(-both_columns // COLUMNS)
     consumers = 1 if blocks <= machine(problem.device).processors else 2
@@ -147,7 +153,6 @@ def _plan_states(
     width = -(-both_columns // (COLUMNS * consumers))
     names = "gK", "gV", "gTransforms", "gVectors", "gExponents", "gCuSeqlens"
     inputs = {name: arrays[name] for name in names if name in arrays}
-    compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
     walk = kernel_for(delta_walk_states_hopper, config, problem.device).bind(
         sequences * heads * scanned_segments * width,
         blocks=width,
@@ -158,6 +163,9 @@ def _plan_states(
         **extents,
         **inputs,
     )
+    if not composes:
+        return [walk], transitions
+    compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
     return [walk, compose], segment_states
 
 

@@ -141,7 +141,7 @@ class StateScan(NamedTuple):
             local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
             result = intern_value(ScanStates)
             config = choose_config(self.problem, self.gate, result, 0, -(-columns // chunk_hopper.COLUMNS))
-            scans, decays = plan_chunk_decays(self.problem, config, self.arrays.get("gGates"), segments, scratch)
+            scans, decays = plan_chunk_decays(self.problem, config, self.arrays, segments, scratch)
             scans.append(self.launch(result, segments, segments - 1, local_states | {"chunk_decays": decays}))
         composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
         return [*scans, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states

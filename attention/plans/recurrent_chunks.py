@@ -231,7 +231,7 @@ def _scan_local_states(
     sequences, heads, columns = problem("sequences", "heads", "value_dim")
     width = -(-columns // chunk_hopper.COLUMNS)
     config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
-    steps, decays = plan_chunk_decays(problem, config, arrays.get("gGates"), segments, scratch)
+    steps, decays = plan_chunk_decays(problem, config, arrays, segments, scratch)
     arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
     arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
     scan_arrays = arrays | {"gInitialState": None, "gO": None, "chunk_decays": decays}
@@ -240,20 +240,23 @@ def _scan_local_states(
 
 
 def plan_chunk_decays(
-    problem: Problem, config: Any, gates: Operand | None, segments: int, scratch: Callable[..., Operand]
+    problem: Problem, config: Any, arrays: Mapping[str, Operand | None], segments: int, scratch: Callable[..., Operand]
 ) -> tuple[list[Step], Operand | None]:
     """(the launch that sums up the gates of each chunk, for a scan of local states on Hopper; its result), or ([], None) if
-    gates are not one number in memory for each token and head, or segments are short."""
-    if not isinstance(config, chunk_hopper.Config) or config.gate.kind != TokenGate.kind:
+    there is no gate for each token and head, or segments are short. arrays: of the scan."""
+    if not isinstance(config, chunk_hopper.Config) or not config.gate.per_token:
         return [], None
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     chunks = problem.extents["batch"] * count_chunks(problem.extents)
     if chunks < MIN_RECENT_CHUNKS * sequences * segments:
         return [], None
     decays, numbers = scratch(heads, chunks), divide_chunks(problem, chunks)
-    kernel = kernel_for(chunk_decays, intern_value(chunk_decays.Config, config.varlen), problem.device)
-    arrays: Arrays = {"gGates": gates, "gChunkDecays": decays, "gCuSeqlens": problem["cu_seqlens"]}
-    step = kernel.bind(-(-numbers["warps"] // chunk_decays.WARPS), length=length, **numbers, **arrays)
+    gate = config.gate.gate if isinstance(config.gate, ReversedGate) else config.gate
+    gate = gate if gate.computed else intern_value(TokenGate)
+    kernel = kernel_for(chunk_decays, intern_value(chunk_decays.Config, gate, config.varlen), problem.device)
+    inputs: Arrays = {name: arrays.get(name) for name in ("gGates", "gA", "gDtBias")}
+    inputs |= {"gChunkDecays": decays, "gCuSeqlens": problem["cu_seqlens"]}
+    step = kernel.bind(-(-numbers["warps"] // chunk_decays.WARPS), length=length, **numbers, **inputs)
     return [step], decays
 
 

@@ -70,7 +70,7 @@ class GradientScan(NamedTuple):
         states = intern_value(GroupedStates if self.result.groups_queries else ScanStates)
         inputs = {name: arrays[name] for name in ("gQ", "gK", "gV", "gGates", "gCuSeqlens")}
         config_of_states = self.config(problem, vector_bytes, states)
-        steps, decays = recurrent_chunks.plan_chunk_decays(problem, config_of_states, arrays["gGates"], segments, scratch)
+        steps, decays = recurrent_chunks.plan_chunk_decays(problem, config_of_states, arrays, segments, scratch)
         inputs |= local_states if self.result.groups_queries else local_states | {"chunk_decays": decays}
         steps.append(launch_scan(problem, config_of_states, self.width, segments, segments - 1, inputs, scale))
         if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:

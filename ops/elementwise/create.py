@@ -90,6 +90,8 @@ for _op_function, _value in {zeros: 0, ones: 1, pos_infty: np.inf, neg_infty: -n
 def lane_first(b, spec, axis):
     """The row (axis 0) or column (1) of this lane's first element of a tile or vector. Its other elements are as far from
     that as lane 0's are from lane 0's first."""
+    if spec.layout == "line":
+        return b.mul(b.lane(), b.u32(spec.elements)) if axis else b.u32(0)
     if (axis == 0) == (spec.layout == "row"):
         return b.lshr(b.lane(), b.u32(2))
     return b.mul(b.and_(b.lane(), b.u32(3)), b.u32(2))

@@ -23,6 +23,8 @@ def rows_of(spec, rank):
     """The rows of a warpgroup's tile, or the elements of its vector, of its warp `rank`."""
     if isinstance(spec, rv):
         return shared_vectors.part(spec, rank)
+    if spec.layout == "line":
+        return range(spec.cols)
     return range(spec.rows * rank, spec.rows * (rank + 1))
 
 

@@ -1,12 +1,15 @@
 """Between registers and shared vectors: how `load` and `store` (load_store.py) move a vector.
 
     gate = load(gates.wait(j), S.col_vec)          a tile's vector from a shared one, along either axis
+    store(sums.claim(j), cumsum(line))             a line, of which each lane has a part of its own
 
 A warpgroup's col_vec is 64 elements or more, as long as its tile is high: each warp moves its part.
 
 Here, too: `load_row`, a row of a shared tile as a vector or line, `load_row_of_group`, rows that groups share, and
 `last_element`, an element of a shared vector as a number.
 """
+
+import contextlib
 
 import numpy as np
 
@@ -30,7 +33,9 @@ def part(spec, rank):
 
 
 def check(name, vector, verb, spec, at, warps):
-    """TypeError if `warps` warps cannot move this vector in registers from or to a shared one."""
+    """TypeError if `warps` warps cannot move this vector, or this line, in registers from or to a shared one."""
+    if isinstance(spec, rt) and spec.layout == "line" and (spec.cols, warps, at) == (vector.length, 1, None):
+        return
     spread = warps if isinstance(spec, rv) and spec.axis == "col_vec" else 1
     if not isinstance(spec, rv) or spread * spec.length != vector.length:
         raise TypeError(f"{name}: {vector} does not {verb} {f'{spread} x ' * (spread > 1)}{spec}")
@@ -42,6 +47,11 @@ def check(name, vector, verb, spec, at, warps):
 
 def addresses(b, vector, spec, address, first):
     """The elements that go together (two if the lane's lie in pairs, else one) and the address of each such access."""
+    if isinstance(spec, rt):
+        start = ptx.opaque(b, b.add(address, b.mul(b.lane(), b.u32(spec.elements * vector.dtype.itemsize))))
+        for i in range(0, spec.elements, 2):
+            yield slice(i, i + 2), b.add(start, b.u32(i * vector.dtype.itemsize))
+        return
     lane, step = b.lane(), 1 if spec.by_quad else 2
     index = b.lshr(lane, b.u32(2)) if spec.by_quad else b.mul(b.and_(lane, b.u32(3)), b.u32(2))
     if spec.axis == "col_vec":
@@ -62,9 +72,9 @@ def lower_load(vector, spec, first_row):
 
 def read(b, vector, spec, address, first):
     """This lane's elements of a vector in registers, from a shared one."""
-    step, out = 1 if spec.by_quad else 2, []
-    for _, at in addresses(b, vector, spec, address, first):
-        out += load_elements(b, vector.dtype, step, at)
+    out = []
+    for together, at in addresses(b, vector, spec, address, first):
+        out += load_elements(b, vector.dtype, together.stop - together.start, at)
     return out
 
 
@@ -101,7 +111,8 @@ def lower_store(vector, spec, first_row):
 
     def lower(b, address, value, *_):
         elements = b.elements(spec, value)
-        with b.if_then(b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0))):
+        is_holder = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0)) if isinstance(spec, rv) else None
+        with b.if_then(is_holder) if is_holder is not None else contextlib.nullcontext():
             for together, at in addresses(b, vector, spec, address, first_row(b)):
                 store_elements(b, vector.dtype, elements[together], at)
 

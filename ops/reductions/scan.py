@@ -1,6 +1,8 @@
 """Running sums. Along a vector, in registers: four shuffles for every eight elements. Down a shared tile: no shuffles, for a
 lane has a column to itself."""
 
+import functools
+
 import numpy as np
 
 from tiles.compiling import ptx
@@ -21,16 +23,20 @@ AT_ONCE = 16  # rows of a shared tile that are on their way to registers
 @op
 def cumsum(x):
     """Running sums, in fp32: out[j] = x[0] + ... + x[j]. Of a row_vec of tiles in row layout (or a col_vec of tiles in column
-    layout); of an fp32 tile in column layout, down each column."""
-    return np.cumsum(x.array, axis=x.array.shape.index(x.length) if hasattr(x, "length") else 0, dtype=np.float32)
+    layout); of an fp32 tile in column layout, down each column; along an fp32 line."""
+    axis = x.array.shape.index(x.length) if hasattr(x, "length") else int(x.spec.layout == "line")
+    return np.cumsum(x.array, axis=axis, dtype=np.float32)
 
 
 @lowers(cumsum)
 def _(x):
+    if isinstance(x, rt) and x.layout == "line" and x.dtype is fp32:
+        return x, functools.partial(_along_line, x)
     fits = (isinstance(x, rt) and x.layout == "col") or (isinstance(x, rv) and not (x.partial or x.by_quad))
     if not fits or x.dtype is not fp32:
         raise TypeError(
-            f"cumsum: takes an fp32 tile in column layout, or a row_vec of row layout or col_vec of column layout, got {x}"
+            "cumsum: takes an fp32 tile in column layout, or a row_vec of row layout or col_vec of column layout, or an fp32 "
+            f"line, got {x}"
         )
 
     def emit(b, value):
@@ -54,6 +60,18 @@ def _(x):
         return b.from_elements(x, [out[k] for k in range(x.elements)])
 
     return x, emit
+
+
+def _along_line(x, b, value):
+    """Running sums along a line: of each lane's run, and of the lanes before it."""
+    elements, sums = b.elements(x, value), []
+    for element in elements:
+        sums.append(b.fadd(sums[-1], element) if sums else element)
+    total = sums[-1]
+    for k in range(LANES.bit_length() - 1):
+        total = ptx.add_before(b, total, 1 << k)
+    before = ptx.before(b, total)
+    return b.from_elements(x, [b.fadd(before, x) for x in sums])
 
 
 def _columns(x):

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 from numpy import float32
 
-from ops import block, cumsum, cumsum_columns, load, reverse_cumsum_columns, store
+from ops import block, col_index, cumsum, cumsum_columns, load, reverse_cumsum_columns, store
 from tiles import bf16, fp16, fp32, inlined, rt, shared, st, static, sv
 from tiles.testing import blank, close, wide
 
@@ -21,6 +21,23 @@ def test_cumsum(run, sample, length):
     x, y = sample(length), blank(length)
     run(body, x, y)
     close(y, np.cumsum(wide(x)), atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [64, 192])
+def test_cumsum_along_a_line(run, sample, length):
+    """Through shared memory, with the numbers of its columns added."""
+    L, smem = rt(1, length, fp32, "line"), shared(sums=sv(length, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        (sums,) = smem.open()
+        store(sums, cumsum(load(x, L, (1, 0))) + col_index(L))
+        block.sync()
+        store(y, load(sums, L), (0, 0))
+
+    x, y = sample((2, length)), blank((1, length))
+    run(body, x, y, shared=smem)
+    close(y[0], np.cumsum(wide(x)[1]) + np.arange(length), atol=2e-5)
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (64, 16), (32, 48)])

@@ -43,6 +43,26 @@ def test_shared_and_back(run, sample, dtype, axis, layout):
     assert (wide(converted) == wide(x.astype(np.float16) if dtype is fp32 else x)).all()
 
 
+@pytest.mark.parametrize("dtype", [fp32, bf16, fp16])
+def test_a_line(run, sample, dtype):
+    """A lane has neighbours of its own: what it stores is a vector, whoever loads it."""
+    L, V = rt(1, 128, fp32, "line"), rt(16, 128, fp32).row_vec
+    smem = tiles.shared(first=sv(16, dtype), a=sv(128, dtype))
+
+    @cuda.jit
+    def body(x, same, vector):
+        _, a = smem.open()
+        store(a, load(x, L, (0, 0)))
+        cuda.syncthreads()
+        store(same, load(a, L), (0, 0))
+        store(vector, load(a, V), (0,))
+
+    x = sample((1, 128), dtype)
+    same, vector = blank((1, 128), dtype), blank(128, dtype)
+    run(body, x, same, vector, shared=smem)
+    assert (wide(same) == wide(x)).all() and (wide(vector) == wide(x)[0]).all()
+
+
 @pytest.mark.parametrize(("dtype", "layout"), pairs(DTYPES, LAYOUTS))
 def test_four_warps_share_a_col_vec(run, sample, dtype, layout):
     """Each warp has its part of the rows, and all of the columns."""

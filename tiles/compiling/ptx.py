@@ -360,6 +360,21 @@ def shuffle(b, x, lane):
     return b.asm(x.type, "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", f"={letter},{letter},r", x, lane)
 
 
+def add_before(b, x, distance):
+    """x, and in all but the first lanes what the lane that is `distance` before has as x added to it. x: a float."""
+    text = (
+        "{.reg .pred p;\n.reg .f32 y;\n"
+        + f"shfl.sync.up.b32 y|p, $1, {distance}, 0, -1;\nmov.f32 $0, $1;\n@p add.f32 $0, $0, y;}}"
+    )
+    return b.asm(x.type, text, "=&f,f", x)
+
+
+def before(b, x):
+    """x of the lane before, in lane 0 a 0. x: a float."""
+    text = "{.reg .pred p;\n.reg .f32 y;\nshfl.sync.up.b32 y|p, $1, 1, 0, -1;\nselp.f32 $0, y, 0f00000000, p;}"
+    return b.asm(x.type, text, "=f,f", x)
+
+
 def mul_pair(b, dtype, x, y):
     """Products of two registers of two 2-byte elements, each rounded once: fma with -0, since sm_80 has no mul of bf16x2."""
     return b.asm(i32, f"fma.rn.{dtype.ptx}x2 $0, $1, $2, $3;", "=r,r,r,r", x, y, b.u32(0x80008000), effect=False)

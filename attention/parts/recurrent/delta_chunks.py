@@ -309,29 +309,30 @@ class ChunkVectors:
             return x
 
     @inlined
-    def decay_scores(self, s, tile, factors):
-        """M * s * factors, of a warpgroup's scores and factors of their columns; elements above the diagonal do not matter."""
+    def decay_scores(self, s, tile, factors, row_factors=1.0):
+        """M * s * factors * row_factors, of a warpgroup's scores and factors of their columns and rows; elements above the
+        diagonal do not matter."""
         if self.gated:
             decay = last_element(subtile(tile, CHUNK, DECAY))
             if decay < MIN_DECAY:
-                return s * exp2(zeros(TILE) + self.rows(tile, SUM) - self.cols(tile, SUM)) * factors
+                return s * exp2(zeros(TILE) + self.rows(tile, SUM) - self.cols(tile, SUM)) * factors * row_factors
             else:
-                return s * (self.rows(tile, DECAY) / decay) * (self.cols(tile, DECAY_TO_END) * factors)
+                return s * (self.rows(tile, DECAY) / decay * row_factors) * (self.cols(tile, DECAY_TO_END) * factors)
         else:
-            return s * factors
+            return s * factors * row_factors
 
 
 @static
 class TransformVectors(ChunkVectors):
-    """ChunkVectors as delta_transform_hopper.py stores them: in place of beta is the factor of k S, the decay exp(b) times the
-    key's inverse norm (l2norm.py). scales_reads: is there such a factor, or is it 1?"""
+    """ChunkVectors as delta_transform_hopper.py stores them. k S has the factor exp(b). normed: are keys divided by their L2
+    norms (l2norm.py)? Then this factor times the key's inverse norm stands in place of beta, whose place is empty otherwise."""
 
-    scales_reads: bool
+    normed: bool
 
     @inlined
     def scale_reads(self, x, tile):
         """x = K S of a chunk, transposed, times these factors."""
-        if self.scales_reads:
+        if self.normed:
             return x * self.cols(tile, BETA)
         else:
-            return x
+            return self.decay_cols(x, tile, DECAY)

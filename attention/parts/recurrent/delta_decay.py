@@ -3,12 +3,12 @@ delta_states_hopper.py). A chunk is `strong` if it decays by more than numbers c
 
 from numpy import float32
 
-from ops import col_index, cumsum, exp2, last_element, less, load, store, tile_min, transpose, truncate, warpgroup, where, zeros
+from ops import col_index, cumsum, exp2, last_element, less, load, store, tile_min, warpgroup, where, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.launching.arguments import array, record
 
 from .gate_formulas import GateFormula
-from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
+from .gates import CHUNK_LINE, LOG2_E, clamp_gates, load_line
 from .tokens import CHUNK
 
 # A chunk is strong if it decays by less than 2 to the power of this: 1 / its decay, times a value, might overflow
@@ -35,12 +35,12 @@ class UngatedDelta:
 
     @inlined
     def load_gates(self, gGates, seq, at):
-        """Start to load the gates of the chunk whose first token is at `at`, and return them."""
+        """Start to load the gates of the chunk whose first token is at `at`, and return them, a CHUNK_LINE."""
         return 0.0
 
     @inlined
     def compute_gates(self, g, rate, bias, remaining):
-        """The gates of a chunk from what load_gates has loaded, transposed. remaining: the number of tokens of the sequence
+        """The gates of a chunk from what load_gates has loaded. remaining: the number of tokens of the sequence
         from the chunk's first one on."""
         return g
 
@@ -108,12 +108,12 @@ class GatedDelta(UngatedDelta):
 
     @inlined
     def load_gates(self, gGates, seq, at):
-        return load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, at, cols=1)
+        return load_line(gGates, seq.end, at)
 
     @inlined
     def cumsum(self, g, rate_and_bias, remaining):
         rate, bias = rate_and_bias
-        return cumsum(clamp_gates(self.compute_gates(transpose(g), rate, bias, remaining)) * LOG2_E)
+        return cumsum(clamp_gates(self.compute_gates(g, rate, bias, remaining)) * LOG2_E)
 
     @inlined
     def publish_sums(self, tiles, j, sums):
@@ -190,7 +190,7 @@ class FormulaDelta(GatedDelta):
 
     @inlined
     def compute_gates(self, g, rate, bias, remaining):
-        return where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
+        return where(less(col_index(CHUNK_LINE), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
 
 
 def delta_decay(input_dtype: dtype, gated: bool, formula: GateFormula | None) -> UngatedDelta:

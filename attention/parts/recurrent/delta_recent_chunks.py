@@ -1,7 +1,7 @@
 """How many chunks of a segment still count at its end (recent_chunks.py), under the delta rule with decays of tokens.
 
 A token multiplies a state by exp(g) (1 - beta k k^T), whose norm is exp(g), or exp(g) |1 - beta |k|^2| if that is more.
-delta_transform_hopper.py has beta |k|^2 on the diagonal of beta K K^T, and stores the product of these norms over each chunk's
+delta_transform_hopper.py has |k|^2 on the diagonal of K K^T, and stores the product of these norms over each chunk's
 tokens, as an exponent of 2. delta_walk_states_hopper.py reads these exponents as others read sums of gates."""
 
 from numpy import float32
@@ -40,9 +40,9 @@ class EveryChunk:
         return {}
 
     @inlined
-    def store_growths(self, growths, a):
-        """A warpgroup stores the exponents of max(1, |1 - beta |k|^2|) of a chunk's tokens in shared memory. a: beta K K^T,
-        times decays off the diagonal."""
+    def store_growths(self, growths, steps):
+        """A warpgroup stores the exponents of max(1, |1 - beta |k|^2|) of a chunk's tokens in shared memory. steps: beta |k|^2
+        of the warp's tokens."""
 
     @inlined
     def store_exponent(self, params, chunk, head, growths, vectors):
@@ -65,8 +65,8 @@ class RecentChunks(EveryChunk):
         return {"growths": sv(CHUNK, fp32)}
 
     @inlined
-    def store_growths(self, growths, a):
-        warpgroup.store(growths, log2(maximum(abs(warpgroup.diagonal(a) - 1.0), 1.0)))
+    def store_growths(self, growths, steps):
+        warpgroup.store(growths, log2(maximum(abs(steps - 1.0), 1.0)))
 
     @inlined
     def store_exponent(self, params, chunk, head, growths, vectors):

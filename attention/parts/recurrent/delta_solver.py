@@ -28,14 +28,14 @@ class UTTransform:
         k, beta, b, exp_b = tiles.k, tiles.beta, tiles.b, tiles.exp_b
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
-        inverse_norms = self.norm.publish(norm_rings, 0, j, keys)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
-        beta_rows = warpgroup.load(beta.wait(j), COL_VEC)
-        a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * beta_rows
+        inverse_norms = self.norm.publish_squares(norm_rings, 0, j, warpgroup.diagonal(s) if self.norm.enabled else 0.0)
+        row_factors = warpgroup.load(beta.wait(j), COL_VEC) * inverse_norms
+        a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * row_factors
         self.decay.release(exp_b, j)
         self.decay.release(b, j)
-        a = self.norm.scale_columns(self.norm.scale_rows(a, inverse_norms), norm_rings, 0, j)
+        a = self.norm.scale_columns(a, norm_rings, 0, j)
         x = inverse_transposed(a, tiles.high, tiles.low)
         x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), norm_rings, 0, j)
         self.norm.release(norm_rings, 0, j)

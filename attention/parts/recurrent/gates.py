@@ -16,6 +16,7 @@ from numpy import float32
 from ops import (
     col_index,
     cumsum,
+    exp,
     exp2,
     last_element,
     less,
@@ -27,7 +28,6 @@ from ops import (
     store,
     subtile,
     tile_max,
-    transpose,
     truncate,
     warpgroup,
     where,
@@ -41,6 +41,7 @@ from .tokens import CHUNK
 TILE = rt(16, CHUNK, fp32)  # a warp's 16 rows of a chunk's scores
 COL_VEC, ROW_VEC = TILE.col_vec, TILE.row_vec  # a number for each of the 16 rows; for each of the 64 columns
 CHUNK_COL_VEC = rt(CHUNK, 16, fp32).col_vec  # a number for each of 64 rows: a lane has half as many as of ROW_VEC
+CHUNK_LINE = rt(1, CHUNK, fp32, "line")  # a number for each of 64 tokens, two in each lane and none in two lanes
 LOG2_E = math.log2(math.e)
 FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer digits left for small gates beside them
 
@@ -49,6 +50,12 @@ FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer d
 def clamp_gates(g):
     """max(g, FLOOR), where NaN stays NaN."""
     return where(less(g, FLOOR), FLOOR, g)
+
+
+@inlined
+def load_line(gX, end, at):
+    """A number for each token of a chunk, 0 from the token `end` on, as a CHUNK_LINE. at: (batch, first token, head)."""
+    return load(truncate(gX, 1, end), CHUNK_LINE, at, rows=0, cols=1)
 
 
 @inlined
@@ -65,6 +72,7 @@ class Gate:
 
     kind = ""
     per_token = False  # is there a gate for each token, in memory?
+    computed = False  # are these gates computed from what is in memory?
     weighted = False  # do keys have weights, so that a is not b?
     folds_scale = False  # is the softmax scale added to b as log2(scale)? If not, outputs are multiplied by it
     reversed = False  # does a scan begin with the last token, and is the scale a weight of the keys? (gradients.ReversedGate)
@@ -125,7 +133,7 @@ class Gate:
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
-        """Start to load the gates (Mamba-2: dt) of the chunk that starts at `token`, and return them."""
+        """Start to load the gates (Mamba-2: dt) of the chunk that starts at `token`, and return them, a CHUNK_LINE."""
         return 0.0
 
     @inlined
@@ -194,8 +202,14 @@ class TokenGate(DecayGate):
     kind, per_token = "token", True
 
     @inlined
+    def compute_gates(self, g, rates, biases):
+        """The gates of tokens, the rows, and heads, from what is in memory. rates, biases: gA and gDtBias of the heads. Rows
+        beyond the last token do not matter."""
+        return g
+
+    @inlined
     def compute_cumsum(self, g, rate, bias, remaining):
-        """(b, a) of a chunk, from its gates in memory (Mamba-2: dt)."""
+        """(b, a) of a chunk, from its gates in memory (Mamba-2: dt), as CHUNK_LINEs."""
         b = cumsum(clamp_gates(g) * LOG2_E)
         return b, b
 
@@ -206,7 +220,7 @@ class TokenGate(DecayGate):
     @inlined
     def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
         rate, bias = self.load_rate_and_bias(gA, gDtBias, head)
-        g = load(truncate(gGates, 1, end), ROW_VEC, (batch, token, head), cols=1)
+        g = load_line(gGates, end, (batch, token, head))
         self.publish_cumsum(b, a, j, g, rate, bias, end - token)
 
     @inlined
@@ -230,11 +244,11 @@ class TokenGate(DecayGate):
 
     @inlined
     def load_gates(self, gGates, batch, token, end, head):
-        return load(truncate(gGates, 1, end), CHUNK_COL_VEC, (batch, token, head), cols=1)
+        return load_line(gGates, end, (batch, token, head))
 
     @inlined
     def store_cumsum(self, b, a, g, rate, bias, remaining):
-        b_chunk, a_chunk = self.compute_cumsum(transpose(g), rate, bias, remaining)
+        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, remaining)
         store(b, b_chunk)
         if self.weighted:
             store(a, a_chunk)
@@ -252,11 +266,15 @@ class TokenGate(DecayGate):
 class FormulaGate(TokenGate):
     """Gates that a formula computes."""
 
-    kind = "formula"
+    kind, computed = "formula", True
     formula: GateFormula = GateFormula()
 
     def __str__(self):
         return f"{super().__str__()} {self.formula}"
+
+    @inlined
+    def compute_gates(self, g, rates, biases):
+        return self.formula.compute(g, exp(rates), biases)
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
@@ -264,7 +282,7 @@ class FormulaGate(TokenGate):
 
     @inlined
     def compute_cumsum(self, g, rate, bias, remaining):
-        g = where(less(col_index(ROW_VEC), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
+        g = where(less(col_index(CHUNK_LINE), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
         b = cumsum(clamp_gates(g) * LOG2_E)
         return b, b
 
@@ -274,7 +292,7 @@ class Mamba2Gate(TokenGate):
     """Gates and weights from Mamba-2's dt: g = dt A, w = max(dt, 0). softplus: is dt = softplus(x + dt_bias) for the x in
     memory, instead of x + dt_bias? low, high: the limits of dt."""
 
-    kind, weighted = "step", True
+    kind, weighted, computed = "step", True, True
     softplus: bool = False
     low: float = 0.0
     high: float = math.inf
@@ -291,6 +309,10 @@ class Mamba2Gate(TokenGate):
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
         return tile_max(load(gA, COL_VEC, (head, 0))), tile_max(load(gDtBias, COL_VEC, (head, 0)))
+
+    @inlined
+    def compute_gates(self, g, rates, biases):
+        return self.step_size(g + biases) * rates
 
     @inlined
     def step_size(self, x):
@@ -315,10 +337,10 @@ class Mamba2Gate(TokenGate):
     def compute_cumsum(self, g, rate, bias, remaining):
         dt = g + bias
         if self.has_limits:
-            dt = where(less(col_index(ROW_VEC), float32(remaining)), self.step_size(dt), 0.0)
+            dt = where(less(col_index(CHUNK_LINE), float32(remaining)), self.step_size(dt), 0.0)
         else:
             if self.softplus:
                 dt = softplus(dt)
-            dt = where(less(dt, 0.0), 0.0, where(less(col_index(ROW_VEC), float32(remaining)), dt, 0.0))
+            dt = where(less(dt, 0.0), 0.0, where(less(col_index(CHUNK_LINE), float32(remaining)), dt, 0.0))
         b = cumsum(clamp_gates(dt * rate) * LOG2_E)
         return b, b - log2(dt)

@@ -77,6 +77,25 @@ class L2Norm:
             return 0.0
 
     @inlined
+    def publish_squares(self, rings, index, j, squares):
+        """`publish`, by a warpgroup that has the squares of the norms already."""
+        if self.enabled:
+            inverse_norms = rsqrt(squares + L2NORM_EPSILON)
+            store(subtile(rings[index].claim(j), ROWS, warpgroup.rank()), inverse_norms)
+            rings[index].publish(j)
+            return inverse_norms
+        else:
+            return 1.0
+
+    @inlined
+    def load_columns(self, rings, index, j):
+        """The inverse norms in the j-th slot of rings[index], for what has a column for each token."""
+        if self.enabled:
+            return load(rings[index].wait(j), ROW_VEC)
+        else:
+            return 1.0
+
+    @inlined
     def scale_rows(self, x, inverse_norms):
         """The scores of a warp's rows, times their inverse norms."""
         if self.enabled:
@@ -88,7 +107,7 @@ class L2Norm:
     def scale_columns(self, x, rings, index, j):
         """What has a column for each token, times their inverse norms in the j-th slot of rings[index]."""
         if self.enabled:
-            return x * load(rings[index].wait(j), ROW_VEC)
+            return x * self.load_columns(rings, index, j)
         else:
             return x
 

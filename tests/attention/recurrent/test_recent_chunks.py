@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+from delta_cases import BF16
 from gradient_cases import f32
 from test_segments import agree, case
 
+from attention import gates as raw_gates
+from attention import reference
 from attention.plans import recurrent_chunks
 from attention.public import linear_family
+from attention.public.mamba import mamba2
 
 CHUNK, SEGMENTS = 64, 2
 CHUNKS_OF_SEGMENT = 5
@@ -30,6 +34,49 @@ def test_heads_that_forget_and_others(place, rates):
     """Outputs are those of all tokens, whether a head forgets within some chunks, within one, or never."""
     args = case(False, "token", LENGTH, 16, 64, heads=2) | {"decay": gates(*rates)}
     agree(place, args, family="sm_90")
+
+
+def forgets(call, tokens):
+    """call(**tokens) is finite in the second segment, and the same, if what its first tokens have is NaN. Returns it."""
+    want = call(**tokens)[:, CHUNK * CHUNKS_OF_SEGMENT :]
+    for x in tokens.values():
+        x[:, :CHUNK] = np.nan
+    np.testing.assert_array_equal(call(**tokens)[:, CHUNK * CHUNKS_OF_SEGMENT :], want)
+    assert np.isfinite(want.astype(f32)).all()
+    return want
+
+
+def test_gates_of_a_formula(place):
+    """Each head has an A_log and a bias of its own."""
+    args = case(False, "token", LENGTH, 16, 64, heads=2) | {"initial_state": None}
+    draw = np.random.default_rng(3)
+    x, A_log, bias = draw.standard_normal((1, LENGTH, 2)).astype(f32), np.array([0.0, 0.7], f32), np.array([0.5, -0.2], f32)
+    q, k, v = args["q"], args["k"], args["v"]
+
+    def call(v, **more):
+        decay = raw_gates.softplus(*map(place.put, (x, A_log, bias))) if not more else more["decay"]
+        return place.get(linear_family.linear(*map(place.put, (q, k, v)), decay=decay, family="sm_90"))
+
+    evaluated = place.put(raw_gates.evaluate(raw_gates.softplus(x, A_log, bias)).astype(f32))
+    want = call(v, decay=evaluated)[:, CHUNK * CHUNKS_OF_SEGMENT :].astype(f32)
+    np.testing.assert_allclose(forgets(call, {"v": v}).astype(f32), want, atol=2**-7 * np.abs(want).max())
+
+
+def test_steps_of_mamba2(place):
+    draw = np.random.default_rng(4)
+    x, z = (draw.standard_normal((1, LENGTH, 2, 64)).astype(BF16) for _ in range(2))
+    B, C = (draw.standard_normal((1, LENGTH, 1, 64)).astype(BF16) for _ in range(2))
+    dt, A, bias = draw.standard_normal((1, LENGTH, 2)).astype(f32), -np.array([1, 2], f32), np.array([0.5, 1], f32)
+    args = {"dt": dt, "A": A, "B": B, "C": C, "z": z, "dt_bias": bias}
+
+    def call(x):
+        on_device = {name: place.put(a) for name, a in (args | {"x": x}).items()}
+        return place.get(mamba2(**on_device, dt_softplus=True, family="sm_90"))
+
+    ref, _ = reference.mamba2(x=x, **args, dt_softplus=True)
+    low, _ = reference.mamba2(x=x, **args, dt_softplus=True, low=True)
+    second = np.s_[:, CHUNK * CHUNKS_OF_SEGMENT :]
+    reference.assert_close(forgets(call, {"x": x}), ref[second], low[second])
 
 
 def test_gates_of_infinity(place):

@@ -67,13 +67,13 @@ def agree(place, args, factor=2, **more):
 
 @pytest.fixture
 def cut(monkeypatch, nothing_known):
-    """cut(n): calls cut every sequence into n segments from then on."""
+    """cut(n, consumers): calls cut every sequence into n segments from then on; walks have so many consumers in a block."""
     monkeypatch.setattr(module, "serves_walk", lambda _: True)
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
 
-    def cut(n):
-        for place in recurrent_chunks, delta_walk:
-            monkeypatch.setattr(place, "choose_segments", lambda *_: n)
+    def cut(n, consumers=1):
+        monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
+        monkeypatch.setattr(delta_walk, "choose_walk", lambda *_: (n, consumers))
 
     return cut
 
@@ -88,7 +88,7 @@ def test_three_segments(place, cut, delta, kind):
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token"), (True, "channel"), (False, "token")])
 def test_two_consumers_of_shared_keys(place, cut, delta, kind):
-    cut(2)
+    cut(2, consumers=2)
     args = case(delta, kind, 190, 128, 128, heads=2)
     agree(place, args | {"q": args["q"][:, :, :1].copy(), "k": args["k"][:, :, :1].copy()})
 
@@ -122,9 +122,9 @@ def test_any_number_of_segments(place, cut, delta, kind, segments):
 @pytest.mark.parametrize("delta", [False, True])
 def test_packed_sequences(place, cut, monkeypatch, delta, kind):
     """Empty ones, ones with fewer chunks than segments, and one whose segments are whole chunks, with poison around them."""
-    cut(3)
+    cut(3, consumers=2)
     packing = Packing([0, 70, 192, 1], neighbour=2, nobodys=5)
-    args = case(delta, kind, 263, 64, 64, sequences=4)
+    args = case(delta, kind, 263, 64, 128 if kind == "token" else 64, sequences=4)
     out, state = agree(place, args, cu_seqlens=packing.cu_seqlens)
     as_on_a_device(monkeypatch)
     start = poisoned((len(packing.ends) - 1, *args["initial_state"].shape[1:]), np.float32)
@@ -172,6 +172,15 @@ def test_forgotten_chunks_of_a_head(cut, starts, start):
     assert starts == {(0, 0): 0, (0, 3): 3, (1, 0): 2, (1, 3): 5}
 
 
+@pytest.mark.parametrize("initial", [True, False])
+def test_blocks_of_what_is_forgotten(place, cut, initial):
+    """A block of columns of M alone stores 0 where the segment forgets its beginning."""
+    cut(3, consumers=2)
+    args = case(True, "token", 64 * 9 - 5, 64, 128, heads=2, gate=0.002)
+    args["decay"][..., 1] *= 2000
+    agree(place, args if initial else args | {"initial_state": None})
+
+
 def test_chunks_before_a_decay_of_minus_infinity(cut, starts):
     """Also in a segment that has fewer tokens than others, the last of those that are scanned."""
     cut(5)
@@ -190,10 +199,14 @@ def test_long_keys_keep_what_decays_forget(cut, starts):
     assert starts == {(0, 0): 0}
 
 
-def test_forgotten_chunks_of_raw_inputs(cut, starts):
+@pytest.mark.parametrize("consumers", [1, 2])
+def test_forgotten_chunks_of_raw_inputs(cut, starts, consumers):
     """Long keys are divided by their norms before a token can multiply a state by more than 1."""
-    cut(2)
-    args, beta = case(True, "token", 64 * 6 - 9), np.random.default_rng(2).standard_normal((1, 64 * 6 - 9, 1), np.float32)
+    cut(2, consumers)
+    args, beta = (
+        case(True, "token", 64 * 6 - 9, value_dim=64 * consumers),
+        np.random.default_rng(2).standard_normal((1, 64 * 6 - 9, 1), np.float32),
+    )
     args["k"] = (args["k"].astype(np.float32) * 4).astype(BF16)
     raw = args | {"decay": gates.softplus(np.full_like(beta, 2)), "beta": gates.beta(beta)}
     out, state = delta_rule(**raw, qk_l2norm=True, return_state=True)
@@ -246,16 +259,20 @@ def test_a_state_that_only_decays(place, cut, kind):
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "channel"), (True, "token")])
 def test_without_an_initial_state(place, cut, delta, kind):
+    """Of sequences in two segments the delta rule's walk then needs no transitions."""
     cut(2)
-    agree(place, case(delta, kind, 130) | {"initial_state": None})
+    args = case(delta, kind, 130)
+    tokens = {name: np.concatenate([args[name], args[name][:, ::-1]]) for name in ("q", "k", "v", "decay", "beta")[: 4 + delta]}
+    agree(place, args | tokens | {"initial_state": None})
 
 
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     """Also when only the length of a repeated call is new."""
-    numbers, plans = [], delta_walk if delta and kind == "token" else recurrent_chunks
-    choose = plans.choose_segments
-    monkeypatch.setattr(plans, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
+    numbers, walks = [], delta and kind == "token"
+    plans, name = (delta_walk, "choose_walk") if walks else (recurrent_chunks, "choose_segments")
+    choose = getattr(plans, name)
+    monkeypatch.setattr(plans, name, lambda *args: numbers.append(choose(*args)) or numbers[-1])
     for place in recurrent_chunks, delta_walk, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
@@ -263,7 +280,8 @@ def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     monkeypatch.setattr(delta_walk, "COMPOSE", 0.5)
     for length in 1300, 200:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
-    assert numbers[0] > 1 and int(numbers[-1]) == 1
+    first, *_, last = [n[0] if walks else n for n in numbers]
+    assert first > 1 and int(last) == 1
 
 
 @pytest.mark.parametrize(("delta", "kind"), [*DELTA_KINDS, (True, "token")])
