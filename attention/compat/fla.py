@@ -23,6 +23,7 @@ scale, initial_state and cu_seqlens are the same. States are (N, H, Dk, Dv) floa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -189,7 +190,7 @@ def chunk_gated_delta_rule(
     _refuse_order(state_v_first)
     _refuse_context(cp_context)
     if use_gate_in_kernel:
-        g = attention.gates.softplus(g, A_log, dt_bias)
+        g = attention.gates.softplus(g, _check_rates(A_log), dt_bias)
     arrays = q, k, v, _raw_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first,
                  decay=g, qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
@@ -279,11 +280,25 @@ def _raw_beta(beta: Any, sigmoid: bool, doubled: bool) -> Any:
     return attention.gates.beta(beta, doubled=bool(doubled)) if sigmoid else beta
 
 
+def _check_rates(A_log: Any) -> Any:
+    """A_log itself. ValueError: there is none, and a gate that the kernel computes needs it."""
+    if A_log is None:
+        raise ValueError("A_log: must be given with use_gate_in_kernel=True: A_log=None")
+    return A_log
+
+
+def _reshape(name: str, x: Any, *shape: int) -> Any:
+    """The argument of this name as an array of this shape. ValueError: it has another number of elements."""
+    if math.prod(x.shape) != math.prod(shape):
+        raise ValueError(f"{name}: must have {' x '.join(map(str, shape))} elements: {name}.shape={tuple(x.shape)}")
+    return x.reshape(shape)
+
+
 def _raw_channel_gate(g: Any, A_log: Any, dt_bias: Any, lower_bound: float | None, safe: bool, head_first: bool) -> Any:
     """The gate of chunk_kda. A_log has H elements in any shape, dt_bias H Dk."""
     heads, key_dim = g.shape[1 if head_first else 2], g.shape[-1]
-    A_log = A_log if A_log is None else A_log.reshape(heads)
-    dt_bias = dt_bias if dt_bias is None else dt_bias.reshape(heads, key_dim)
+    A_log = _reshape("A_log", _check_rates(A_log), heads)
+    dt_bias = dt_bias if dt_bias is None else _reshape("dt_bias", dt_bias, heads, key_dim)
     if lower_bound is not None:
         return attention.gates.sigmoid(g, A_log, dt_bias, lower=lower_bound)
     if safe:

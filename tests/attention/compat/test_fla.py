@@ -180,7 +180,19 @@ def test_what_kernels_compute(name, lower_bound, head_first, calls, draw):
 def test_a_safe_gate_needs_its_bound(calls, draw):
     q, k, v, g, b = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV)), draw((B, S, H, DK)), draw((B, S, H))
     with pytest.raises(ValueError, match="lower_bound: must be given with safe_gate"):
-        fla.chunk_kda(q, k, v, g, b, use_gate_in_kernel=True, safe_gate=True)
+        fla.chunk_kda(q, k, v, g, b, use_gate_in_kernel=True, A_log=draw((H,)), safe_gate=True)
+    assert not calls
+
+
+def test_a_gate_needs_its_rates(calls, draw):
+    q, k, v, g, b = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV)), draw((B, S, H, DK)), draw((B, S, H))
+    for name, gate in ("chunk_gated_delta_rule", g[..., 0]), ("chunk_kda", g):
+        with pytest.raises(ValueError, match="^A_log: must be given with use_gate_in_kernel=True"):
+            getattr(fla, name)(q, k, v, gate, b, use_gate_in_kernel=True)
+    with pytest.raises(ValueError, match=r"^A_log: must have 2 elements: A_log.shape=\(3,\)"):
+        fla.chunk_kda(q, k, v, g, b, use_gate_in_kernel=True, A_log=draw((3,)))
+    with pytest.raises(ValueError, match=r"^dt_bias: must have 2 x 4 elements: dt_bias.shape=\(2,\)"):
+        fla.chunk_kda(q, k, v, g, b, use_gate_in_kernel=True, A_log=draw((H,)), dt_bias=draw((H,)))
     assert not calls
 
 
