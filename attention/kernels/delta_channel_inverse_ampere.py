@@ -57,7 +57,7 @@ def make(config: Config):
     INPUT, VECTOR_BYTES = config.dtype, config.vector_bytes
     FOR_GRADIENTS, BETA = config.for_gradients, config.beta
     seq_layout, two_parts, channels = SequenceLayout(config.varlen), TwoParts(INPUT), ScaledScores(config.key_dim, INPUT)
-    GROUP, channel_gates = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula)
+    GROUP, channel_gates = channels.group_tile, choose_channel_gates(channels.warp_tile.cols, config.formula, None)
     PARAMS = channel_gates.params()
     KEY, SUMS = (st(CHUNK, config.key_dim, x, width=min(128, GROUP.cols * x.itemsize)) for x in (INPUT, fp32))
     smem = shared(

@@ -87,7 +87,8 @@ def make(config: Config):
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     WARPS, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
-    channel_gates, PARAMS = config.channel_gates, config.channel_gates.params()
+    channel_gates = config.limited_gates if decay.has_references else config.channel_gates
+    PARAMS = channel_gates.params()
     smem = shared(
         q=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
         k=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
@@ -199,7 +200,7 @@ def make(config: Config):
             for j in range(n):
                 residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
                 flag.release(j)
-                if strength > 1:
+                if decay.halves and strength > 1:
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
                 elif strength > 0:
                     s = score_blocks(queries, (residual, block_decays))

@@ -34,7 +34,7 @@ from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from ..parts.recurrent.two_block_scores import ScoreTiles, SteppedScores
+from ..parts.recurrent.two_block_scores import SteppedScores, SteppedTiles
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
 KEY_DIMS = 64, 128  # as padded
@@ -55,17 +55,17 @@ def make(config: Config):
     CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
     PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
-    COL_VEC, WARPS, VALUE_STAGES = SCORES.col_vec, warpgroup.WARPGROUP, STAGES if IN_PLACE else 1  # consumers release V early
+    COL_VEC, WARPS = SCORES.col_vec, warpgroup.WARPGROUP
     readers = CONSUMERS * WARPS
-    square = st(CHUNK, CHUNK, INPUT)
+    square, KEY = st(CHUNK, CHUNK, INPUT), config.key
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
-    channel_gates, PARAMS, BETA = config.channel_gates, config.channel_gates.params(), config.beta
+    channel_gates, PARAMS, BETA = config.limited_gates, config.limited_gates.params(), config.beta
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
-        v=ring(config.value, VALUE_STAGES * CONSUMERS, WARPS),
+        v=ring(config.value, CONSUMERS, WARPS),
         t=ring(square, STAGES, readers, writers=WARPS),
         p=ring(square, 1, readers, writers=WARPS),
         state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
@@ -76,6 +76,7 @@ def make(config: Config):
         biases=channel_gates.biases,
         rates=channel_gates.rates,
         normalized=ring(FLAG, 1, WARPS, writers=WARPS),
+        reads=config.key if IN_PLACE else st(16, 16, INPUT),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), SteppedScores(config.key_dim, INPUT)
@@ -90,8 +91,6 @@ def make(config: Config):
             seq_layout.zero_other_rows(gates, remaining)
             channel_gates.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
             gate_sums.publish(j)
-            if not IN_PLACE:
-                g.release(j)
 
     @inlined
     def publish_decays(published, j):
@@ -105,8 +104,7 @@ def make(config: Config):
     def release_sums(gate_sums, g, j):
         """The sums of a chunk are no longer read."""
         gate_sums.release(j)
-        if IN_PLACE:
-            g.release(j)
+        g.release(j)
 
     @inlined
     def normalize(q, k, normalized, j, n, warp):
@@ -129,7 +127,9 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized = smem.open()
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized, reads = (
+            smem.open()
+        )
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -146,8 +146,8 @@ def make(config: Config):
             (high, low), (writes, _) = decay.open_triangles(triangles, ())
             for j in range(n):
                 warp = warpgroup.rank()  # for each chunk: addresses that follow from it would be kept, and spill
-                queries, keys, sum_tile = q.wait(j), k.wait(j), gate_sums.wait(j)
-                sums = g.wait(j) if IN_PLACE else sum_tile
+                queries, keys, gates, sum_tile = q.wait(j), k.wait(j), g.wait(j), gate_sums.wait(j)
+                sums = gates if IN_PLACE else sum_tile
                 if norm.enabled:
                     normalized.wait(j)
                     normalized.release(j)
@@ -158,9 +158,7 @@ def make(config: Config):
                 decayed_keys, solved = k_decayed.claim(j), t.claim(j)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, False)
                 if strong:
-                    block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
-                    references = block_scores.find_references(*block_sums)
-                    if references.halved:
+                    if block_scores.is_halved(sums, warp):
                         scores = halved_scores.compute(queries, keys, (high, low), sums, decayed_keys, warp)
                         warpgroup.store(p.claim(j), scores)
                         warpgroup.sync()
@@ -170,9 +168,11 @@ def make(config: Config):
                         warpgroup.sync()
                         a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * beta
                     else:
-                        far_writes = block_scores.open_far_writes(solved)
-                        tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
-                        block_scores.factor(tiles, (block_sums[0], sums), references, warp)
+                        own_reads = reads if IN_PLACE else viewed(gates, KEY)
+                        block_reads = viewed(sums, block_scores.block_reads)
+                        own_writes = block_scores.open_far_writes(solved)
+                        tiles = SteppedTiles(queries, keys, decayed_keys, block_reads, own_reads, writes, own_writes)
+                        block_scores.factor(tiles, sums, warp)
                         publish_decays(published, j)
                         warpgroup.sync()
                         scores, a = block_scores.score(tiles, warp)

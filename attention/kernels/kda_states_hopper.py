@@ -67,7 +67,7 @@ def make(config: Config):
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
-    decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.channel_gates
+    decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.limited_gates
     PARAMS, BETA = channel_gates.params(), config.beta
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 
 from tiles.compiling import ptx
-from tiles.compiling.numba_types import void
+from tiles.compiling.numba_types import f32, void
 from tiles.dtypes import fp32
 from tiles.interpreter import current_warp
 from tiles.layout import LANES, QUAD
@@ -18,6 +18,7 @@ from ..memory.shared_vectors import load_elements, store_elements
 from ..threads import lanes
 
 AT_ONCE = 16  # rows of a shared tile that are on their way to registers
+GROUP = 16  # rows down which sums fall by so much at most, if there is a limit
 
 
 @op
@@ -87,21 +88,36 @@ def _columns(x):
 
 # ---- down a shared tile ----------------------------------------------------------------------------------------------
 @op
-def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None):
+def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None, fall=None):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
     that are `least` where they are less, or this number `below` (NaN stays NaN). target: an fp32 shared tile of source's shape,
     or source itself.
 
-    function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector."""
+    function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector.
+
+    fall: elements are never positive, and from the first to the last of each GROUP rows, sums fall by no more than so much (a
+    Python number). Where they would, the elements between are cut off, all below one number: as low as its share of what others
+    leave of `fall`, and at least fall / (GROUP - 1)."""
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
     x = np.where(x < least, np.float32(least if below is None else below), x)
+    if fall is not None:
+        x = np.concatenate([_limit_fall(x[i : i + GROUP], np.float32(fall)) for i in range(0, len(x), GROUP)])
     current_warp().write(target, np.cumsum(x, axis=0, dtype=np.float32))
 
 
+def _limit_fall(x, fall):
+    """GROUP rows of elements, cut off so that all but the first one add up to -fall at least."""
+    later, share = x[1:], -fall / np.float32(GROUP - 1)
+    count = (later < share).sum(axis=0, dtype=np.float32)
+    least = share - (fall + np.maximum(later, share).sum(axis=0, dtype=np.float32)) / np.maximum(count, 1)
+    exceeds = later.sum(axis=0, dtype=np.float32) < -fall
+    return np.concatenate([x[:1], np.where(exceeds & (later < least), least, later)])
+
+
 @lowers(cumsum_columns)
-def _(target, source, least, function, y, z, below):
+def _(target, source, least, function, y, z, below, fall):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
     if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
         raise TypeError(
@@ -115,11 +131,12 @@ def _(target, source, least, function, y, z, below):
 
     at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
 
-    has_below = number(below)
+    has_below, has_fall = number(below), number(fall)
 
-    def emit(b, target_address, source_address, least, python_function, y, z_address, below):
+    def emit(b, target_address, source_address, least, python_function, y, z_address, below, fall):
         least = b.real(least)
         below = b.real(below) if has_below else least
+        fall = b.real(fall) if has_fall else None
 
         def column(first):
             """Running sums down column first + lane."""
@@ -138,17 +155,47 @@ def _(target, source, least, function, y, z, below):
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
 
+            def store_sums(start, elements, so_far):
+                """Running sums of rows from `start` on."""
+                sums = []
+                for i, x in enumerate(elements, start):
+                    so_far = b.fadd(so_far, x)
+                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
+                    sums.append(so_far)
+                return sums
+
             so_far, ahead = b.real(0), load_batch(0)
+            group, group_sums = [], []
             for start in range(0, source.rows, at_once):
                 # the next ones are loaded before these are stored, for a load waits for no store
                 arrived, ahead = ahead, load_batch(start + at_once)
-                for i, x in zip(batch(start), arrived, strict=True):
-                    so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
+                sums = store_sums(start, arrived, so_far)
+                so_far = sums[-1]
+                if has_fall:
+                    group, group_sums = group + arrived, group_sums + sums
+                    if len(group) == GROUP:  # once more, where sums fall by too much
+                        first, group_start = group_sums[0], start + at_once - GROUP
+                        exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(so_far, first), fall), b.real(0))
+                        later = functools.partial(_cut_elements, b, group[1:], fall)
+                        (so_far,) = b.choose(exceeds, lambda: store_sums(group_start + 1, later(), first)[-1:], [so_far])
+                        group, group_sums = [], []
 
         _each_column(b, source.cols, column)
 
     return void, emit
+
+
+def _cut_elements(b, elements, fall):
+    """The later elements of a group, as `_limit_fall` cuts them off where they add up to less than -fall."""
+    share = b.fmul(fall, b.real(-1 / (GROUP - 1)))
+    count, sum_cut = b.real(0), fall
+    for x in elements:
+        is_low = b.fcmp_ordered("<", x, share)
+        count = b.fadd(count, b.select(is_low, b.real(1), b.real(0)))
+        sum_cut = b.fadd(sum_cut, b.select(is_low, share, x))
+    inverse = b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", count, effect=False)
+    least = b.fsub(share, b.fmul(sum_cut, inverse))
+    return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
 
 @op

@@ -88,6 +88,42 @@ def test_elements_below_the_least_may_count_as_another(run, sample):
     close(y, np.cumsum(np.where(wide(x) < -0.5, -3.0, wide(x)), axis=0), atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [bf16, fp32])
+def test_sums_fall_by_a_limited_amount(run, sample, dtype):
+    """Within 16 rows from the second on, whatever the first one is; elements that are not the lowest ones stay."""
+    T, S, fall = rt(64, 32, fp32), st(64, 32, dtype), 30.0
+    smem = shared(x=S, sums=st(64, 32, fp32))
+
+    @cuda.jit
+    def body(x, y):
+        source, sums = smem.open()
+        store(source, load(x, T, (0, 0)))
+        block.sync()
+        cumsum_columns(sums, source, -100.0, fall=fall)
+        store(y, load(sums, T), (0, 0))
+
+    x, y = sample((64, 32), dtype), blank((64, 32))
+    x[:] = -abs(wide(x))
+    x[:, 3] = -100
+    x[:, 4] = -0.5
+    x[5, 4] = x[16, 4] = x[17, 4] = -80
+    x[:, 5] = -3
+    x[20, 6] = np.nan
+    x[18, 7], x[19, 7] = -100, -20
+    run(body, x, y, shared=smem)
+    g = wide(x)
+    steps = np.diff(wide(y), axis=0, prepend=0)
+    assert np.isnan(steps[20:, 6]).all() and not np.isnan(np.delete(steps, 6, axis=1)).any()
+    g, steps = np.delete(g, 6, axis=1), np.delete(steps, 6, axis=1)
+    np.testing.assert_allclose(steps[::16], g[::16], atol=1e-3)
+    for first in range(1, 64, 16):
+        raw, cut = g[first : first + 15], steps[first : first + 15]
+        strong, least = raw.sum(axis=0) < -fall, cut.min(axis=0)
+        assert (cut.sum(axis=0) >= -fall - 1e-3).all() and (least[strong] <= -fall / 15 + 1e-3).all()
+        np.testing.assert_allclose(cut, np.where(strong, np.maximum(raw, least), raw), atol=1e-3)
+    np.testing.assert_allclose(steps[5, 4], -30 + 14 * 0.5, atol=1e-3)  # all that others leave
+
+
 @static
 class WeightedSum:
     """A function of numbers, as a method of a static object."""

@@ -6,8 +6,8 @@ The score of a query i of block m with a key j of block n <= m is
 
 `factor_block_decays` has written q_i exp(b_i - r_m) in the queries' place, and the keys decayed to their own references. A warp
 has the queries of one block, which take one more factor from each block of keys to the one before: exp(r_m - r_(m-1)), never
-more than 1, and a power of 2, so that no product is rounded. Behind the first block they are decayed from the start of the
-chunk: q', which goes back to their place."""
+more than 1, and a power of 2, so that no product is rounded. It may be less than the dtype holds, so they are multiplied by its
+root twice. Behind the first block they are decayed from the start of the chunk: q', which goes back to their place."""
 
 from ops import hstack, load, mma_ABt, ones, store, warpgroup, zeros
 from tiles import fp32, inlined, rt, static
@@ -51,5 +51,6 @@ class BlockScores(WarpChannels):
     @inlined
     def decay_rows(self, x, block_decays, block, i):
         """Rows decayed from the reference of a block, decayed from that of the block before."""
-        decay = load(self.reference_part(block_decays, block, i), self.warp_tile.row_vec)
-        return x * self.dtype(ones(rt(TOKEN_GROUP, self.warp_tile.cols, fp32)) * decay)
+        root = load(self.reference_part(block_decays, block, i), self.warp_tile.row_vec)
+        root = self.dtype(ones(rt(TOKEN_GROUP, self.warp_tile.cols, fp32)) * root)
+        return x * root * root

@@ -10,6 +10,7 @@ from ops import warpgroup
 from tiles import bf16, dtype, fp16, fp32, st, sv
 from tiles.targets import Target
 
+from .channel_decay import max_fall
 from .channel_gates import ChannelGates, choose_channel_gates
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .tokens import CHUNK, COLUMNS
@@ -38,7 +39,12 @@ class Config:
     @property
     def channel_gates(self) -> ChannelGates:
         """The gates of a warp's channels."""
-        return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula)
+        return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula, None)
+
+    @property
+    def limited_gates(self) -> ChannelGates:
+        """The gates of a warp's channels, with sums that blocks with references hold."""
+        return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula, max_fall(self.dtype))
 
     @property
     def threads(self):

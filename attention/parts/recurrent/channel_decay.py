@@ -11,8 +11,11 @@ is. r = b_last / 2 keeps all exponents small.
 
 A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk
 (r = 0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens
-have a reference each (block_scores.py), and if a channel decays too much for that in one of them, or from one reference to the
-next, the chunk is halved down to single tokens (anchored_scores.py). KDA's blocks are of 32 tokens (two_block_scores.py)."""
+have a reference each (block_scores.py, two_block_scores.py). In bf16 sums fall by no more than 2^-196 from the first of these
+tokens to the last: where they would, the lowest gates count as higher ones, of 2^-13 at most (`max_fall`, cumsum_columns). So a
+pair of tokens counts 2^-13 instead of less where gates around it are as low, a thirtieth of what bf16 rounds off; one such gate
+alone is cut off at 2^-144. A float16 chunk of which a channel decays too much for that, in 16 tokens or from one reference to
+the next, is halved down to single tokens (anchored_scores.py)."""
 
 from dataclasses import replace
 
@@ -28,6 +31,13 @@ FLAG = sv(16, fp32)  # is a chunk strong? 0: no; 1: yes; 2: and halved
 FLAG_VEC = rt(16, FLAG.length, fp32).row_vec
 MIN_LOG2_DECAY = {bf16: -86.0, fp16: -11.0}  # what b - r may be, in powers of 2, without q' and k* losing precision
 MIN_LOG2_STEP = {bf16: -126.0, fp16: -24.0}  # log2 of the least decay from one block's reference to the next that is not 0
+MAX_LOG2_FALL = {bf16: 196.0}  # how far b may fall within TOKEN_GROUP tokens, for b - r within the dtype's range
+
+
+def max_fall(dtype):
+    """How far sums of gates may fall within TOKEN_GROUP tokens, for chunks whose blocks have references; None if no limit would
+    leave the decays what they are."""
+    return MAX_LOG2_FALL[dtype] / LOG2_E if dtype in MAX_LOG2_FALL else None
 
 
 @static
@@ -55,13 +65,18 @@ class WarpChannels:
     @property
     def per_block(self):
         """1 / the greatest decay within a block, as a sum of gates, of a chunk that is not halved. A reference is rounded."""
-        return LOG2_E / -(self.min_log2_decay + 2)
+        return LOG2_E / -(self.min_log2_decay + 4)
 
     @property
     def per_step(self):
         """1 / twice the greatest decay from one block's reference to the next, as a sum of gates, of a chunk that is not
         halved."""
-        return LOG2_E / (-2 * (MIN_LOG2_STEP[self.dtype] + 1))
+        return LOG2_E / (-2 * (MIN_LOG2_STEP[self.dtype] + 2))
+
+    @property
+    def limits_sums(self):
+        """Do sums of gates fall no further within a block than the dtype holds (`max_fall`), so that no chunk is halved?"""
+        return max_fall(self.dtype) is not None
 
     @inlined
     def warp_part(self, tile, warp):
@@ -107,13 +122,18 @@ class ChannelDecay(WarpChannels):
     has_references: bool = True  # is there shared memory for references of blocks? If not, strong chunks are all halved
 
     @property
+    def halves(self):
+        """May a chunk be halved?"""
+        return not (self.has_references and self.limits_sums)
+
+    @property
     def channel_vec(self):
         """A register vector of all channels."""
         return rt(16, self.key_dim, fp32).row_vec
 
     @property
     def block_decays(self):
-        """The vector of exp(r) of each block of TOKEN_GROUP tokens over that of the block before, or over 1."""
+        """The vector of the roots of exp(r) of each block of TOKEN_GROUP tokens over that of the block before, or over 1."""
         return sv(CHUNK // TOKEN_GROUP * self.key_dim if self.has_references else 16, fp32)
 
     @inlined
@@ -140,7 +160,7 @@ class ChannelDecay(WarpChannels):
         """(Is the chunk strong? Is it halved?), on which the warps vote."""
         strong = warpgroup.reduce_any(tile_min(b_last) < self.min_log2_decay)
         halved = strong and not self.has_references
-        if strong and self.has_references:
+        if strong and self.has_references and not self.limits_sums:
             least = b_last * 0.0  # in units of the limits
             for i in range(CHUNK // TOKEN_GROUP):
                 first, last = self.edge_sums(sums, i, warp)
@@ -178,14 +198,14 @@ class ChannelDecay(WarpChannels):
     def factor_block_decays(self, queries, keys, extra, blocks, sums, b_last, warp):
         """Overwrite k by k*, and q by q decayed from its block's reference r, from which BlockScores computes q'; the tile that
         `store_extra` stores is decayed in the same way. Writes to `blocks` the keys decayed to their blocks' references, and
-        exp(r) of each block over that of the block before.
+        the root of exp(r) of each block over that of the block before.
 
-        r is the middle of a block's sums, in powers of 2 an integer, so that no product with the latter is rounded."""
+        r is the middle of a block's sums, in powers of 2 an even integer, so that no product with the latter is rounded."""
         (block_keys, block_decays), before = blocks, b_last * 0.0
         for i in range(CHUNK // TOKEN_GROUP):
             first, last = self.edge_sums(sums, i, warp)
-            r = (first + last) * (0.5 * LOG2_E) // 1
-            store(self.reference_part(block_decays, i, warp), exp2(r - before))
+            r = (first + last) * (0.25 * LOG2_E) // 1 * 2.0
+            store(self.reference_part(block_decays, i, warp), exp2((r - before) * 0.5))
             before = r
             b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
             key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)

@@ -19,9 +19,11 @@ RATE = rt(16, 16, fp32).row_vec  # a vector for one number of a head: over a loo
 
 @static
 class ChannelGates:
-    """Gates of channels that are in memory. channels: the channels of a warp."""
+    """Gates of channels that are in memory. channels: the channels of a warp. fall: how far sums may fall from the first to the
+    last of TOKEN_GROUP tokens, if there is a limit: gates that are too low for that count as higher ones (cumsum_columns)."""
 
     channels: int
+    fall: float | None
 
     @property
     def biases(self):
@@ -46,7 +48,7 @@ class ChannelGates:
     def cumsum(self, sums, gates, constants, warp, remaining):
         """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded,
         which may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
-        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR)
+        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, fall=self.fall)
 
     @inlined
     def part(self, tile, warp):
@@ -84,7 +86,8 @@ class FormulaChannelGates(ChannelGates):
     def cumsum(self, sums, gates, constants, warp, remaining):
         biases, rates = constants
         bias, rate = subtile(biases, self.channels, warp), tile_max(load(subtile(rates, RATE.length, warp), RATE))
-        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, self.formula.compute, rate, bias)
+        sums_part, gates_part = self.part(sums, warp), self.part(gates, warp)
+        cumsum_columns(sums_part, gates_part, FLOOR, self.formula.compute, rate, bias, fall=self.fall)
         if remaining < CHUNK:
             self.repeat_last(sums, warp, remaining)
 
@@ -99,9 +102,9 @@ class FormulaChannelGates(ChannelGates):
         cuda.syncwarp()  # other lanes read them
 
 
-def choose_channel_gates(channels: int, formula: GateFormula | None) -> ChannelGates:
+def choose_channel_gates(channels: int, formula: GateFormula | None, fall: float | None) -> ChannelGates:
     """The gates of a warp with so many channels."""
-    return ChannelGates(channels) if formula is None else FormulaChannelGates(channels, formula)
+    return ChannelGates(channels, fall) if formula is None else FormulaChannelGates(channels, fall, formula)
 
 
 @static
