@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, subtile, warpgroup
+from ops import divmod, grid, subtile, warpgroup
 from tiles import bf16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import INT, array
 from tiles.targets import Target
@@ -32,6 +32,7 @@ class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded."""
 
     key_dim: int
+    overlaps_previous = True
 
     @property
     def loaders(self):
@@ -69,6 +70,7 @@ def make(config: Config):
         """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: the number of columns of a
         state, and of N."""
         high, low = smem.open()
+        grid.follow()
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(batch_head, heads)
         first_state, first_transition, last = int32(sequence * segments), int32(sequence * (segments - 1)), int32(segments - 1)

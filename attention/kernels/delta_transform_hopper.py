@@ -8,7 +8,8 @@ exp(b_last - b), and if keys are divided by their L2 norms (l2norm.py) the facto
 With gates it also stores by how much each chunk multiplies a state at most (delta_recent_chunks.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
-in four; all four warps invert, while TMA brings the keys of the next chunk."""
+in four; all four warps invert, while TMA brings the keys of the next chunk. The next launch may begin when all blocks have
+(PDL)."""
 
 import functools
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, store, subtile, tile_min, warpgroup
+from ops import divmod, exp2, grid, store, subtile, tile_min, warpgroup
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE, inverse_transposed
 from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -99,6 +100,7 @@ def make(config: Config):
         head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b); gExponents: see above. `group` value heads share a key
         head."""
         tiles = smem.open()
+        grid.release()
         k, vectors, high, low, out = tiles[:5]
         norm_rings, growths = tiles[5:], tiles[-1]
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)

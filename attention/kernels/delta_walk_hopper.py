@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, store, subtile, truncate, warpgroup, zeros
+from ops import divmod, grid, store, subtile, truncate, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -45,7 +45,7 @@ class Config(NormedDeltaConfig):
     """A kernel's configuration. consumers: warpgroups that have 64 columns of values each."""
 
     consumers: int = field(default=1, kw_only=True)
-    label = "walk"
+    label, overlaps_previous = "walk", True
 
     @property
     def columns(self):
@@ -111,6 +111,7 @@ def make(config: Config):
         `first_state`-th on; those before it begin with 0. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
         tiles = smem.open()
+        grid.wait()
         q, k, v, t, vectors, p, out = tiles[:7]
         norm_rings = tiles[7:]
         wg = warpgroup.id()
