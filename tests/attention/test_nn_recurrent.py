@@ -266,6 +266,27 @@ def test_trains_as_float64_does(name):
     torch.testing.assert_close(*map(torch.tensor, losses), rtol=0.02, atol=0)
 
 
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+def test_a_sharded_step():
+    """Under FSDP2, autocast and activation checkpointing the loss and the gradients are those of a plain step."""
+    from torch.distributed.fsdp import fully_shard
+
+    layer, x = layer_of("gated delta", torch.float32), inputs(1, 5).float()
+    sharded, results = copy.deepcopy(layer), []
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(sharded, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        for model in layer, sharded:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).float().square().sum()
+            loss.backward()
+            whole = lambda grad: grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            results.append([loss.detach(), *(whole(parameter.grad) for parameter in model.parameters())])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all(map(torch.equal, *results))
+
+
 # ---- parts -----------------------------------------------------------------------------------------------------------
 def test_short_conv():
     """ShortConv with a cache, and what it prints."""
