@@ -16,11 +16,13 @@ from numpy import int32
 
 from ops import block as thread_block
 from ops import (
+    col_sum,
     divmod,
     exp2,
     greater,
     hstack,
     load,
+    lower_fill,
     maximum,
     mma_AB,
     mma_ABt,
@@ -35,13 +37,13 @@ from ops import (
     where,
     zeros,
 )
-from tiles import fp32, inlined, pipeline, rt, shared, st
-from tiles.launching.arguments import ENDS, INT, array
+from tiles import bf16, fp16, fp32, inlined, pipeline, rt, shared, st
+from tiles.launching.arguments import ENDS, INT, array, record
 from tiles.layout import WARPGROUP
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import LOG2_E
-from ..parts.recurrent.hedgehog_chunks import FLOOR, HALF, ROWS, HedgehogConfig, hedgehog_forms
+from ..parts.recurrent.hedgehog_chunks import FLOOR, HALF, HEAD_DIMS, ROWS, HedgehogConfig, hedgehog_forms
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 Y = rt(ROWS, HALF, fp32)
@@ -57,9 +59,13 @@ def softmaxes(y):
 
 @dataclass(frozen=True)
 class HedgehogFeatures(HedgehogConfig):
-    """The configuration of the kernel that writes features."""
+    """The configuration of the kernel that writes features. with_sums: and their sums over the tokens of each warp?"""
 
+    with_sums: bool = False
     label = "Hedgehog's features"
+
+    def __str__(self):
+        return super().__str__() + ", sums" * self.with_sums
 
     @staticmethod
     @functools.cache
@@ -67,13 +73,14 @@ class HedgehogFeatures(HedgehogConfig):
         """(kernel, shared memory) of a configuration."""
         INPUT, VECTOR_BYTES, X, seq_layout = config.dtype, config.vector_bytes, config.rows, SequenceLayout(config.varlen)
         smem = shared(m=pipeline(st(config.head_dim, HALF, INPUT), 1, WARPGROUP))
+        WITH_SUMS, PARAMS = config.with_sums, record(feature_sums=array(4)) if config.with_sums else record()
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def write_features(
             gX: array(4, INPUT), gMap: array(3, INPUT), gFeatures: array(4, INPUT), gCuSeqlens: ENDS, length: INT, tiles: INT,
-            heads: INT,
+            heads: INT, params: PARAMS,
         ):  # fmt: skip
-            """f(x) of one of the `tiles` of a head's tokens."""
+            """f(x) of one of the `tiles` of a head's tokens. feature_sums: (tile, head, warp, feature)."""
             (m,) = smem.open()
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
@@ -81,7 +88,11 @@ class HedgehogFeatures(HedgehogConfig):
             at = batch, int32(CHUNK * tile + ROWS * warp_index()), head, 0
             x = load(truncate(gX, 1, seq_layout.padding_start(gCuSeqlens, length)), X, at, 1, 3)
             up, down = softmaxes(mma_AB(zeros(Y), x, m.wait(0)))
-            store(gFeatures, INPUT(hstack(maximum(up, FLOOR), maximum(down, FLOOR))), at, 1, 3, True)
+            features = INPUT(hstack(maximum(up, FLOOR), maximum(down, FLOOR)))
+            store(gFeatures, features, at, 1, 3, True)
+            if WITH_SUMS:
+                rows = lower_fill(fp32(features), int32(length - CHUNK * tile - ROWS * warp_index()), 0.0)
+                store(params.feature_sums, col_sum(rows), (int32(batch * tiles + tile), head, int32(warp_index()), 0), cols=3)
 
         return write_features, smem
 
@@ -160,6 +171,8 @@ def space(target: Target, everything: bool) -> Iterator[HedgehogFeatures | Hedge
     """The configurations of bf16 and 16 bytes, with other dtypes and bytes if `everything`."""
     for tile_type, form in itertools.product((HedgehogFeatures, HedgehogFeatureGradients), hedgehog_forms(everything)):
         yield tile_type(*form)
+    if target.has_wgmma:
+        yield from (HedgehogFeatures(HEAD_DIMS[-1], x, with_sums=True) for x in ((bf16, fp16) if everything else (bf16,)))
 
 
 @functools.cache

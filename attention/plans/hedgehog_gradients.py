@@ -1,6 +1,6 @@
-"""The plan of Hedgehog's gradients. The launches compute: features, and their sums over older chunks; the gradients of queries;
-in reverse, the gradients of the sums; the gradients of keys and values; and from the gradients of features those of q, k and
-the maps."""
+"""The plan of Hedgehog's gradients where hedgehog_gradient_chunks.py does not serve them. The launches compute: features, and
+their sums over older chunks; the gradients of queries; in reverse, the gradients of the sums; the gradients of keys and values;
+and from the gradients of features those of q, k and the maps."""
 
 from typing import Any
 
@@ -9,11 +9,12 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
-from ..kernels import hedgehog_states, sum_head_groups
+from ..kernels import hedgehog_states
 from ..kernels.hedgehog_feature_gradients import HedgehogFeatureGradients, HedgehogFeatures
 from ..kernels.hedgehog_gradients import HedgehogKeyGradients, HedgehogQueryGradients
 from ..parts.recurrent.hedgehog_chunks import FEATURES, HALF, HEAD_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .hedgehog_gradient_chunks import plan_on_hopper, serves_hopper, sum_maps
 from .partial_sums import sum_partials
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
@@ -33,6 +34,8 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
     if not batch * length * heads:
         return Plan([Fill(x, 0.0) for x in map(problem.__getitem__, GRADIENTS) if 0 not in x.form.shape])
     scratch, dtype, chunks = ScratchAllocator(problem), problem.dtype, count_chunk_indices(problem)
+    if serves_hopper(problem):
+        return Plan(plan_on_hopper(problem, scale, scratch), scratch.shapes)
     config_fields = pad_key_dim(max(key_dim, value_dim), HEAD_DIMS), DTYPES[dtype], is_varlen(problem), problem.bytes_at_once()
     tiles, parts, width = -(-length // CHUNK), -(-chunks // sequences), -(-value_dim // COLUMNS)
     splits, group = min(SPLITS, batch * tiles), heads // key_heads
@@ -76,7 +79,7 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
         sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
         config = intern_value(HedgehogFeatureGradients, *config_fields)
-        return [launch(config, key_heads * splits, **arrays, **sizes), _sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
+        return [launch(config, key_heads * splits, **arrays, **sizes), sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
 
     steps = []
     for x in SIDES:
@@ -95,20 +98,3 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         assert total is not None
         steps.append(sum_partials(problem, partial, total))
     return Plan(steps, scratch.shapes)
-
-
-def _sum_maps(problem: Problem, partial: Operand, total: Operand | None, splits: int) -> Step:
-    """The launch that sums the parts (1, row, head and split, column) of the gradient of a map."""
-    assert total is not None
-    key_heads, key_dim = problem("heads_k", "key_dim")
-    tiles = -(-key_dim // sum_head_groups.X.rows)
-    config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
-    return kernel_for(sum_head_groups, config, problem.device).bind(
-        -(-key_heads * tiles // sum_head_groups.WARPS),
-        gPartial=partial,
-        gOut=total.swapaxes(0, 1).spread(0, 1),
-        tiles=tiles,
-        panels=1,
-        heads=key_heads,
-        group=splits,
-    )

@@ -90,9 +90,10 @@ def hedgehog_backward(
     instead of new ones, with the dtypes and shapes of q .. betas. Value heads that share a key head add to the gradients of q,
     k and the maps. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    Features, the window's weights and their gradients, 128 columns each, are written to memory in q's dtype, and the gradients
-    of features for each value head in float32. In float16 dN must stay below 65504. All sums are made in a fixed order: the
-    same bits every time.
+    Features, 128 columns, and what is summed from them are written to memory in q's dtype. On Hopper, for heads of more than 64
+    columns without cu_seqlens, scores are computed twice. Otherwise the window's weights and their gradients, 128 columns each,
+    are written, too, and the gradients of features for each value head in float32. In float16 dN must stay below 65504. All
+    sums are made in a fixed order: the same bits every time.
 
     Returns (dq, dk, dv, dq_map, dk_map, dalphas, dbetas). On GPUs since Ampere. Arrays, `stream` and errors are those of
     hedgehog."""

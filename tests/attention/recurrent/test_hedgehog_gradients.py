@@ -8,6 +8,7 @@ from poison import Packing, as_on_a_device, unaligned
 
 import attention
 from attention import reference
+from attention.plans import hedgehog_gradients, recurrent_chunks
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 INPUTS = "q", "k", "v", "q_map", "k_map", "alphas", "betas"
@@ -62,6 +63,23 @@ def test_head_dims(place, key_dim, value_dim, heads, batch, dtype):
     check(place, case(150, heads, -(-heads // 2), key_dim, value_dim, batch=batch, dtype=dtype))
 
 
+@pytest.mark.parametrize(("length", "segments", "heads"), [(1, 1, 1), (129, 1, 1), (250, 3, 2)])
+def test_hopper(place, monkeypatch, nothing_known, length, segments, heads):
+    """The kernels for Hopper, which serve heads of more than 64 columns; also of sequences that are cut into segments, one of
+    which is shorter."""
+    monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: segments)
+    check(place, case(length, heads, 1, 80, 128))
+
+
+@pytest.mark.parametrize(("dim", "options", "serves"), [(80, {}, True), (64, {}, False), (80, {"cu_seqlens": [0, 5]}, False)])
+def test_which_kernels_are_launched(monkeypatch, nothing_known, dim, options, serves):
+    plan, counts = hedgehog_gradients.plan_on_hopper, []
+    monkeypatch.setattr(hedgehog_gradients, "plan_on_hopper", lambda *args: counts.append(1) or plan(*args))
+    args = case(5, heads=1, key_dim=dim) | {name: np.array(x, np.int32) for name, x in options.items()}
+    attention.hedgehog_backward(**args)
+    assert bool(counts) == serves
+
+
 @pytest.mark.parametrize(("length", "batch"), [(330, 1), (1, 33)])
 def test_many_chunks(place, length, batch):
     """Sums over several of them, and more than there are blocks that sum the gradients of maps."""
@@ -93,20 +111,21 @@ def test_layouts_and_addresses(place):
             np.testing.assert_array_equal(x.swapaxes(1, 2) if rows else x, expected[name])
 
 
-@pytest.mark.parametrize("alone", ["window", "features"])
-def test_window_or_features_alone(place, alone):
+@pytest.mark.parametrize(("alone", "dim"), [("window", 16), ("features", 16), ("window", 80), ("features", 80)])
+def test_window_or_features_alone(place, alone, dim):
     """With alpha = 0 or beta = 0, which have gradients nevertheless. Without the window's, no key of the first blocks has a
     weight: there the divisor is 1e-6."""
-    args = case(200, heads=1)
+    args = case(200, heads=1, key_dim=dim, value_dim=dim)
     args["alphas" if alone == "window" else "betas"][:] = 0
     args["dout"][:, :128] = 0
     outputs = check(place, args)
     assert outputs["dalphas"].all() and outputs["dbetas"].all()
 
 
-def test_equal_scores_and_least_features(place):
+@pytest.mark.parametrize("dim", [16, 80])
+def test_equal_scores_and_least_features(place, dim):
     """Keys that share the largest score share its gradient; features that are the floor have none."""
-    args = case(200)
+    args = case(200, heads=1, key_dim=dim, value_dim=dim)
     args["k"][:, 1::2] = args["k"][:, ::2]
     args["q_map"] *= 40
     check(place, args)
@@ -134,6 +153,12 @@ def test_as_compiled(as_compiled):
     """The PTX of all kernels, which is the same for all architectures."""
     as_compiled("sm_80")
     check(OnInterpreter(), case(130, heads=1))
+
+
+@pytest.mark.release
+def test_hopper_as_compiled(as_compiled):
+    as_compiled("sm_90a")
+    check(OnInterpreter(), case(130, heads=1, key_dim=80, value_dim=80))
 
 
 def test_outputs_and_no_tokens():
