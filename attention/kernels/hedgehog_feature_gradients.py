@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -73,7 +74,8 @@ class HedgehogFeatures(HedgehogConfig):
         """(kernel, shared memory) of a configuration."""
         INPUT, VECTOR_BYTES, X, seq_layout = config.dtype, config.vector_bytes, config.rows, SequenceLayout(config.varlen)
         smem = shared(m=pipeline(st(config.head_dim, HALF, INPUT), 1, WARPGROUP))
-        WITH_SUMS, PARAMS = config.with_sums, record(feature_sums=array(4)) if config.with_sums else record()
+        WITH_SUMS = config.with_sums
+        PARAMS: Any = record(feature_sums=array(4)) if WITH_SUMS else record()
 
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def write_features(

@@ -139,7 +139,8 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
     @functools.cache
     def make(config: "HedgehogHopperQueries"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, UNROUNDED, rows = config.dtype, config.unrounded, FeatureTiles(config.dtype)
+        INPUT, UNROUNDED, GRADIENTS = config.dtype, config.unrounded, config.gradients
+        rows = FeatureTiles(INPUT)
         ROWS, (producer_registers, registers), seq_layout = tiled(config.rows, unit=1), REGISTERS, SequenceLayout()
         smem = shared(
             q=ring(config.rows, 1, WARPS),
@@ -180,7 +181,7 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
             gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-            gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: config.gradients,
+            gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS,
             gDY: tiled(config.square, unit=1), gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT,
             group: INT, scale: FLOAT,
         ):  # fmt: skip
@@ -327,7 +328,8 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
     @functools.cache
     def make(config: "HedgehogHopperKeys"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, UNROUNDED, rows = config.dtype, config.unrounded, FeatureTiles(config.dtype)
+        INPUT, UNROUNDED, GRADIENTS = config.dtype, config.unrounded, config.gradients
+        rows = FeatureTiles(INPUT)
         ROWS, (producer_registers, registers), seq_layout = tiled(config.rows, unit=1), REGISTERS, SequenceLayout()
         smem = shared(
             q=ring(config.rows, 2, WARPS),
@@ -357,7 +359,7 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
             gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-            gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: config.gradients, gDV: ROWS, gDY: tiled(config.square, unit=1),
+            gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDY: tiled(config.square, unit=1),
             length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """The arguments are those of the kernel for queries, with f(k) in gFeatures. gStates: dS^T after each chunk, of the

@@ -75,7 +75,7 @@ class BasedSegments(NamedTuple):
             "gInitialState": initial,
             "gSegmentStates": states,
         }
-        return compose_segments(self.problem, self.segments, (rows, FEATURES), False, decays=False, **arrays), states
+        return compose_segments(self.problem, self.segments, (rows, FEATURES), False, **arrays), states
 
 
 def _merge_heads(x: Operand) -> Operand:

@@ -480,14 +480,13 @@ def scans_recent_states(dtype: str) -> bool:
 
 
 def compose_segments(
-    problem: Problem, segments: int, shape: tuple[int, int], per_channel: bool, decays: bool = True, **arrays: Operand | None
+    problem: Problem, segments: int, shape: tuple[int, int], per_channel: bool, **arrays: Operand | None
 ) -> Step:
     """The launch of compose_segment_states.py, which computes the state before each segment from local states. shape: of a
-    state, transposed. per_channel, decays: the fields of its configuration."""
+    state, transposed. Without gTotalDecays there are no decays."""
     sequences, heads = problem("sequences", "heads")
     rows, cols = -(-shape[0] // compose_segment_states.TILE.rows), -(-shape[1] // compose_segment_states.TILE.cols)
     grid = sequences * heads * rows * cols
-    kernel = kernel_for(
-        compose_segment_states, intern_value(compose_segment_states.Config, per_channel, decays), problem.device
-    )
+    config = intern_value(compose_segment_states.Config, per_channel, bool(arrays["gTotalDecays"]))
+    kernel = kernel_for(compose_segment_states, config, problem.device)
     return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)

@@ -159,10 +159,10 @@ def plan_chunk_gradients(
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     steps = queries.plan(problem, scale, vector_bytes, query_arrays, scratch)
     # dK's states are dV's, transposed
-    new_steps, states = values.find_states(problem, scale, vector_bytes, value_arrays, scratch)
-    shared_states = states.transposed() if keys.count_segments(problem, vector_bytes) == states.segments else None
+    new_steps, value_states = values.find_states(problem, scale, vector_bytes, value_arrays, scratch)
+    shared_states = value_states.transposed() if keys.count_segments(problem, vector_bytes) == value_states.segments else None
     steps += [*new_steps, *keys.plan(problem, scale, vector_bytes, key_arrays, scratch, shared_states)]
-    steps += values.plan(problem, scale, vector_bytes, value_arrays, scratch, states)
+    steps += values.plan(problem, scale, vector_bytes, value_arrays, scratch, value_states)
     return [*steps, *finish]
 
 
