@@ -30,13 +30,14 @@ class RecurrentFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, member, options, layout, *arrays):
         """The results of the member's program. What it stores for gradients is saved besides the arrays."""
-        in_training = _options_in_training(member, options)
-        if in_training is None:
+        in_training, stored = _options_in_training(member, options)
+        if not stored:
             _save(ctx, member, options, layout, arrays)
             return _call(member, options, layout, arrays)
-        *results, stored = _call(member, in_training, layout, arrays)
-        _save(ctx, member, options, layout, (*arrays, stored))
-        return tuple(results) if len(results) > 1 else results[0]
+        all_results = _call(member, in_training, layout, arrays)
+        results = tuple(all_results[: -len(stored)])
+        _save(ctx, member, options, layout, (*arrays, *all_results[-len(stored) :]))
+        return results if len(results) > 1 else results[0]
 
     @staticmethod
     def backward(ctx, *result_gradients):
@@ -122,7 +123,8 @@ def _known_call(
     program, derivative = MEMBERS[member]
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
     requested = [name for name, needed in zip(inputs, needs) if needed]
-    available = [*inputs, *[derivative.stored] * stored, *["d" + name for name in results[: 1 + other_gradients]]]
+    stored_names = _options_in_training(member, options)[1] if stored else ()
+    available = [*inputs, *stored_names, *["d" + name for name in results[: 1 + other_gradients]]]
     call = derivative.call(available, requested, dict(zip(program.options, options)))
     return call, tuple([call.results[name] if name in requested else None for name in inputs])
 
@@ -135,14 +137,16 @@ def _gradient_call(
     return _known_call(member, needs, options, other_gradients, stored)
 
 
-def _options_in_training(member: str, options: tuple) -> tuple | None:
-    """The options with which a member's program stores something for gradients; None if it stores nothing."""
+@functools.lru_cache(1024)
+def _known_options(member: str, options: tuple) -> tuple[tuple, tuple[str, ...]]:
     program, derivative = MEMBERS[member]
-    if not derivative.stored:
-        return None
-    flag, *_ = program.schema.arguments[derivative.stored].flags
-    in_training = {**dict(zip(program.options, options)), flag: True}
-    return tuple(in_training.values()) if derivative.stored in program.schema.results(in_training) else None
+    in_training, stored = derivative.options_in_training(program.schema, dict(zip(program.options, options)))
+    return tuple(in_training.values()), tuple(stored)
+
+
+def _options_in_training(member: str, options: tuple) -> tuple[tuple, tuple[str, ...]]:
+    """(the options with which a member's program stores what gradients read, the names of what it stores)"""
+    return _known_options(member, options)
 
 
 # torch.compile does not look inside

@@ -1,5 +1,6 @@
 """What gradients of the delta rule need of the forward pass, for Hopper (parts/recurrent/delta_chunks.py has the equations): of
-each chunk the state S before it, the errors E, -L^T and the vectors of its tokens.
+each chunk the state S before it, the errors E, -L^T and the vectors of its tokens. In training it is the forward pass itself,
+and computes outputs, too (delta_outputs.py).
 
     Y = V - exp(b) K S        E = Y - L (beta Y)        S after = exp(b_last) S + (exp(b_last - b) K)^T (beta E)
 
@@ -11,38 +12,37 @@ positive."""
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
 
 from ops import divmod, store_wait, subtile, tma_store, warpgroup
-from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import fp32, inlined, ring, rt, shared
+from tiles import dtype, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, LEAST_BETA, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
+from ..parts.recurrent.delta_outputs import NO_OUTPUTS, DeltaOutputs, NoOutputs
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
 SOLVER, PRODUCER = CONSUMERS, CONSUMERS + 1
 REGISTERS = 72, 88, 176  # of each thread of the producer, the solver and a consumer
-STAGES = 3  # chunks in flight
+STAGES = 3  # chunks in flight, of keys
 WARPS = warpgroup.WARPGROUP
 # Warps of the producer: one loads, one stores, and two from VECTOR_WARPS on compute vectors, a chunk each in turn
 LOADER, SENDER, VECTOR_WARPS = range(3)
-AHEAD = 2  # chunks by which the solver may be ahead of consumers
-VECTORS = 8  # chunks whose vectors are in shared memory
 
 
 @dataclass(frozen=True)
 class Config(DeltaConfig):
-    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)?"""
+    """A kernel's configuration. varlen: are sequences packed (cu_seqlens)? outputs: are they computed, too?"""
 
     varlen: bool = False
+    outputs: NoOutputs = NO_OUTPUTS
     label, threads = "states before chunks", warpgroup.THREADS * (PRODUCER + 1)
 
     @property
@@ -52,10 +52,18 @@ class Config(DeltaConfig):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16. everything: fp16 too, and all packed."""
+    """The configurations of both padded key dims, with decays and without, in bf16, for gradients and with outputs. everything:
+    fp16 too, and all packed."""
     if target.has_wgmma:
         for size, gated in itertools.product(delta_sizes(everything), (False, True)):
-            yield from (Config(*size, gated, varlen) for varlen in ((False, True) if everything else (gated,)))
+            for outputs, varlen in itertools.product((False, True), (False, True) if everything else (gated,)):
+                yield config_for(*size, gated, varlen, outputs)
+
+
+def config_for(key_dim: int, dtype: dtype, gated: bool, varlen: bool, outputs: bool) -> Config:
+    """The configuration of these fields. outputs: are they computed, too?"""
+    config = Config(key_dim, dtype, gated, varlen)
+    return replace(config, outputs=DeltaOutputs(dtype, config.vectors)) if outputs else config
 
 
 @functools.cache
@@ -66,16 +74,18 @@ def make(config: Config):
     chunk_vectors, two_parts, seq_layout = config.vectors, TwoParts(INPUT), SequenceLayout(config.varlen)
     solver = ChunkSolver(chunk_vectors, two_parts, LEAST_BETA[INPUT])
     PRODUCER_REGISTERS, SOLVER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    readers = CONSUMERS * WARPS
+    readers, outputs = CONSUMERS * WARPS, config.outputs
+    PARAMS, tiles_of_chunk = outputs.params(config.key, config.values), outputs.tiles_of_chunk
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
-        v=ring(config.values, STAGES, readers),
-        x=ring(two_parts.square, AHEAD, readers + 1, writers=WARPS),
-        vectors=ring(chunk_vectors.spec, VECTORS, readers + WARPS + 1, writers=1),
-        states=ring(config.state, 1, 1, writers=readers),
+        v=ring(config.values, outputs.value_stages, readers),
+        x=ring(two_parts.square, outputs.ahead, readers + 1, writers=WARPS),
+        vectors=ring(chunk_vectors.spec, outputs.vector_stages, readers + WARPS + 1, writers=1),
+        states=ring(config.state, 1, 1 + CONSUMERS * outputs.state_readers, writers=readers),
         out=ring(config.values, 1, 1, writers=readers),
-        high=TRIANGLE,
-        low=TRIANGLE,
+        high=outputs.triangle,
+        low=outputs.triangle,
+        **outputs.rings(config.key, config.square, CONSUMERS),
     )
 
     @inlined
@@ -90,11 +100,12 @@ def make(config: Config):
         gK: KEYS, gV: VALUES, gBeta: array(3), gGates: array(3), gInitialState: array(4),
         gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
         gSolutions: tiled(two_parts.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gTailK: KEYS,
-        gTailV: VALUES, gCuSeqlens: ENDS, length: INT, heads: INT, group: INT,
+        gTailV: VALUES, gCuSeqlens: ENDS, length: INT, heads: INT, group: INT, params: PARAMS,
     ):  # fmt: skip
         """A block has a head of a sequence. gInitialState: transposed. gErrors .. gVectors: of each chunk and head. gStates: S
         transposed. gSolutions: -L^T, high above low."""
-        k, v, x, vectors, states, out, high, low = smem.open()
+        memory = smem.open()
+        k, v, x, vectors, states, out = memory.k, memory.v, memory.x, memory.vectors, memory.states, memory.out
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
@@ -105,17 +116,20 @@ def make(config: Config):
                 for j in range(n):
                     place = ChunkPlace(int32(first_chunk + j), head, sequence, seq.chunk_start(j), seq)
                     seq_layout.fill_chunk(k, j, gK, gTailK, place, key_head)
+                    outputs.load_queries(memory, j, params, seq_layout, place, key_head)
                     seq_layout.fill_chunk(v, j, gV, gTailV, place, head)
             elif warp == SENDER:
                 for j in range(n):
-                    coord = int32(first_chunk + j), head
+                    place = ChunkPlace(int32(first_chunk + j), head, sequence, seq.chunk_start(j), seq)
+                    coord = place.chunk, head
                     send_tile(states, j, gStates, coord)
                     tma_store(gVectors, coord, vectors.wait(j))
                     tma_store(gSolutions, coord, x.wait(j))
                     store_wait()
                     vectors.release(j)
                     x.release(j)
-                    send_tile(out, j, gErrors, coord)
+                    send_tile(out, tiles_of_chunk * j, gErrors, coord)
+                    outputs.send(memory, j, params, seq_layout, place)
             else:
                 for j in range(warp - VECTOR_WARPS, n, WARPS - VECTOR_WARPS):
                     target, token = vectors.claim(j), seq.chunk_start(j)
@@ -128,13 +142,14 @@ def make(config: Config):
             for j in range(n):
                 keys = k.wait(j)
                 s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
-                k.release(j)
+                outputs.release_early(k, j)
                 vector_tile = vectors.wait(j)
-                solution = solver.solve(s, vector_tile, (high, low))
+                solution = solver.solve(s, vector_tile, (memory.high, memory.low))
                 parts = solver.split_solution(solution, vector_tile)
-                vectors.release(j)
+                outputs.release_early(vectors, j)
                 two_parts.store(x.claim(j), parts)
                 x.publish(j)
+                outputs.store_scores(memory, j, keys, vector_tile, params)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             sequence, head, _, n, _ = locate_block(gCuSeqlens, length, heads)
@@ -144,7 +159,7 @@ def make(config: Config):
                 rounded = INPUT(s_t)
                 u = warpgroup.mm_ABt(rounded, keys)
                 warpgroup.store(subtile(states.claim(j), COLUMNS, wg), rounded)
-                states.publish(j, fenced=True)
+                states.publish(j, fenced=outputs.state_readers == 0)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
                 y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
                 beta = chunk_vectors.cols(vector_tile, BETA)
@@ -155,12 +170,15 @@ def make(config: Config):
                 factors = chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
                 e = warpgroup.wait(e)
                 s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
+                o = outputs.multiply(memory, j, wg, e * beta, vector_tile, params)
                 x.release(j)
-                warpgroup.store_transposed(subtile(out.claim(j), CHUNK, 0, COLUMNS, wg), e)
-                out.publish(j)  # its fence is that of loads of V, too
+                warpgroup.store_transposed(subtile(out.claim(tiles_of_chunk * j), CHUNK, 0, COLUMNS, wg), e)
+                out.publish(tiles_of_chunk * j)  # its fence is that of loads of V, too
                 vectors.release(j)
                 v.release(j)
-                s_t = warpgroup.wait(s_t)
+                s_t = warpgroup.wait(s_t, newer=outputs.products)
                 k.release(j)
+                outputs.store(o, memory, j, wg)
+            outputs.store_last_state(params, s_t, heads)
 
     return scan, smem

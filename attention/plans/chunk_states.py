@@ -40,12 +40,12 @@ def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, fami
         normalize or key_dim <= channel_gradients_hopper.HALF or not str(decay.dtype).endswith("float32")
     ):
         return RECOMPUTED
-    if key_dim > KEY_DIMS[-1] or value_dim > VALUES or not _is_hopper(_ordinal(q)):
+    if key_dim > KEY_DIMS[-1] or value_dim > VALUES or not is_hopper(device_ordinal(q)):
         return RECOMPUTED
     return STORED
 
 
-def _ordinal(x: Any) -> int | None:
+def device_ordinal(x: Any) -> int | None:
     """The CUDA ordinal of an array's device, None for host memory; for an array that JAX traces, that of the first device."""
     if not torch_op.is_compiling() and jax_call.is_jax_tracer(x):
         first = sys.modules["jax"].devices()[0]
@@ -54,11 +54,12 @@ def _ordinal(x: Any) -> int | None:
     return device.index if getattr(device, "type", None) == "cuda" else None
 
 
-def _is_hopper(ordinal: int | None) -> bool:
+def is_hopper(ordinal: int | None) -> bool:
+    """Is the device with this CUDA ordinal (None: host memory) a Hopper GPU?"""
     return machine(ordinal).target.is_hopper
 
 
-_is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+is_hopper._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
 
 
 def check_chunk_states(problem: Problem, keys: str = "q", values: str = "v") -> None:

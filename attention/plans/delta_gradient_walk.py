@@ -25,6 +25,7 @@ from ..kernels import (
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
 from ..parts.recurrent.tokens import CHUNK
+from .delta_records import record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -52,13 +53,16 @@ def choose_segments(head_sequences: int, chunks: int, processors: int) -> int:
     return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time(best) < unsegmented_time else 1
 
 
-def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: as in delta_gradients.plan_delta_gradients."""
+def plan_delta_gradient_walk(
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays
+) -> list[Step]:
+    """The launches. arrays, record: as in delta_gradients.plan_delta_gradients."""
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
     chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
-    segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, machine(problem.device).processors)
+    stored, processors = record_buffers(record), machine(problem.device).processors
+    segments = 1 if varlen or stored else choose_segments(sequences * heads, chunks_per_sequence, processors)
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -66,9 +70,12 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     buffers: Arrays = {
         name: arrays[x] for name, x in {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gBeta": "beta"}.items()
     }
-    buffers |= {"gErrors": chunk_scratch(CHUNK, VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
-    buffers["gStates"] = chunk_scratch(VALUES, padded_keys)
-    buffers["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
+    if stored:
+        buffers |= stored
+    else:
+        buffers |= {"gErrors": chunk_scratch(CHUNK, VALUES), "gSolutions": chunk_scratch(2 * CHUNK, CHUNK)}
+        buffers["gStates"] = chunk_scratch(VALUES, padded_keys)
+        buffers["gVectors"] = scratch(chunks, heads, ChunkVectors(gated).spec.length)
     end_states = {"gInitialState": "initial_state", "gLastState": "dstate", "gFirstState": "dinitial_state"}
     buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     buffers["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
@@ -100,7 +107,7 @@ def plan_delta_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scr
     gate_names = "gDots gCarriedDots gStateDots"
     if segments == 1:
         names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
-        steps = [launch(delta_chunk_states_hopper, 1, names, varlen)]
+        steps = [] if stored else [launch(delta_chunk_states_hopper, 1, names, varlen)]
         names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_names} "
         names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))

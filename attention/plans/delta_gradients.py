@@ -40,16 +40,18 @@ GRADIENTS = {
 
 
 def plan_delta_gradients(
-    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool = False
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, on_hopper: bool, record: Arrays
 ) -> list[Step]:
     """The launches for the gradients of the delta rule. arrays: those of delta_rule_backward by their names, None for a
-    gradient that is not wanted. on_hopper: may kernels for Hopper serve the call?"""
+    gradient that is not wanted. on_hopper: may kernels for Hopper serve the call? record: what forward stored, by field
+    (delta_records.py); those kernels alone read it."""
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
-    plan = plan_delta_chunk_gradients
     if on_hopper and serves_hopper(problem):
-        plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
-    return plan(problem, arrays, scale, scratch)
+        if has_channel_decay(problem):
+            return plan_delta_channel_gradients(problem, arrays, scale, scratch)
+        return plan_delta_gradient_walk(problem, arrays, scale, scratch, record)
+    return plan_delta_chunk_gradients(problem, arrays, scale, scratch)
 
 
 def serves_delta_gradients(problem: Problem) -> bool:

@@ -16,6 +16,7 @@ NameGroups = Sequence[tuple[str, ...]]  # the names of what one launch copies: a
 INPUTS: NameGroups = (("gQ", "gK"), ("gV", "gDOut"))
 KEY_GRADIENTS: NameGroups = (("gDQ", "gDK"),)
 VALUE_GRADIENTS: NameGroups = (("gDV",),)
+VALUE_RESULTS: NameGroups = (("gO",),)
 GRADIENTS: NameGroups = (*KEY_GRADIENTS, *VALUE_GRADIENTS)
 
 

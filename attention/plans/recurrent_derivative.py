@@ -35,19 +35,27 @@ class RecurrentDerivative(NamedTuple):
     """How a function of the family (a member) is differentiated. name: its name in errors. program: the program of its
     gradients. The arrays of that program's schema are the member's inputs, the gradients of its results, and the gradients of
     its inputs, which have the names of these with a d before them; its options are the member's, and `grads`. values: the input
-    whose shape and dtype `out` has. tiles: the inputs that torch.autocast casts. stored: the member's last result, which its
-    program returns in training for the program of gradients, if the options say so; the schemas of both have a row for it."""
+    whose shape and dtype `out` has. tiles: the inputs that torch.autocast casts. stored: the member's last results, which its
+    program returns in training for the program of gradients, as far as the options say so; the schemas of both have rows for
+    them."""
 
     name: str
     program: Program
     values: str = "v"
     tiles: tuple[str, ...] = ("q", "k", "v")
-    stored: str = ""
+    stored: tuple[str, ...] = ()
 
     @property
     def no_second_derivatives(self) -> str:
         """The error message for a derivative of these gradients."""
         return no_second_derivatives(self.name)
+
+    def options_in_training(self, schema: Schema, options: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """(the options with which the member's program stores what gradients read, the names of what it stores). schema: the
+        member's. options: of a call, by name."""
+        flags = {schema.arguments[name].flags[0] for name in self.stored}
+        in_training = options | dict.fromkeys(flags, True)
+        return in_training, [name for name in schema.results(in_training) if name in self.stored]
 
     def make_program(self, schema: Schema) -> Callable[[Callable[..., Plan]], Program]:
         """Decorator: makes the member's program of its planner, and its entry in MEMBERS. TypeError: the planner has an option
@@ -82,7 +90,7 @@ class RecurrentDerivative(NamedTuple):
         if not needs_gradient(*arrays.values()):
             return
         forms = {name: x.form for name, x in arrays.items() if name in self.program.names} | {"dout": results["out"]}
-        forms |= {name: form for name, form in results.items() if name == self.stored}
+        forms |= {name: form for name, form in results.items() if name in self.stored}
         requested = [name for name, x in arrays.items() if needs_gradient(x)]
         call = self.call([*forms], requested, options)
         self.program.prepare(forms, call.options, layout)
@@ -94,7 +102,7 @@ class RecurrentDerivative(NamedTuple):
             if not doutputs:
                 return {}
             arrays_by_name = inputs | {"d" + name: x for name, x in doutputs.items()}
-            arrays_by_name |= {name: x for name, x in results.items() if name == self.stored}
+            arrays_by_name |= {name: x for name, x in results.items() if name in self.stored}
             if "dout" not in arrays_by_name:  # the loss depends on the state alone
                 arrays_by_name["dout"] = sys.modules["jax"].numpy.zeros_like(inputs[self.values])
             call, arrays = self.call([*arrays_by_name], names, options), (*arrays_by_name.values(), None)

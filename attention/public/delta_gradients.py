@@ -4,7 +4,7 @@ from typing import Any
 
 from tiles.calls.plan import Plan
 from tiles.calls.program import program
-from tiles.calls.schema import Problem, Schema
+from tiles.calls.schema import Problem
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
@@ -12,10 +12,11 @@ from ..options import check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.delta_gradients import plan_delta_gradients
+from ..plans.delta_records import ARGUMENT_ROWS, ROWS, STORED_NAMES, record_schema, split_record
 from ..plans.raw_inputs import refuse_raw
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
-DELTA_RULE_BACKWARD = Schema(
+DELTA_RULE_BACKWARD = record_schema(
     "delta_rule_backward",
     """
     dout            (batch, seqlen, heads, value_dim)                               tile
@@ -27,6 +28,9 @@ DELTA_RULE_BACKWARD = Schema(
     cu_seqlens      (ends)                                                          ends     optional
     initial_state   (sequences, heads, key_dim, value_dim)                          float32  optional
     dstate          (sequences, heads, key_dim, value_dim)                          float32  optional
+"""
+    + ARGUMENT_ROWS
+    + """
     dq              (batch, seqlen, heads_k, key_dim)                               tile     output
     dk              (batch, seqlen, heads_k, key_dim)                               tile     output
     dv              (batch, seqlen, heads, value_dim)                               tile     output
@@ -50,6 +54,7 @@ def delta_rule_backward(
     scale: float | None = None,
     initial_state: Any = None,
     dstate: Any = None,
+    chunk_states: Any = None,
     cu_seqlens: Any = None,
     layout: str = "bshd",
     dq: Any = None,
@@ -71,7 +76,8 @@ def delta_rule_backward(
         dS = exp(decay_t) dS            which is dinitial_state at last
 
     dout: as out. dstate: (B, H, Dk, Dv) float32, None where L does not depend on the state. q, k, v, beta, decay, scale,
-    initial_state, cu_seqlens, layout: what delta_rule was called with.
+    initial_state, cu_seqlens, layout: what delta_rule was called with. chunk_states: what delta_rule(..,
+    return_chunk_states=True) returned last, so that it need not be computed again.
 
     dq, dk, dv, dbeta, ddecay, dinitial_state: arrays to write to instead of new ones; the first three have the dtype and shape
     of q, k and v. dbeta: as beta, float32. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it
@@ -79,15 +85,16 @@ def delta_rule_backward(
     initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that share a key head add
     to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
 
-    Nothing that forward computed is read. All sums are made in float32, in a fixed order: the same bits every time. Sequences
-    are processed in chunks of 64 tokens, on tensor cores: states before each chunk, then gradients from the last chunk to the
-    first. Relative errors of bfloat16 gradients are 2e-3 to 9e-3 for keys at random; if all keys are the same 6e-3 for beta 1,
-    and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of that; the elements of states and of their gradients are rounded
-    to float16, and infinite beyond 65504. Dk above 128, and decays of channels on GPUs with less than 163 KiB of shared memory,
-    are computed token by token, with all factors in float32: correct, and slow. Chunks need scratch memory: 184 KiB for each of
-    a head with Dk = Dv = 128 if channels have decays, else 136, but on Hopper, for Dv up to 128, 153 and 65 (89 where there are
-    fewer heads of sequences than multiprocessors), and where heads share a key head what dq and dk of each take, which are
-    rounded before they are added. stream, family: as in delta_rule.
+    Of what forward computed chunk_states alone is read, on Hopper; gradients have the same bits with it. All sums are made in
+    float32, in a fixed order: the same bits every time. Sequences are processed in chunks of 64 tokens, on tensor cores: states
+    before each chunk, then gradients from the last chunk to the first. Relative errors of bfloat16 gradients are 2e-3 to 9e-3
+    for keys at random; if all keys are the same 6e-3 for beta 1, and of dq 2e-2 for 1.9, 3e-2 for 2. float16 has an eighth of
+    that; the elements of states and of their gradients are rounded to float16, and infinite beyond 65504. Dk above 128, and
+    decays of channels on GPUs with less than 163 KiB of shared memory, are computed token by token, with all factors in
+    float32: correct, and slow. Chunks need scratch memory: 184 KiB for each of a head with Dk = Dv = 128 if channels have
+    decays, else 136, but on Hopper, for Dv up to 128, 153 and 65 (89 where there are fewer heads of sequences than
+    multiprocessors), and where heads share a key head what dq and dk of each take, which are rounded before they are added;
+    chunk_states has all but the latter. stream, family: as in delta_rule.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
@@ -96,7 +103,8 @@ def delta_rule_backward(
     grads, optional_gradients = choose_optional_gradients(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
     )
-    arrays = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, dq, dk, dv, dbeta, *optional_gradients
+    inputs = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, *split_record(chunk_states)
+    arrays = *inputs, dq, dk, dv, dbeta, *optional_gradients
     return _delta_rule_backward(stream, arrays, (check_number("scale", scale), grads, family), layout)
 
 
@@ -113,8 +121,9 @@ def _delta_rule_backward(problem: Problem, scale: float | None, grads: str, fami
     on_hopper = uses_hopper_kernels(problem, family, None if tokens else True)  # arrays without elements have no address
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
+    record = {field: problem[f"chunk_{field}"] for field in ROWS}
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper), scratch.shapes)
+    return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper, record), scratch.shapes)
 
 
-DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward)
+DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward, stored=STORED_NAMES)

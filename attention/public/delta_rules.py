@@ -13,7 +13,7 @@ decay=gates.softplus(g, A_log, dt_bias) (attention.gates)."""
 
 from typing import Any
 
-from tiles.calls import torch_op
+from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
@@ -27,7 +27,18 @@ from ..options import check_flag, check_number
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from ..plans.chunk_states import check_memory
 from ..plans.delta_chunks import plan_delta_chunks, serves_delta_chunks
+from ..plans.delta_records import (
+    RESULT_ROWS,
+    ROWS,
+    check_record,
+    choose_record,
+    join_record,
+    record_fields,
+    record_schema,
+)
+from ..plans.delta_training import plan_forward_with_record
 from ..plans.delta_walk import compose_states, plan_channel_walk, plan_walk, serves_channel_walk, serves_walk
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
@@ -57,7 +68,8 @@ RESULTS = """
     out            (batch, seqlen, heads, value_dim)                               tile     output
     state          (sequences, heads, key_dim, value_dim)                          float32  output  return_state
 """
-DELTA_RULE, RAW_DELTA_RULE = Schema("delta_rule", INPUTS + RESULTS), Schema("delta_rule_raw", INPUTS + RAW_GATES + RESULTS)
+DELTA_RULE = record_schema("delta_rule", INPUTS + RESULTS + RESULT_ROWS)
+RAW_DELTA_RULE = Schema("delta_rule_raw", INPUTS + RAW_GATES + RESULTS)
 
 DELTA_STATES = Schema(
     "delta_rule_states",
@@ -73,6 +85,7 @@ DELTA_STATES = Schema(
     """,
 )
 
+NO_RAW_RECORD = "return_chunk_states: takes decays and beta, not what a layer projects, and no qk_l2norm"
 
 # the times of both passes over segments with decays of channels, for Dk 128
 CHANNEL_COSTS = recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5)
@@ -89,9 +102,11 @@ def delta_rule(
     scale: float | None = None,
     initial_state: Any = None,
     return_state: bool = False,
+    return_chunk_states: bool = False,
     qk_l2norm: bool = False,
     cu_seqlens: Any = None,
     layout: str = "bshd",
+    memory: str = "states",
     out: Any = None,
     stream: Any = None,
     family: str | None = None,
@@ -121,8 +136,16 @@ def delta_rule(
     is that no decay is above 0; on a GPU only with TILES_CHECK=1, which makes the call wait for the device. Without a check,
     tokens after cu_seqlens[-1] are padding: they are not read, and their outputs are 0.
 
+    memory: what forward stores for the backward pass. "states": in training, by torch's autograd or JAX's, what gradients read
+    of each chunk of 64 tokens, in q's dtype: the state before it, the errors v - S^T k of its tokens, the inverse of its UT
+    transform, and its beta and decays; on Hopper, for Dk and Dv up to 128, without decays of channels, and where heads of
+    sequences are more than an eighth of the multiprocessors. With H = Hk and Dk = Dv = 128 that is 4/3 as large as q, k and v.
+    "recompute": nothing, and the backward pass computes it again. return_chunk_states: return it, too, as a named tuple for
+    delta_rule_backward.
+
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
-    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token.
+    array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True what gradients
+    read comes last; the last bits of `out` may then be others.
 
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 take two
     passes: the first computes everything that does not depend on the state, for all chunks at once, in scratch memory. Or they
@@ -137,26 +160,46 @@ def delta_rule(
     Arrays, `stream`, `family` ("sm_80" is mma.sync and cp.async) and errors are those of attention.forward. out and state have
     gradients, in torch and JAX: `delta_rule_backward`. flash-linear-attention's names: attention.compat.fla."""
     return_state = check_flag("return_state", return_state)
+    return_chunk_states = check_flag("return_chunk_states", return_chunk_states)
+    check_memory(memory)
     options = check_number("scale", scale), return_state, family
     if is_raw(decay, beta, qk_l2norm):
         split_arguments = check_flag("qk_l2norm", qk_l2norm), layout, (v, initial_state)
         q, k, decay, beta, gate, raw = split_raw(q, k, decay, beta, *split_arguments)
         if raw is not NOT_RAW:
+            if return_chunk_states:
+                raise NotImplementedError(NO_RAW_RECORD)
             arrays = q, k, v, beta, decay, cu_seqlens, initial_state, *gate, out, None
             return _delta_rule_raw(stream, arrays, (*options, *raw), layout)
     if requires_grad(*(differentiable := (q, k, v, beta, decay, initial_state))) or torch_op.is_mapped_with_grad(
         differentiable
     ):
-        refuse_with_gradients(out=out, stream=stream)
+        refuse_with_gradients(out=out, stream=stream, return_chunk_states=return_chunk_states or None)
         inputs = q, k, v, beta, decay, cu_seqlens, initial_state
-        return recurrent_autograd().call_with_gradients("delta_rule", inputs, options, layout)
-    return _delta_rule(stream, (q, k, v, beta, decay, cu_seqlens, initial_state, out, None), options, layout)
+        training_options = *options, False, choose_record(memory, q, v, decay, cu_seqlens, layout, family)
+        return recurrent_autograd().call_with_gradients("delta_rule", inputs, training_options, layout)
+    fields = ""
+    if return_chunk_states:
+        fields = record_fields(q, v, cu_seqlens, layout)
+    elif not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, differentiable)):
+        fields = choose_record(memory, q, v, decay, cu_seqlens, layout, family)
+    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None, *[None] * len(ROWS)
+    results = _delta_rule(stream, arrays, (*options, return_chunk_states, fields), layout)
+    if not return_chunk_states:
+        return results
+    first = len(results) - len(fields.split())
+    return *results[:first], join_record(fields, results[first:])
 
 
 @DELTA_DERIVATIVE.make_program(DELTA_RULE)
-def _delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None) -> Plan:
-    """The Plan of a call of delta_rule. The schema's `state` is a result, which a caller cannot pass."""
-    return plan_delta_rule(problem, scale, return_state, family, NOT_RAW)
+def _delta_rule(
+    problem: Problem, scale: float | None, return_state: bool, family: str | None, return_chunk_states: bool, memory: str
+) -> Plan:
+    """The Plan of a call of delta_rule. The schema's `state` and what it stores of chunks are results, which a caller cannot
+    pass. memory: the fields of a record that are stored, if return_chunk_states says so."""
+    fields = memory.split() if return_chunk_states else ()
+    record = {field: problem[f"chunk_{field}"] for field in ROWS if field in fields}
+    return plan_delta_rule(problem, scale, return_state, family, NOT_RAW, record)
 
 
 @program(RAW_DELTA_RULE, no_gradient=NO_RAW_GRADIENT)
@@ -165,8 +208,16 @@ def _delta_rule_raw(problem: Problem, scale: float | None, return_state: bool, f
     return plan_delta_rule(problem, scale, return_state, family, raw)
 
 
-def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, family: str | None, raw: RawOptions) -> Plan:
-    """The Plan of a call of delta_rule. raw: the formulas that kernels apply to raw inputs."""
+def plan_delta_rule(
+    problem: Problem,
+    scale: float | None,
+    return_state: bool,
+    family: str | None,
+    raw: RawOptions,
+    record: recurrent_chunks.Arrays | None = None,
+) -> Plan:
+    """The Plan of a call of delta_rule. raw: the formulas that kernels apply to raw inputs. record: where to store what
+    gradients read, by field (plans/delta_records.py)."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
@@ -178,6 +229,12 @@ def plan_delta_rule(problem: Problem, scale: float | None, return_state: bool, f
         return Plan([])
     arrays = recurrent_checks.kernel_arrays(problem, return_state) | {"gBeta": problem["beta"]}
     gates, on_hopper = gate_operand(problem), uses_hopper_kernels(problem, family, by_tma(problem, "out"))
+    if record:
+        check_record(problem, on_hopper)
+        scratch = recurrent_chunks.ScratchAllocator(problem)
+        if batch * length:
+            arrays |= {"gGates": gates, "gO": problem["out"]}
+            return Plan(plan_forward_with_record(problem, arrays, scale, scratch, record), scratch.shapes)
     if on_hopper and key_dim <= max_key_dim and batch * length:
         arrays |= {"gGates": gates, "gO": problem["out"]} | formula_arrays(problem)
         return Plan(*_plan_chunks(problem, arrays, by_channel, scale, raw))

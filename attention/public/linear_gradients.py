@@ -203,5 +203,5 @@ def gradients_from_segments(
     return _linear_backward_from_segments(None, arrays, (check_number("scale", scale), grads, False, family))
 
 
-LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward, stored="chunk_states")
+LINEAR_DERIVATIVE = RecurrentDerivative("attention.linear", _linear_backward, stored=("chunk_states",))
 _linear_backward_into = program(LINEAR_BACKWARD_INTO)(_linear_backward.planner)

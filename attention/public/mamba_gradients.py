@@ -126,4 +126,4 @@ def _mamba2_backward(problem: Problem, dt_options: DtOptions, grads: str, family
     return plan_mamba2_gradients(problem, dt_options, vector_bytes, grads.split())
 
 
-MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"), "chunk_states")
+MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"), ("chunk_states",))

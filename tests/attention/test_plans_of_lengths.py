@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from on_no_device import MEMORY, ROOM, Lent, fresh, lent, noting_driver
 
 from attention.plans import split_forward
+from attention.plans.delta_records import STORED_NAMES
 from attention.plans.forward_programs import _forward, _variant
 from attention.plans.norm_gradients import DIFFERENTIATE
 from attention.public.cache_append import _append
@@ -46,7 +47,7 @@ COLUMNS = {
     "based": {"key_dim": [16], "features": [160]},
     "hedgehog": {"features": [64], "key_dim": [64, 128], "value_dim": [64, 128]},
 }
-RESULTS = "state", "z", "states", "chunk_states"
+RESULTS = "state", "z", "states", *STORED_NAMES
 COLUMN_AXES = "head_dim", "head_dim_v", "key_dim", "value_dim", "rotary_dim", "features"
 LENGTHS = "seqlen", "seqlen_q", "seqlen_k", "seqlen_new", "pages_per_seq", "positions", "parts"
 GROWS = [None, (), ("seqlen_k",), ("seqlen", "seqlen_q"), ("seqlen", "seqlen_q", "seqlen_k"), ("batch",)]

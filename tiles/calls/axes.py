@@ -55,6 +55,9 @@ AXES = _parse("""
     window          W - 1           window            fixed   tokens before the first, of which it needs to know
     segments        segments        segments          length  parts of a sequence that thread blocks scan side by side
     chunks          chunks          chunks            length  chunks of a sequence; of packed ones, those of all and some more
+    chunk           chunk           chunk             fixed   tokens of a chunk
+    two_chunks      2 chunk         chunk             fixed   rows of a chunk's matrix whose high and low parts lie in one array
+    chunk_vectors   vectors         vectors           fixed   numbers of a chunk in its vectors, one behind the other
     batch_cache     B or pages      batches or pages  length  batches of a cache, or its pages
     pages_per_seq   pages of each   pages             length  most pages of a sequence
     positions       positions       positions         length  rows of rotary tables

@@ -258,6 +258,7 @@ class TwoParts:
 
 
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
+VECTORS = 4  # how many these are
 LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # stands for smaller betas in divisions: below the last digit of dV
 MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: a quotient by it might overflow
 
@@ -272,7 +273,7 @@ class ChunkVectors:
     @property
     def spec(self):
         """The type of the shared vector that holds them."""
-        return sv(CHUNK * (4 if self.gated else 1), fp32)
+        return sv(CHUNK * (VECTORS if self.gated else 1), fp32)
 
     @inlined
     def cols(self, tile, index):

@@ -106,7 +106,7 @@ def test_ranks_store_the_states_before_chunks(memory, monkeypatch):
         stored.append("chunk_states" in options)
         return real(*args, **options)
 
-    monkeypatch.setattr(chunk_states, "_is_hopper", lambda ordinal: True)
+    monkeypatch.setattr(chunk_states, "is_hopper", lambda ordinal: True)
     monkeypatch.setattr(SegmentedLinear, "backward", staticmethod(backward))
     arrays, start = drawn()
     arrays = {name: arrays[name] for name in ("q", "k", "v", "decay")} | {"initial_state": start}

@@ -179,6 +179,92 @@ def test_how_many_segments():
     assert delta_gradient_walk.choose_segments(2, 3, 132) == 1
 
 
+# ---- what forward stored --------------------------------------------------------------------------------------------------
+def with_record(place, args, **options):
+    """(out, state, record) of forward, and the arguments of gradients with the record."""
+    inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstate")}
+    results = attention.delta_rule(**inputs, return_state=True, return_chunk_states=True, **options)
+    return results, args | {"chunk_states": results[-1]}
+
+
+def check_record(place, args, **options):
+    """Outputs and the state are those of the reference, and gradients have the bits that they have without a record."""
+    (out, state, record), stored = with_record(place, args, **options)
+    inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
+    (want, last), (low, _) = (reference.linear(**inputs, low=low, **options) for low in (False, True))
+    reference.assert_close(place.get(out), want, low, factor=2)
+    assert relative_rms(place.get(state), last) < 0.005
+    actual = attention.delta_rule_backward(**{n: place.put(x) for n, x in stored.items()}, **options)
+    for x, (name, y) in zip(map(place.get, actual), run(place, args, **options).items(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    return record
+
+
+RECORDS = [(130, "token", bf16, 128, None), (65, "none", np.float16, 64, -0.3), (70, "head", bf16, 80, None)]
+
+
+@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "scale"), RECORDS)
+def test_records(place, length, decay, dtype, dim, scale):
+    """A pass that computes outputs stores what the pass of gradients stores."""
+    args = delta_case(length, decay, heads=2, key_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
+    record = check_record(place, args, **({} if scale is None else {"scale": scale}))
+    assert record.states.shape == (1, -(-length // 64), 2, dim, dim) and record.scores is None
+
+
+def test_records_of_packed_sequences(place):
+    args = delta_case(150, "token", heads=1)
+    args["cu_seqlens"] = np.array([0, 1, 1, 130, 150])
+    for name in ("initial_state", "dstate"):
+        args[name] = np.repeat(args[name], 4, axis=0)
+    record = check_record(place, args)
+    assert record.errors.shape == (1, 6, 1, 64, 16)
+
+
+def test_records_as_compiled(as_compiled):
+    """The PTX of the pass with outputs stores what its meaning does."""
+    args = delta_case(65, "token", heads=1)
+    (*want, record), _ = with_record(OnInterpreter(), args)
+    as_compiled("sm_90a")
+    (*actual, compiled), _ = with_record(OnInterpreter(), args)
+    for x, y in zip((*actual, *compiled[:4]), (*want, *record[:4]), strict=True):
+        assert relative_rms(x, y) < 0.004
+
+
+def test_records_of_arrays_that_are_not_aligned():
+    """Forward copies them; gradients compute what they need by kernels that take them."""
+    args = delta_case(66, "token", heads=1)
+    wide = np.zeros((1, 66, 1, 20), bf16)
+    wide[..., :16] = args["v"]
+    args["v"] = wide[..., :16]
+    (out, _, record), stored = with_record(OnInterpreter(), args)
+    (want, _, _), _ = with_record(OnInterpreter(), args | {"v": args["v"].copy()})
+    np.testing.assert_array_equal(out, want)
+    for x, y in zip(attention.delta_rule_backward(**stored), attention.delta_rule_backward(**args), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_where_there_are_no_records():
+    def forward(args, **options):
+        inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
+        return attention.delta_rule(**inputs, return_chunk_states=True, **options)
+
+    with pytest.raises(ValueError, match="^return_chunk_states: takes decays without an axis of channels: decay.shape="):
+        forward(delta_case(5, "channel"))
+    with pytest.raises(ValueError, match="^return_chunk_states: takes Dk up to 128 and Dv up to 128: q.shape="):
+        forward(delta_case(5, value_dim=144))
+    with pytest.raises(ValueError, match="^return_chunk_states: takes arrays on Hopper"):
+        forward(delta_case(5), family="sm_80")
+    with pytest.raises(NotImplementedError, match="^return_chunk_states: takes decays and beta, not what a layer projects"):
+        forward(delta_case(5), qk_l2norm=True)
+    with pytest.raises(ValueError, match="^memory: must be one of"):
+        forward(delta_case(5), memory="none")
+    with pytest.raises(TypeError, match="^chunk_states: must be what delta_rule"):
+        attention.delta_rule_backward(**delta_case(5), chunk_states=np.zeros(3))
+    (*_, record), stored = with_record(OnInterpreter(), delta_case(5))
+    with pytest.raises(ValueError, match="^chunk_solutions: chunk must be 128"):
+        attention.delta_rule_backward(**stored | {"chunk_states": record._replace(solutions=record.solutions[..., :64, :])})
+
+
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("beta", "decay"), [(0.0, "token"), (1.0, "none"), (2.0, "token")])
 def test_equal_betas(place, kernels, beta, decay):

@@ -9,31 +9,43 @@ import numpy as np
 import pytest
 
 import attention
+from attention.plans import delta_records
 from attention.public import linear_family
 
 
 class Trained(NamedTuple):
-    """A function, that of its gradients, and the names of its arrays in the order of these."""
+    """A function, that of its gradients, and the names of its arrays in the order of these. by_record: do outputs have other
+    bits where it stores what gradients read?"""
 
     call: Callable
     backward: Callable
     names: tuple[str, ...]
+    by_record: bool = False
 
     def loss(self, *leaves):
         """A loss of outputs and the last state."""
         out, state = self.call(**dict(zip(self.names, leaves)), return_state=True)
         return out.float().square().sum() + state.square().sum()
 
+    def results(self, arrays):
+        """(out, state, what gradients read besides), as training computes them."""
+        if not self.by_record:
+            return *self.call(**arrays, return_state=True), {}
+        out, state, record = self.call(**arrays, return_state=True, return_chunk_states=True)
+        return out, state, {"chunk_states": record}
+
     def wanted(self, leaves):
         """The gradients of `loss` by `backward`, in the dtypes of the arguments."""
         arrays = dict(zip(self.names, [x.detach() for x in leaves]))
-        out, state = self.call(**arrays, return_state=True)
-        actual = self.backward((2 * out.float()).to(out.dtype), **arrays, dstate=2 * state)
+        out, state, stored = self.results(arrays)
+        actual = self.backward((2 * out.float()).to(out.dtype), **arrays, **stored, dstate=2 * state)
         return [x.to(leaf.dtype) for x, leaf in zip(actual, leaves, strict=True)]
 
 
 LINEAR = Trained(attention.linear, attention.linear_backward, ("q", "k", "v", "decay", "initial_state"))
-DELTA_RULE = Trained(attention.delta_rule, attention.delta_rule_backward, ("q", "k", "v", "beta", "decay", "initial_state"))
+DELTA_NAMES = "q", "k", "v", "beta", "decay", "initial_state"
+DELTA_RULE = Trained(functools.partial(attention.delta_rule, memory="recompute"), attention.delta_rule_backward, DELTA_NAMES)
+STORED_DELTA_RULE = Trained(attention.delta_rule, attention.delta_rule_backward, DELTA_NAMES, by_record=True)
 
 
 def test_gradients_take_all_options():
@@ -60,8 +72,10 @@ def tensors(kind="token", length=5, dim=16, names=LINEAR.names):
     return [arrays[name].requires_grad_() for name in names]
 
 
-@pytest.mark.parametrize("kind", ["token", "channel"])
-@pytest.mark.parametrize("member", [LINEAR, DELTA_RULE], ids=["linear", "delta_rule"])
+@pytest.mark.parametrize(
+    ("member", "kind"),
+    [(LINEAR, "token"), (LINEAR, "channel"), (DELTA_RULE, "token"), (DELTA_RULE, "channel"), (STORED_DELTA_RULE, "token")],
+)
 def test_torch(member, kind):
     """Eager, compiled as one graph, with checkpoints and in torch.func.grad."""
     torch = pytest.importorskip("torch")
@@ -72,6 +86,7 @@ def test_torch(member, kind):
     if kind == "token":
         checkpoint_loss = torch.utils.checkpoint.checkpoint(loss, *leaves, use_reentrant=False)
         ways.append(torch.autograd.grad(checkpoint_loss, leaves))
+    if kind == "token" and not member.by_record:  # torch.func's transforms store nothing
         ways.append(torch.func.grad(loss, tuple(range(len(leaves))))(*[x.detach() for x in leaves]))
     want = member.wanted(leaves)
     for outputs in ways:
@@ -102,6 +117,22 @@ def test_what_is_saved():
     assert states not in saved_shapes(lambda: attention.gla(q, k, v, channels))
     with pytest.raises(NotImplementedError, match="^return_chunk_states: is not supported for tensors that require grad"):
         attention.linear(q, k, v, return_chunk_states=True)
+
+
+def test_what_the_delta_rule_saves():
+    """What gradients read, unless `memory` or the decays say otherwise, or heads are too few for it to be faster."""
+    torch = pytest.importorskip("torch")
+    leaves = q, k, v, beta, decay, _ = tensors("token", length=70, names=DELTA_NAMES)
+    loss = lambda memory: STORED_DELTA_RULE._replace(call=functools.partial(attention.delta_rule, memory=memory)).loss(*leaves)
+    record = {(1, 2, 2, 16, 16), (1, 2, 2, 64, 16), (1, 2, 2, 128, 64), (1, 2, 2, 256)}
+    assert record <= {*saved_shapes(lambda: loss("states"))} and not record & {*saved_shapes(lambda: loss("recompute"))}
+    for x, y in zip(*(torch.autograd.grad(loss(memory), leaves) for memory in ("states", "recompute")), strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02 * y.abs().max().item())
+    channels = decay.detach()[..., None].expand(*decay.shape, 16).contiguous()
+    assert not record & {*saved_shapes(lambda: attention.delta_rule(q, k, v, beta, decay=channels))}
+    assert delta_records.choose_record("states", q, v, decay, torch.zeros(1), "bshd", None) == ""  # no sequence
+    with pytest.raises(NotImplementedError, match="^return_chunk_states: is not supported for tensors that require grad"):
+        attention.delta_rule(q, k, v, beta, return_chunk_states=True)
 
 
 def test_some_gradients_alone():
@@ -161,7 +192,7 @@ def test_what_has_no_gradient():
     assert not any(x.requires_grad for x in attention.linear_backward(out.detach(), *leaves[:3], decay=decay))
 
 
-@pytest.mark.parametrize("member", [LINEAR, DELTA_RULE], ids=["linear", "delta_rule"])
+@pytest.mark.parametrize("member", [LINEAR, STORED_DELTA_RULE], ids=["linear", "delta_rule"])
 def test_jax(member):
     jax = pytest.importorskip("jax")
     leaves = dict(zip(member.names, [x.detach().float().numpy() for x in tensors("head", names=member.names)]))
@@ -172,11 +203,10 @@ def test_jax(member):
             out, state = member.call(**dict(zip(leaves, arrays)), return_state=True)
             return (out.astype("float32") ** 2).sum() + (state**2).sum()
 
-        out, state = member.call(**leaves, return_state=True)
-        want = member.backward((2 * out.astype("float32")).astype("bfloat16"), **leaves, dstate=2 * state)
+        out, state, stored = member.results(leaves)
+        want = member.backward((2 * out.astype("float32")).astype("bfloat16"), **leaves, **stored, dstate=2 * state)
         gradient = jax.grad(total, tuple(range(len(leaves))))
-        if member is LINEAR:  # whose states before chunks are stored
-            assert "bf16[1,1,2,16,16]" in str(jax.make_jaxpr(gradient)(*leaves.values()))
+        assert "bf16[1,1,2,16,16]" in str(jax.make_jaxpr(gradient)(*leaves.values()))  # states before chunks are stored
         for outputs in (gradient(*leaves.values()), jax.jit(gradient)(*leaves.values())):
             for x, y in zip(outputs, want, strict=True):
                 assert x.dtype == y.dtype

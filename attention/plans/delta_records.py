@@ -1,0 +1,144 @@
+"""What the delta rule's forward pass stores of each chunk in training, for gradients that read it (delta_gradient_walk.py): a
+record of arrays, which are results of the forward program and arguments of the backward program.
+
+With T the bytes of an array of tokens, bf16 and H = Hk, Dk = Dv = 128, the record has 4 T (states 2 T, errors T, solutions T),
+where q, k and v are 3 T; with scores, for few heads, 4.5 T. The pass that computes it is most of the forward pass, so gradients
+that find it need a walk in reverse alone."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from tiles.calls.schema import Problem, Schema
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+
+from ..families import AMPERE_FAMILY
+from ..parts.recurrent.delta_chunks import KEY_DIMS, VECTORS
+from ..parts.recurrent.delta_gradient_config import VALUES
+from ..parts.recurrent.tokens import CHUNK
+from .chunk_states import RECOMPUTED, device_ordinal, is_hopper, merge_chunks
+from .recurrent_checks import has_channel_decay
+from .recurrent_chunks import MIN_SEGMENT_CHUNKS, Arrays, count_chunks
+
+# {field of a record: its row in schemas}
+ROWS = {
+    "states": "(batch, chunks, heads, value_dim, key_dim)  tile",
+    "errors": "(batch, chunks, heads, chunk, value_dim)  tile",
+    "solutions": "(batch, chunks, heads, two_chunks, chunk)  tile",
+    "vectors": "(batch, chunks, heads, chunk_vectors)  float32",
+    "scores": "(batch, chunks, heads, chunk, chunk)  tile",
+}
+PARAMETERS = {  # {field: the parameter of kernels}
+    "states": "gStates",
+    "errors": "gErrors",
+    "solutions": "gSolutions",
+    "vectors": "gVectors",
+    "scores": "gScores",
+}
+# The fields that a record has for gradients of many heads, by one walk, and for those of few heads, by segments
+ONE_WALK = "states errors solutions vectors"
+SEGMENTED = f"{ONE_WALK} scores"
+# Of how many multiprocessors one must have a head of a sequence so that a record is faster: with fewer heads the recurrences of
+# states and of their gradients, side by side, take no longer than one of them, and forward has a faster way
+PROCESSORS_PER_HEAD = 8
+
+
+class DeltaChunkRecord(NamedTuple):
+    """What attention.delta_rule(.., return_chunk_states=True) returns of each chunk of 64 tokens, for delta_rule_backward;
+    arrays (B, chunks, H, ..). states: the state before it, transposed, (Dv, Dk). errors: v - S^T k of its tokens. solutions:
+    its inverse without the identity, -L^T, high above low. vectors: beta and decays of its tokens. scores: of its queries and
+    keys, where heads are few."""
+
+    states: Any
+    errors: Any
+    solutions: Any
+    vectors: Any
+    scores: Any = None
+
+
+STORED_NAMES = tuple([f"chunk_{field}" for field in ROWS])  # the fields as results and arguments of programs
+RESULT_ROWS = "".join(
+    [f"    chunk_{field}  {row}  output  return_chunk_states  memory:{field}\n" for field, row in ROWS.items()]
+)
+ARGUMENT_ROWS = "".join([f"    chunk_{field}  {row}  optional\n" for field, row in ROWS.items()])
+
+
+def _constant(number: int) -> Any:
+    return lambda extents: number
+
+
+def record_schema(name: str, table: str) -> Schema:
+    """A Schema with rows for records."""
+    extents = {"chunk": CHUNK, "two_chunks": 2 * CHUNK, "chunk_vectors": VECTORS * CHUNK}
+    return Schema(name, table, chunks=count_chunks, **{axis: _constant(n) for axis, n in extents.items()})
+
+
+def choose_record(memory: str, q: Any, v: Any, decay: Any, cu_seqlens: Any, layout: str, family: str | None) -> str:
+    """The fields that forward stores in training, "" for none: as the caller says by `memory`, but only if gradients can read
+    them and are faster so. The other arguments are those of attention.delta_rule, checked or not."""
+    if memory == RECOMPUTED or family == AMPERE_FAMILY or len(getattr(decay, "shape", ())) == 4:
+        return ""
+    (*_, key_dim), (*_, value_dim) = shapes = [tuple(getattr(x, "shape", ())) or (0,) for x in (q, v)]
+    if any([len(shape) != 4 for shape in shapes]) or key_dim > max(KEY_DIMS) or value_dim > VALUES:
+        return ""
+    ordinal = device_ordinal(q)
+    if not is_hopper(ordinal) or _count_head_sequences(v, cu_seqlens, layout) * PROCESSORS_PER_HEAD <= _processors(ordinal):
+        return ""
+    return record_fields(q, v, cu_seqlens, layout)
+
+
+def record_fields(q: Any, v: Any, cu_seqlens: Any, layout: str) -> str:
+    """The fields that forward stores for gradients of such a call: those for few heads if a walk in one segment would leave
+    most of the GPU idle."""
+    length = v.shape[2 if layout == "bhsd" else 1]
+    few = 2 * _count_head_sequences(v, cu_seqlens, layout) <= _processors(device_ordinal(q))
+    few = few and cu_seqlens is None and length >= 2 * MIN_SEGMENT_CHUNKS * CHUNK
+    return ONE_WALK
+
+
+def _count_head_sequences(v: Any, cu_seqlens: Any, layout: str) -> int:
+    batch, *sequence_and_head, _ = v.shape
+    heads = sequence_and_head[0 if layout == "bhsd" else 1]
+    return heads * (batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+
+
+def _processors(ordinal: int | None) -> int:
+    return machine(ordinal).processors
+
+
+_processors._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile does not look inside
+
+
+def check_record(problem: Problem, on_hopper: bool) -> None:
+    """ValueError: no gradients read a record of such a problem."""
+    key_dim, value_dim = problem("key_dim", "value_dim")
+    if has_channel_decay(problem):
+        message = f"takes decays without an axis of channels: decay.shape={problem.shape('decay')}"
+    elif key_dim > max(KEY_DIMS) or value_dim > VALUES:
+        shapes = ", ".join([f"{name}.shape={problem.shape(name)}" for name in ("q", "v")])
+        message = f"takes Dk up to {max(KEY_DIMS)} and Dv up to {VALUES}: {shapes}"
+    elif not on_hopper:
+        message = "takes arrays on Hopper, with an out that TMA writes, and not family='sm_80'"
+    else:
+        return
+    raise ValueError(f"return_chunk_states: {message}; {problem.member}_backward computes what it needs itself")
+
+
+def split_record(record: Any) -> tuple[Any, ...]:
+    """The arrays of a record in the order of schemas, None for those that it lacks. TypeError: it is none."""
+    if record is None:
+        return (None,) * len(ROWS)
+    if not isinstance(record, DeltaChunkRecord):
+        kind = type(record).__name__
+        raise TypeError(f"chunk_states: must be what delta_rule(.., return_chunk_states=True) returned last, not {kind}")
+    return tuple([getattr(record, field, None) for field in ROWS])
+
+
+def join_record(fields: str, arrays: Iterable[Any]) -> DeltaChunkRecord:
+    """The record of these fields."""
+    return DeltaChunkRecord(**dict(zip(fields.split(), arrays, strict=True)))
+
+
+def record_buffers(record: Mapping[str, Operand | None]) -> Arrays:
+    """The arrays of a record as views of all chunks, by the names of kernels' parameters. record: by field."""
+    return {PARAMETERS[field]: merge_chunks(x) for field, x in record.items() if x}
