@@ -42,16 +42,19 @@ from ..parts.recurrent.gates import (
     Gate,
     HeadGate,
     Mamba2Gate,
+    SummedGate,
     TokenGate,
 )
 from ..parts.recurrent.gradients import ReversedGate, gradient_fields
-from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, scan_forms
+from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, ScanStates, scan_forms
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
 ROOMY_REGISTERS = 200, 256  # likewise, of a single consumer: what both read before they part would spill in fewer
-CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # warps of the producer that compute b, a chunk each in turn
+CUMSUM_WARPS = (
+    warpgroup.WARPGROUP - 1
+)  # of the producer, which compute b, a chunk each in turn; one fewer if another sends states
 GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
 STAGES = 3  # chunks in flight, at most
 
@@ -166,8 +169,14 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                         gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
                         yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, ReversedGate(gate)))
             elif kind is Mamba2Gate and size[0] <= WIDE_KEY_DIM and (everything or size == (WIDE_KEY_DIM, 2)):
-                for varlen in (False, True) if everything else (False,):
-                    yield Config(*size, input_dtype, Mamba2Gate(softplus=True), ChunkStates(), varlen)
+                for varlen, weighted in itertools.product((False, True) if everything else (False,), (False, True)):
+                    gate = SummedGate(True, weighted)
+                    yield Config(*size, input_dtype, gate if weighted else ReversedGate(gate), ChunkStates(), varlen)
+                    if not weighted and not varlen and input_dtype is bf16:
+                        yield Config(*size, input_dtype, ReversedGate(gate), ChunkStates(gated=True))
+                        yield Config(*size, input_dtype, ReversedGate(TokenGate(True)), ScanStates(gated=True))
+                    if everything and not weighted:
+                        yield Config(*size, input_dtype, gate, ChunkStates(), varlen)
         for formula in FORMULAS:
             yield Config(*SIZES[-2], bf16, FormulaGate(False, formula), ScanOutputs())
 
@@ -186,7 +195,8 @@ def make(config: Config):
     else:
         OUTPUT = array(4 if result.reads_values else 3)
     HALF_STATE = rt(16, KEYS // 2, INPUT)
-    PARAMS, SCALES_OUTPUTS = result.params(INPUT), not (gate.folds_scale or gate.reversed or result.scales_scores)
+    STATE_TILE = st(COLUMNS, KEYS, INPUT)
+    PARAMS, SCALES_OUTPUTS = result.params(INPUT, STATE_TILE), not (gate.folds_scale or gate.reversed or result.scales_scores)
 
     def key_ring(used=True):
         """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
@@ -208,7 +218,9 @@ def make(config: Config):
         z=value_ring(result.reads_z, KEY_PARTS if result.groups_queries else 1),
         b=vectors,
         a=vectors,
-        state=st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
+        state=ring(STATE_TILE, CONSUMERS, 1, writers=warpgroup.WARPGROUP)
+        if result.sends_states
+        else st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
         partial_o=ring(config.partial_o, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
     )
@@ -262,6 +274,20 @@ def make(config: Config):
                         group_head, column = divmod(CONSUMERS * block + c, width)
                         at = seq.batch, token, result.value_head(key_head, group, group_head), column
                         result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
+            elif result.sends_states:
+                if warp == CUMSUM_WARPS:
+                    first_index = seq_layout.chunk_index(seq.start, sequence, length)
+                    for slot in range(CONSUMERS * n):
+                        j, c = divmod(slot, CONSUMERS)
+                        group_head, column = divmod(CONSUMERS * block + c, width)
+                        index = int32(first_index + seq.chunk_number(j))
+                        result.send_state(params, state, slot, index, key_head * group + group_head, column)
+                elif gate.per_token:
+                    for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS - 1):
+                        j, c = divmod(slot, CONSUMERS)
+                        group_head, _ = divmod(CONSUMERS * block + c, width)
+                        batch, head = gate.locate(seq_layout, seq, j, sequence, length), key_head * group + group_head
+                        gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, batch, seq.chunk_start(j), seq.end, head)
             elif gate.per_token:
                 for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
                     j, c = divmod(slot, CONSUMERS)
@@ -277,7 +303,7 @@ def make(config: Config):
             c, part = (wg, int32(0)) if KEY_PARTS == 1 else (int32(0), wg)
             group_head, column = divmod(CONSUMERS * block + c, width)
             head, row, col = int32(key_head * group + group_head), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
-            state_tile, out = subtile(state, COLUMNS, wg), subtile(out_tiles, COLUMNS, c)
+            state_tile, out = result.state_tile(state, wg), subtile(out_tiles, COLUMNS, c)
             state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
             s_t = warpgroup.load(gInitialState, STATE, (state_index, head, row, col), aligned=False)
             for i in range(segment if not result.from_zero and states_per_sequence == 1 else 0):
@@ -298,7 +324,7 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
-                result.store_state(params, block_exponent.ldexp(s_t, e), index, head, row, col)
+                result.store_state(params, block_exponent.ldexp(s_t, e), index, head, row, col, state, slot)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -323,7 +349,7 @@ def make(config: Config):
                     result.dot_carried(seq_layout, params, o, z, slot, index, head, state_part, TRANSPOSED, remaining)
                     o = warpgroup.mma_AB(o, p, values)
                     q.release(key_slot)
-                v_t = fp32(warpgroup.load_transposed(values, TRANSPOSED))
+                v_t = result.gate_values(fp32(warpgroup.load_transposed(values, TRANSPOSED)), z, slot, TRANSPOSED)
                 v_t = gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e))
                 v_t = INPUT(gate.scale_keys(v_t, scale))
                 s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))

@@ -28,7 +28,6 @@ from ops import (
     load,
     row_index,
     row_sum,
-    sigmoid,
     silu,
     store,
     tile_max,
@@ -44,7 +43,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import Mamba2Gate
 from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
-from ..parts.recurrent.shared_heads import SKIPS
+from ..parts.recurrent.shared_heads import SKIPS, silu_derivative
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS, PART = 4, rt(16, 32, fp32)  # warps of a block; tokens of a warp, and the columns that it works on at a time
@@ -56,13 +55,6 @@ TOKEN_VEC = PART.col_vec
 def load_head_number(x, head):
     """The number of a head, from an array (heads, PART.rows) whose columns are the same; 0 if there is no array."""
     return tile_max(load(x, TOKEN_VEC, (head, 0)))
-
-
-@inlined
-def silu_derivative(z):
-    """silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
-    s = sigmoid(z)
-    return s * (z * (1.0 - s) + 1.0)
 
 
 @dataclass(frozen=True)

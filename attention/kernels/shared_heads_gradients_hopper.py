@@ -40,7 +40,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import TILE
-from ..parts.recurrent.shared_heads import GATE_KINDS, SKIPS, STATE_WARPS, HeadDecay, HeadRows
+from ..parts.recurrent.shared_heads import GATE_KINDS, SKIPS, STATE_WARPS, HeadDecay, HeadOutputGate, HeadRows
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout
 
 CONSUMERS = 2
@@ -55,7 +55,7 @@ STAGES = 3  # heads whose V, dO and states are in flight
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gates: one of GATE_KINDS. skip: one of SKIPS. partial:
     are dQ and dK float32, to be added over the blocks that share the value heads of a key head? varlen: are sequences packed
-    (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too?"""
+    (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too? gated: are outputs multiplied by silu(z)?"""
 
     key_dim: int
     dtype: dtype
@@ -64,11 +64,12 @@ class Config:
     partial: bool = False
     varlen: bool = False
     with_gates: bool = True
+    gated: bool = False
     threads = warpgroup.THREADS * (CONSUMERS + 1)
 
     def __str__(self):
         size, gates = f"Dk {self.key_dim} {self.dtype}", f"gates by {self.gates}" * bool(self.gates)
-        flags = f"D by {self.skip}" * bool(self.skip), "partial" * self.partial, "varlen" * self.varlen
+        flags = f"D by {self.skip}" * bool(self.skip), "z" * self.gated, "partial" * self.partial, "varlen" * self.varlen
         return ", ".join(filter(None, (size, gates, "gradients of gates" * self.with_gates, *flags)))
 
 
@@ -83,6 +84,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 steps = gates == "step"
                 for skip in SKIPS if everything and steps else ("head" * steps,):
                     yield Config(key_dim, input_dtype, gates, skip, partial, varlen, bool(gates))
+                    if steps and input_dtype is bf16 and not varlen:
+                        yield Config(key_dim, input_dtype, gates, skip, partial, varlen, True, gated=True)
 
 
 @functools.cache
@@ -90,32 +93,37 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, KEYS, decay = config.dtype, config.key_dim, HeadDecay(config.gates, config.dtype, config.with_gates)
     (producer_registers, consumer_registers), seq_layout = REGISTERS, SequenceLayout(config.varlen)
-    head_rows, SUMS, ROWS = HeadRows(decay, config.skip), rt(16, KEYS, fp32), rt(16, COLUMNS, INPUT)
+    head_rows, output_gate = HeadRows(decay, config.skip, config.gated), HeadOutputGate(decay, config.skip, config.gated)
+    SUMS, ROWS = rt(16, KEYS, fp32), rt(16, COLUMNS, INPUT)
     KEY, VALUE, STATE = st(CHUNK, KEYS, INPUT), st(CHUNK, COLUMNS, INPUT), st(COLUMNS, KEYS, INPUT)
     ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
-    DQK, FENCED = array(4, fp32 if config.partial else INPUT), not decay.factored  # must loads fence themselves?
-    WEIGHTED_V = VALUE if decay.factored else st(16, 16, INPUT)
+    DQK = array(4, fp32 if config.partial else INPUT)
+    WEIGHTED_V, Z = (VALUE if used else st(16, 16, INPUT) for used in (decay.factored, config.gated))
+    VALUE_STAGES, DOUT_READERS = STAGES - config.gated, warpgroup.WARPGROUP * (1 + config.gated)
     GATE_SUMS, TWO_ROWS = sv(CHUNK * (1 + decay.weighted), fp32), sv(2 * CHUNK, fp32)
     STATE_READERS = warpgroup.WARPGROUP + STATE_WARPS * config.with_gates
     smem = shared(
         q=ring(KEY, 1, WARPS),
         k=ring(KEY, 1, WARPS),
-        v=ring(VALUE, STAGES, WARPS),
-        do=ring(VALUE, STAGES, WARPS),
+        v=ring(VALUE, VALUE_STAGES, WARPS),
+        do=ring(VALUE, VALUE_STAGES, WARPS),
+        z=ring(Z, VALUE_STAGES if config.gated else 1, warpgroup.WARPGROUP),
         s=ring(STATE, STAGES, STATE_READERS),
         ds=ring(STATE, STAGES, STATE_READERS),
         sums=ring(GATE_SUMS, STAGES, WARPS),
-        decayed_dos=ring(VALUE, 1 + decay.factored, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
-        weighted_vs=ring(WEIGHTED_V, 2, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
+        decayed_dos=ring(VALUE, 1 + decay.factored, DOUT_READERS, writers=warpgroup.WARPGROUP),
+        weighted_vs=ring(WEIGHTED_V, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
         query_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
         key_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
         out=ring(VALUE, 1, 1, writers=warpgroup.WARPGROUP),
+        dzs=ring(Z, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_shared_heads(
         gQ: ALL_KEYS, gK: ALL_KEYS, gV: ALL_VALUES, gDOut: ALL_VALUES, gStates: tiled(STATE, 4, 2, 3),
-        gDStates: tiled(STATE, 4, 2, 3), gSums: tiled(GATE_SUMS, 3, None, 2), gD: array(2), gDQ: DQK, gDK: DQK, gDV: ALL_VALUES,
+        gDStates: tiled(STATE, 4, 2, 3), gSums: tiled(GATE_SUMS, 3, None, 2), gD: array(2), gZ: ALL_VALUES,
+        gDZ: ALL_VALUES, gDQ: DQK, gDK: DQK, gDV: ALL_VALUES,
         gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gSkipSums: array(2),
         gColumnSums: array(3), gTailQ: ALL_KEYS, gTailK: ALL_KEYS, gTailV: ALL_VALUES, gTailDOut: ALL_VALUES,
         gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT, parts: INT, shares: INT, heads: INT, group: INT, width: INT,
@@ -127,7 +135,7 @@ def make(config: Config):
         gStateDots: of each chunk, head and block of columns or (block, warp). gSkipSums: of each (chunk, block of columns) and
         head; gColumnSums: of each head, (chunk, warp) and column. gSums: see gate_sums.py. gTailQ .. gTailDV: see
         packed_tails.py."""
-        q, k, v, do, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out = smem.open()
+        q, k, v, do, z, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out, dzs = smem.open()
         wg = warpgroup.id()
         score_scale, product_scale = decay.split_scale(scale)
         index, share = divmod(cuda.blockIdx.x, shares)
@@ -156,6 +164,7 @@ def make(config: Config):
                             sums.fill(slot, gSums, (chunk, head, 0))
                         seq_layout.fill_chunk(v, slot, gV, gTailV, place, head, column)
                         seq_layout.fill_chunk(do, slot, gDOut, gTailDOut, place, head, column)
+                        output_gate.fill(z, slot, gZ, (seq.batch, token, head, column))
                         ds.fill(slot, gDStates, (chunk, head, column, 0))
                         s.fill(slot, gStates, (chunk, head, column, 0))
             elif warp == STORE_WARP:
@@ -165,6 +174,7 @@ def make(config: Config):
                     head, column = divmod(int32(first + block), width)
                     token = seq.chunk_start(part + parts * i)
                     chunk, at = seq_layout.chunk_index(token, sequence, length), (seq.batch, token, int32(first + block))
+                    output_gate.send(dzs, slot, gDZ, (seq.batch, token, head, column))
                     head_rows.send(outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width)
                     place = ChunkPlace(chunk, head, sequence, token, seq)
                     seq_layout.send_chunk(out, slot, gDV, gTailDV, place, column)
@@ -190,32 +200,47 @@ def make(config: Config):
                     slot = int32(n * i + block)
                     head, column = divmod(int32(first + block), width)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
-                    s_tile, (b, _, b_last) = s.wait(slot), decay.load(sums, slot)
-                    dout = fp32(warpgroup.load(do_tile, ROWS, fenced=FENCED))
+                    b, a, b_last = decay.load(sums, slot)
+                    d = output_gate.load_d(gD, head, column)
+                    dout, turn = output_gate.load_dout(do_tile, z, slot), decay.dout_turn(i, block, n)
                     decayed_do = INPUT(decay.decay(dout, b))
-                    skip_dots = head_rows.dot_values(dout, v_tile, gColumnSums, head, chunk, column)
-                    decay.hand_over(decayed_dos, decay.dout_turn(i, block, n), decayed_do)
+                    values = head_rows.load_values(v_tile)
+                    decay.put_dout(decayed_dos, turn, output_gate.choose(decayed_do, dout, b_last))
+                    skip_dots = head_rows.dot_values(dout, values, gColumnSums, head, chunk, column)
+                    rows = head_rows.put_skip_dots(query_dots, slot, skip_dots)
+                    decay.put_values(weighted_vs, slot, values, a, b_last)
+                    decay.hand_over(decayed_dos, turn, weighted_vs, slot)
+                    s_tile = s.wait(slot)
                     dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
-                    tiles, scales = (q_tile, v_tile, do_tile, s_tile), (scale, product_scale)
+                    tiles = q_tile, v_tile, output_gate.dout_tile(do_tile, decayed_dos, turn), s_tile
+                    dz_tile, scales = output_gate.claim(dzs, slot), (scale, product_scale)
+                    gate_args = v_tile, dz_tile, d
                     if decay.is_strong(b_last) > 0.0:
-                        dp_sum, dots = decay.add_strong_scores(dp_sum, p, decayed_do, tiles, b, sums, slot, scales)
+                        dp_sum, dots = decay.add_strong_scores(
+                            dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args
+                        )
                         decay.wait(weighted_vs, slot, v_tile)
                         if decay.gates:
                             sums.release(slot)
                     else:
-                        dp_sum, dots = decay.add_scores(dp_sum, p, decayed_do, tiles, weighted_vs, slot, scale)
+                        dp_sum, dots = decay.add_scores(
+                            dp_sum, p, decayed_do, tiles, b, weighted_vs, slot, scale, output_gate, gate_args
+                        )
                         if decay.gates:
                             sums.release(slot, None, True)  # decayed_do's fence is that of loads, too
                     dq = warpgroup.wait(dq)
                     decay.give_back(weighted_vs, slot)
+                    output_gate.give_back_own(decayed_dos, turn)
+                    output_gate.put_gradient(dzs, slot, dz_tile, do_tile, z)
                     v.release(slot)
                     do.release(slot)
                     s.release(slot)
-                    head_rows.put_query_dots(query_dots, slot, dots, skip_dots)
+                    head_rows.put_query_dots(query_dots, slot, rows, dots)
                 dp = INPUT(warpgroup.causal(dp_sum, 0, 0.0) * scale)
                 turn = decay.dout_turn(i, n, n)
                 warpgroup.store(decayed_dos.claim(turn), dp)
                 decayed_dos.publish(turn)
+                output_gate.give_back_own(decayed_dos, turn)
                 dq = warpgroup.wait(warpgroup.mma_AB(dq * scale, dp, k_tile))
                 k.release(i)
                 q.release(i)
@@ -242,25 +267,26 @@ def make(config: Config):
                     ds_tile, (b, a, b_last) = ds.wait(slot), decay.load(sums, slot)
                     values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), decay.is_strong(b_last)
                     weighted_v = INPUT(decay.decay(values, a * (strong - 1.0)))
-                    decay.hand_over(weighted_vs, slot, weighted_v)
                     carried_dv = warpgroup.mm_ABt(k_tile, ds_tile)
                     dk = warpgroup.mma_AB(dk, INPUT(decay.decay(values, b_last - a)), ds_tile)
+                    turn = decay.dout_turn(i, block, n)
+                    dout_tile = output_gate.dout_tile(do_tile, decayed_dos, turn)
                     if strong > 0.0:
-                        dv = decay.multiply_strong_scores(p_t, do_tile, b, sums, slot)
-                        decay.wait(decayed_dos, decay.dout_turn(i, block, n), do_tile)
+                        dv = decay.multiply_strong_scores(p_t, dout_tile, b, sums, slot)
+                        decay.wait(decayed_dos, turn, do_tile)
                     else:
-                        dv = warpgroup.mm_AB(p_t, decay.wait(decayed_dos, decay.dout_turn(i, block, n), do_tile))
-                        dv = warpgroup.wait(dv)
+                        dv = warpgroup.wait(warpgroup.mm_AB(p_t, decay.wait(decayed_dos, turn, do_tile)))
                     dk, carried_dv = warpgroup.wait(dk), warpgroup.wait(carried_dv)
-                    decay.give_back(decayed_dos, decay.dout_turn(i, block, n))
+                    output_gate.give_back(decayed_dos, turn, late=False)
                     values, to_end = fp32(weighted_v), b_last - b * strong
                     dv = dv * product_scale + decay.decay(carried_dv, to_end)
                     dots, carried = row_sum(dv * values), decay.decay(row_sum(carried_dv * values), to_end)
                     dv = decay.decay(dv, b * strong - a)
                     head_rows.put_key_dots(key_dots, slot, dots, carried, b, a, strong)
-                    dv = head_rows.add_skip(dv, do_tile, d)
+                    dv = head_rows.add_skip(dv, dout_tile, d, b * (1.0 - strong))
                     warpgroup.store(out.claim(slot), dv)
                     out.publish(slot)  # its fence is that of loads, too
+                    output_gate.give_back(decayed_dos, turn, late=True)
                     if decay.gates:
                         sums.release(slot, None, True)
                     v.release(slot)

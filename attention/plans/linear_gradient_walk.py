@@ -111,12 +111,22 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
 
 class StateScan(NamedTuple):
     """Scans of chunk_hopper.py that compute states, or in reverse the gradients of states. arrays: those that all of these
-    scans read. scale: what keys are multiplied by."""
+    scans read. scale: what keys are multiplied by. sums: the kind of gates, and their array, that scans of all chunks' states
+    read instead, if they are there. gated: are values multiplied by silu(z)?"""
 
     problem: Problem
     gate: Gate
     arrays: Arrays
     scale: float = 1.0
+    sums: tuple[Gate, Operand] | None = None
+    gated: bool = False
+
+    def of_chunks(self) -> "StateScan":
+        """The scan of all chunks' states."""
+        if not self.sums:
+            return self
+        gate, gates = self.sums
+        return self._replace(gate=gate, arrays=self.arrays | {"gGates": gates}, sums=None)
 
     def launch(self, result: ScanResult, segments: int, scanned_segments: int, arrays: Arrays) -> Step:
         """The launch of a scan of the first `scanned_segments`."""
@@ -139,7 +149,7 @@ class StateScan(NamedTuple):
         else:
             local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
             local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
-            result = intern_value(ScanStates)
+            result = intern_value(ScanStates, self.gated)
             config = choose_config(self.problem, self.gate, result, 0, -(-columns // chunk_hopper.COLUMNS))
             scans, decays = plan_chunk_decays(self.problem, config, self.arrays, segments, scratch)
             scans.append(self.launch(result, segments, segments - 1, local_states | {"chunk_decays": decays}))
@@ -149,9 +159,10 @@ class StateScan(NamedTuple):
     def store_states(self, states: Operand, ends: Arrays, scratch: ScratchAllocator) -> list[Step]:
         """The launches that store the states before all chunks in `states`. ends: the state before each sequence, and where
         that after it goes, by the names of the kernel's parameters."""
-        width = -(-self.problem.extents["value_dim"] // chunk_hopper.COLUMNS)
-        config = choose_config(self.problem, self.gate, intern_value(ChunkStates), 0, width)
+        width, scan = -(-self.problem.extents["value_dim"] // chunk_hopper.COLUMNS), self.of_chunks()
+        result = intern_value(ChunkStates, self.gated)
+        config = choose_config(self.problem, scan.gate, result, 0, width)
         segments = recurrent_chunks.count_segments(self.problem, config, width)
         steps, initial = self.states_before_segments(ends["gInitialState"], segments, scratch)
         arrays = ends | {"gInitialState": initial, "states": states}
-        return [*steps, self.launch(intern_value(ChunkStates), segments, segments, arrays)]
+        return [*steps, scan.launch(result, segments, segments, arrays)]

@@ -94,13 +94,22 @@ def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
     return arrays
 
 
+def gates_outputs(problem: Problem) -> bool:
+    """Does the kernel of shared heads compute dz, and dy where it reads dout?"""
+    return "z" in problem and problem.dtype == "bfloat16" and not is_varlen(problem)
+
+
 def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays) -> Plan:
     """The Plan where value heads share B and C. outputs: the gradients by their names."""
     batch, length, heads, columns = problem("batch", "seqlen", "heads", "value_dim")
     scratch, skip, width, chunks = ScratchAllocator(problem), problem["D"], -(-columns // COLUMNS), count_chunk_indices(problem)
     steps: list[Step] = []
     dy = problem["dout"]
-    if "z" in problem:
+    output_gate: Arrays = {}
+    if gates_outputs(problem):
+        dz = outputs.get("dz") or scratch(batch, length, heads, columns, dtype=problem.dtype)
+        output_gate = {"gZ": problem["z"], "gDZ": dz}
+    elif "z" in problem:
         y, dy = (scratch(batch, length, heads, columns, dtype=problem.dtype) if x else None for x in ("dz" in outputs, True))
         if y:
             steps += _plan_outputs(problem, y, dt_options, 0, scratch)
@@ -117,7 +126,7 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     if is_varlen(problem):
         steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
     gates = GateInputs(gate, raw | {"gGates": problem["dt"]})
-    extra_arrays = dots | skip_arrays | ({"gD": _spread(skip, columns)} if skip else {})
+    extra_arrays = dots | skip_arrays | output_gate | ({"gD": _spread(skip, columns)} if skip else {})
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     step, sums = _differentiate_steps(problem, gate, raw, dots, scratch)
     steps += [step, *_sum_partials(problem, sums | skip_arrays, outputs)]

@@ -14,7 +14,7 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import gate_sums, shared_heads_gradients_hopper
 from ..kernels.shared_heads_gradients_hopper import CHUNK, COLUMNS, KEY_DIMS, STATE_WARPS
-from ..parts.recurrent.gates import Gate, TokenGate
+from ..parts.recurrent.gates import Gate, SummedGate, TokenGate
 from ..parts.recurrent.gradients import ReversedGate
 from .chunk_states import merge_chunks
 from .linear_gradient_walk import STATES, StateScan
@@ -122,8 +122,8 @@ def plan_shared_heads(
     problem: Problem, arrays: Arrays, gates: GateInputs, scale: float, scratch: ScratchAllocator, extra_arrays: Arrays
 ) -> list[Step]:
     """The launches but those for the gradients of gates and D. arrays: as in recurrent_gradients.plan_chunk_gradients.
-    extra_arrays: D, and the sums from which these gradients are computed, if they are wanted, by the names of the kernel's
-    parameters."""
+    extra_arrays: D, z and dz, and the sums from which these gradients are computed, if they are wanted, by the names of the
+    kernel's parameters."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     batch, length = problem("batch", "seqlen")
     width, chunks, stored = -(-value_dim // COLUMNS), count_chunk_indices(problem), arrays.get("chunk_states")
@@ -134,12 +134,16 @@ def plan_shared_heads(
     steps, sums, decay_gate, decays = plan_gate_sums_of_chunks(problem, gates, scratch)
     buffers: Arrays = packing | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"], "gSums": sums}
     queries: Arrays = {"gGates": decays, "gQ": q, "gK": q, "gV": dout}
-    reverse = StateScan(problem, intern_value(ReversedGate, decay_gate), packing | queries, scale)
+    gated, reverse_gate = "gZ" in extra_arrays, intern_value(ReversedGate, decay_gate)
+    reverse_sums = sums and (intern_value(ReversedGate, intern_value(SummedGate, True)), sums)
+    queries["gZ"] = extra_arrays.get("gZ")
+    reverse = StateScan(problem, reverse_gate, packing | queries, scale, reverse_sums, gated)
     scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
     if stored:
         buffers["gStates"] = merge_chunks(stored)
     else:
-        forward = StateScan(problem, gates.gate, shared | {"gQ": k, "gK": k, "gV": v})
+        forward_sums = sums and (intern_value(SummedGate, True, gates.gate.weighted), sums)
+        forward = StateScan(problem, gates.gate, shared | {"gQ": k, "gK": k, "gV": v}, sums=forward_sums)
         scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
     for name, (scan, states) in scans.items():
         buffers[name] = stored_states = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
@@ -152,7 +156,7 @@ def plan_shared_heads(
     outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
     skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate.kind, skip, partial, is_varlen(problem)
-    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays)
+    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays, gated)
     parts = choose_parts(shares, *work)
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_GRADIENTS)  # dQ, dK are stored by rows
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)

@@ -126,6 +126,10 @@ class ReversedGate(Gate):
         return self.gate.load_head_gate(gGates, head)
 
     @inlined
+    def locate(self, seq_layout, seq, j, sequence, length):
+        return self.gate.locate(seq_layout, seq, j, sequence, length)
+
+    @inlined
     def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
         self.gate.produce_cumsum(b, a, j, gGates, gA, gDtBias, batch, token, end, head)
 
@@ -206,7 +210,7 @@ class InputGradients(GroupedQueries):
         """Is there an array z?"""
         return self.with_gates
 
-    def params(self, dtype):
+    def params(self, dtype, state=None):
         """row_dots: a row sum for each token and (head, block of columns, part of the channels). states: before each chunk,
         transposed. carried_dots, state_dots: for each chunk, head, and (block of columns, part, warp)."""
         if not self.with_gates:

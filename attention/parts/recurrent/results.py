@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 from numpy import int32
 
-from ops import row_max, silu, truncate, warpgroup
+from ops import row_max, silu, subtile, truncate, warpgroup
 from tiles import fp32, inlined, static
-from tiles.launching.arguments import array, record
+from tiles.launching.arguments import array, record, tiled
 
 from .gates import COL_VEC, Gate, Mamba2Gate
 from .recent_chunks import count_recent_chunks
+from .tokens import COLUMNS, send_tile
 
 NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -25,11 +26,12 @@ class ScanResult:
     and store the last one as a local state? skip, normalized, silu: see ScanOutputs. reads_z: is there an array z of the
     outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores multiplied by the
     scale before they are rounded, instead of outputs at the end? stores_states: is the state before each chunk stored,
-    transposed, in the dtype of the inputs? groups_queries, dots_states: see gradients.py."""
+    transposed, in the dtype of the inputs? sends_states: do consumers leave these in a ring, from which a warp of the producer
+    stores them? groups_queries, dots_states: see gradients.py."""
 
     has_outputs = True
     reads_values = True
-    from_zero = False
+    from_zero = sends_states = False
     skip = normalized = silu = unrounded = scales_scores = stores_states = groups_queries = dots_states = False
     label = ""
 
@@ -38,9 +40,10 @@ class ScanResult:
         """Is there an array z?"""
         return self.silu
 
-    def params(self, dtype):
-        """The further parameters of a kernel, as a record. dtype: of its inputs. states: by the index of a chunk
-        (SequenceLayout.chunk_index) and head."""
+    def params(self, dtype, state=None):
+        """The further parameters of a kernel, as a record. dtype: of its inputs. state: the tile of a consumer's part of a
+        transposed state, if it has one in shared memory. states: by the index of a chunk (SequenceLayout.chunk_index) and
+        head."""
         return record(states=array(4, dtype)) if self.stores_states else record()
 
     def __str__(self):
@@ -91,15 +94,30 @@ class ScanResult:
         which of a state's parts this warpgroup has."""
 
     @inlined
-    def store_state(self, params, s_t, index, head, row, col):
-        """Store the state before a chunk, if such states are stored."""
+    def store_state(self, params, s_t, index, head, row, col, states=0, j=0):
+        """Store the state before a chunk, if such states are stored; with `sends_states` as the j-th tile of the ring
+        `states`."""
         if self.stores_states:
             warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
+
+    @inlined
+    def send_state(self, params, states, j, index, head, column):
+        """One warp stores the j-th tile of the ring `states`, of the column-th 64 columns of a head."""
+
+    @inlined
+    def state_tile(self, state, consumer):
+        """The shared tile of a consumer's part of the state."""
+        return subtile(state, COLUMNS, consumer)
 
     @inlined
     def wait_values(self, v, ones, j):
         """The j-th tile of values, once it is loaded."""
         return v.wait(j)
+
+    @inlined
+    def gate_values(self, v_t, z, j, tile_type):
+        """Transposed values, times silu(z) where a scan of states has a z. tile_type: of a warp's part of z, transposed."""
+        return v_t
 
     @inlined
     def release_values(self, v, j):
@@ -129,12 +147,41 @@ class ScanResult:
             seq_layout.store(gO, tile, o, seq, token, head, column)
 
 
-class ScanStates(ScanResult):
+@static
+class StatesResult(ScanResult):
+    """The base of scans that compute states alone. gated: are values multiplied by silu(z)?"""
+
+    gated: bool = False
+    has_outputs = False
+
+    @property
+    def reads_z(self):
+        """Is there an array z?"""
+        return self.gated
+
+    def __str__(self):
+        return self.label + " of gated values" * self.gated
+
+    @inlined
+    def fill_values(self, v, z, j, gV, gZ, at):
+        v.fill(j, gV, at)
+        if self.gated:
+            z.fill(j, gZ, at)
+
+    @inlined
+    def gate_values(self, v_t, z, j, tile_type):
+        if self.gated:
+            v_t = v_t * silu(fp32(warpgroup.load_transposed(z.wait(j), tile_type)))
+            z.release(j)
+        return v_t
+
+
+class ScanStates(StatesResult):
     """Only the states: what each segment makes of a state of 0. chunk_decays: see recent_chunks.py; optional."""
 
-    has_outputs, from_zero, label = False, True, "states"
+    from_zero, label = True, "states"
 
-    def params(self, dtype):
+    def params(self, dtype, state=None):
         return record(chunk_decays=array(2))
 
     @inlined
@@ -145,10 +192,26 @@ class ScanStates(ScanResult):
         return seq.keep(count)
 
 
-class ChunkStates(ScanResult):
-    """Only the states before each chunk."""
+class ChunkStates(StatesResult):
+    """Only the states before each chunk. A consumer that stored them to memory itself would wait for that at its next fence."""
 
-    has_outputs, stores_states, label = False, True, "states of chunks"
+    stores_states, sends_states, label = True, True, "states of chunks"
+
+    def params(self, dtype, state=None):
+        return record(states=tiled(state, 4, 2, 3))
+
+    @inlined
+    def store_state(self, params, s_t, index, head, row, col, states=0, j=0):
+        warpgroup.store(states.claim(j), s_t)
+        states.publish(j)
+
+    @inlined
+    def send_state(self, params, states, j, index, head, column):
+        send_tile(states, j, params.states, (index, head, column, 0))
+
+    @inlined
+    def state_tile(self, state, consumer):
+        return 0
 
 
 class ScanNormalizer(ScanResult):

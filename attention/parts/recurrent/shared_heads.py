@@ -3,11 +3,26 @@ products, D, and what is stored of a head's rows (kernels/shared_heads_gradients
 
 from numpy import float32, int32
 
-from ops import col_sum, columns, exp2, last_element, load, row_sum, store, subtile, tile_sum, truncate, warpgroup, zeros
+from ops import (
+    col_sum,
+    columns,
+    exp2,
+    last_element,
+    load,
+    row_sum,
+    sigmoid,
+    silu,
+    store,
+    subtile,
+    tile_sum,
+    truncate,
+    warpgroup,
+    zeros,
+)
 from tiles import dtype, fp16, fp32, inlined, rt, static
 
 from .gates import COL_VEC, ROW_VEC, TILE, load_tokens
-from .tokens import CHUNK, COLUMNS
+from .tokens import CHUNK, COLUMNS, send_tile
 
 MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
 STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
@@ -76,11 +91,24 @@ class HeadDecay:
         return int32((n + 1) * i + block) if self.factored else int32(i)
 
     @inlined
-    def hand_over(self, ring, turn, x):
-        """Hand x, rounded, to the other consumer, if it is a factor of scores."""
+    def put_dout(self, decayed_dos, turn, decayed_do):
+        """The first consumer: store dO', which both consumers read, if it is a factor of scores. decayed_do: see
+        HeadOutputGate.choose."""
         if self.factored:
-            warpgroup.store(ring.claim(turn), x)
-            ring.publish(turn)
+            warpgroup.store(decayed_dos.claim(turn), decayed_do)
+
+    @inlined
+    def put_values(self, weighted_vs, slot, values, a, b_last):
+        """The first consumer: store V', which it reads alone, so that it waits for nothing that the second one does."""
+        if self.factored:
+            warpgroup.store(weighted_vs.claim(slot), self.dtype(self.decay(values, a * (self.is_strong(b_last) - 1.0))))
+
+    @inlined
+    def hand_over(self, decayed_dos, turn, weighted_vs, slot):
+        """The first consumer: dO' and V' are there."""
+        if self.factored:
+            decayed_dos.publish(turn)
+            weighted_vs.publish(slot, fenced=True)
 
     @inlined
     def wait(self, ring, turn, tile):
@@ -94,8 +122,9 @@ class HeadDecay:
             ring.release(turn)
 
     @inlined
-    def add_scores(self, dp_sum, p, decayed_do, tiles, weighted_vs, slot, scale):
-        """(dp_sum + dO' V'^T of a head, the row sums of q * dq or None). tiles: its (Q, V, dO, S^T)."""
+    def add_scores(self, dp_sum, p, decayed_do, tiles, b, weighted_vs, slot, scale, output_gate, gate_args):
+        """(dp_sum + dO' V'^T of a head, the row sums of q * dq or None). tiles: its (Q, V, dO, S^T). output_gate, gate_args:
+        see HeadOutputGate.put_outputs."""
         q_tile, v_tile, _, s_tile = tiles
         if self.with_gates:
             o = warpgroup.mm_ABt(q_tile, s_tile)
@@ -103,16 +132,20 @@ class HeadDecay:
             dp_sum = warpgroup.mma_ABt(dp_sum, decayed_do, weighted_v)
             o = warpgroup.wait(warpgroup.mma_AB(o, p, weighted_v))
             dots = row_sum(o * fp32(decayed_do)) * scale
+            output_gate.put_outputs(o, b, gate_args)
         else:
             dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, self.wait(weighted_vs, slot, v_tile)), None
         return warpgroup.wait(dp_sum), dots
 
     @inlined
-    def add_strong_scores(self, dp_sum, p, decayed_do, tiles, b, sums, slot, scales):
+    def add_strong_scores(self, dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args):
         """add_scores of a strong chunk. scales: that of q, and the one of what is made from scores."""
         (q_tile, v_tile, do_tile, s_tile), dots = tiles, None
         if self.with_gates:
-            dots = row_sum(warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile)) * fp32(decayed_do)) * scales[0]
+            o = warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile))
+            dots = row_sum(o * fp32(decayed_do)) * scales[0]
+            weighted_p = output_gate.weigh_scores(p, b, sums, slot)
+            output_gate.put_strong_outputs(o, b, weighted_p, gate_args)
         dp = warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile))
         if self.weighted:
             dp = dp * exp2(self.load_cols(sums, slot, 0) - self.load_cols(sums, slot, 1))
@@ -128,12 +161,130 @@ class HeadDecay:
         return warpgroup.wait(warpgroup.mm_AB(self.dtype(fp32(p_t) * decays), do_tile))
 
 
+@inlined
+def silu_derivative(z):
+    """silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
+    s = sigmoid(z)
+    return s * (z * (1.0 - s) + 1.0)
+
+
 @static
-class HeadRows:
-    """D, and the sums of rows for the gradients of D and of gates. skip: one of SKIPS."""
+class HeadOutputGate:
+    """Mamba-2's gate silu(z) of outputs, where decays are factors: with y the outputs before it, dy = dO silu(z) stands for dO
+    in all other equations, and dz = dO y silu'(z). gated: is there a z? skip: one of SKIPS."""
 
     decay: HeadDecay
     skip: str
+    gated: bool
+
+    @property
+    def tile_type(self):
+        """A warp's part of a tile of values."""
+        return rt(16, COLUMNS, self.decay.dtype)
+
+    @inlined
+    def fill(self, z, slot, gZ, at):
+        """Have TMA load the slot-th tile of z."""
+        if self.gated:
+            z.fill(slot, gZ, at)
+
+    @inlined
+    def load_dout(self, do_tile, z, slot):
+        """The first consumer's rows of dy, or of dO."""
+        dout = fp32(warpgroup.load(do_tile, self.tile_type, fenced=not self.decay.factored))
+        if self.gated:
+            dout = dout * silu(fp32(warpgroup.load(z.wait(slot), self.tile_type, fenced=False)))
+        return dout
+
+    @inlined
+    def choose(self, decayed_do, dout, b_last):
+        """What the first consumer hands over: dO'; with z dy of a strong chunk, of which there is no other tile."""
+        if self.gated and self.decay.is_strong(b_last) > 0.0:
+            decayed_do = self.decay.dtype(dout)
+        return decayed_do
+
+    @inlined
+    def dout_tile(self, do_tile, decayed_dos, turn):
+        """The tile of dO, or what the first consumer has handed over in its place."""
+        return decayed_dos.wait(turn) if self.gated else do_tile
+
+    @inlined
+    def load_d(self, gD, head, column):
+        """D, as HeadRows.load_d, for the first consumer."""
+        if self.gated and self.skip:
+            return load(gD, ROW_VEC if self.skip == "column" else COL_VEC, (head, int32(COLUMNS * column)))
+
+    @inlined
+    def claim(self, dzs, slot):
+        """The first consumer: the slot-th tile of dz."""
+        return dzs.claim(slot) if self.gated else 0
+
+    @inlined
+    def put_outputs(self, o, b, gate_args):
+        """The first consumer: y of a head's rows, if there is a z, which waits in the tile of dz until registers are free. o:
+        exp(-b) times what the states and the chunk give y. gate_args: (V, that tile, D)."""
+        if self.gated:
+            v_tile, dz_tile, d = gate_args
+            y = self.decay.decay(o, b)
+            if self.skip:
+                y = y + self.load_rows(v_tile) * d
+            warpgroup.store(dz_tile, y)
+
+    @inlined
+    def put_gradient(self, dzs, slot, dz_tile, do_tile, z):
+        """The first consumer: dz of a head's rows, in place of y."""
+        if self.gated:
+            dz = self.load_rows(dz_tile) * self.load_rows(do_tile) * silu_derivative(self.load_rows(z.wait(slot)))
+            warpgroup.store(dz_tile, dz)
+            dzs.publish(slot)  # its fence is that of loads, too
+            z.release(slot)
+
+    @inlined
+    def weigh_scores(self, p, b, sums, slot):
+        """tril(exp(b - a^T)) * P of a strong chunk, rounded, if there is a z."""
+        if self.gated:
+            weights = warpgroup.causal(exp2(zeros(TILE) + b - self.decay.load_cols(sums, slot, 1)), 0, 0.0)
+            return self.decay.dtype(fp32(p) * weights)
+
+    @inlined
+    def put_strong_outputs(self, o, b, weighted_p, gate_args):
+        """put_outputs of a strong chunk. o: Q S; weighted_p: see weigh_scores."""
+        if self.gated:
+            o = warpgroup.wait(warpgroup.mma_AB(self.decay.decay(o, b), weighted_p, gate_args[0]))
+            self.put_outputs(o, 0.0, gate_args)
+
+    @inlined
+    def load_rows(self, tile):
+        """This warp's rows of a tile of values, without a fence."""
+        return fp32(warpgroup.load(tile, rt(16, COLUMNS, self.decay.dtype), fenced=False))
+
+    @inlined
+    def give_back(self, ring, turn, late):
+        """Release what the first consumer has handed over: after the last product, or `late`, after dO's last load."""
+        if self.gated == late:
+            self.decay.give_back(ring, turn)
+
+    @inlined
+    def give_back_own(self, ring, turn):
+        """The first consumer: release what it has handed over itself."""
+        if self.gated:
+            ring.wait(turn)
+            ring.release(turn)
+
+    @inlined
+    def send(self, dzs, slot, gDZ, at):
+        """Store dz of a head by one warp."""
+        if self.gated:
+            send_tile(dzs, slot, gDZ, at)
+
+
+@static
+class HeadRows:
+    """D, and the sums of rows for the gradients of D and of gates. skip: one of SKIPS. gated: see HeadOutputGate."""
+
+    decay: HeadDecay
+    skip: str
+    gated: bool = False
 
     @inlined
     def load_d(self, gD, head, column):
@@ -142,18 +293,28 @@ class HeadRows:
             return load(gD, ROW_VEC if self.skip == "column" else COL_VEC, (head, int32(COLUMNS * column)))
 
     @inlined
-    def add_skip(self, dv, do_tile, d):
-        """dv + D dO"""
+    def add_skip(self, dv, do_tile, d, b):
+        """dv + D dO. b: with z the tile is exp(b) dO."""
         if self.skip:
-            dv = dv + fp32(warpgroup.load(do_tile, rt(16, COLUMNS, self.decay.dtype), fenced=False)) * d
+            dout = fp32(warpgroup.load(do_tile, rt(16, COLUMNS, self.decay.dtype), fenced=False))
+            if self.gated and self.skip == "column":
+                dout = self.decay.decay(dout, 0.0 - b)
+            elif self.gated:
+                d = self.decay.decay(d, 0.0 - b)
+            dv = dv + dout * d
         return dv
 
     @inlined
-    def dot_values(self, dout, v_tile, gColumnSums, head, chunk, column):
+    def load_values(self, v_tile):
+        """The first consumer's rows of V, if it computes V' or rowsum(dO * V)."""
+        if self.decay.factored or self.skip:
+            return fp32(warpgroup.load(v_tile, rt(16, COLUMNS, self.decay.dtype), fenced=not self.decay.factored))
+
+    @inlined
+    def dot_values(self, dout, values, gColumnSums, head, chunk, column):
         """rowsum(dO * V), or None. With a D of columns the sums of columns are stored, too."""
         if self.skip:
-            values = warpgroup.load(v_tile, rt(16, COLUMNS, self.decay.dtype), fenced=not self.decay.factored)
-            products = dout * fp32(values)
+            products = dout * values
             dots = row_sum(products)
             if self.skip == "column":
                 row = int32(warpgroup.WARPGROUP * chunk + warpgroup.rank())
@@ -161,14 +322,21 @@ class HeadRows:
             return dots
 
     @inlined
-    def put_query_dots(self, ring, slot, dots, skip_dots):
-        """The first consumer: q . dq and dO . V of each row, if they are wanted."""
+    def put_skip_dots(self, ring, slot, skip_dots):
+        """The first consumer: dO . V of each row, if it is wanted. The rest of the slot-th tile of the ring, which is returned,
+        is for `put_query_dots`."""
         if self.decay.with_gates or self.skip:
             rows = ring.claim(slot)
-            if self.decay.with_gates:
-                warpgroup.store(subtile(rows, CHUNK, 0), dots)
             if self.skip:
                 warpgroup.store(subtile(rows, CHUNK, 1), skip_dots)
+            return rows
+
+    @inlined
+    def put_query_dots(self, ring, slot, rows, dots):
+        """The first consumer: q . dq of each row, if it is wanted."""
+        if self.decay.with_gates or self.skip:
+            if self.decay.with_gates:
+                warpgroup.store(subtile(rows, CHUNK, 0), dots)
             ring.publish(slot)
 
     @inlined

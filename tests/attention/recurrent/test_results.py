@@ -3,7 +3,7 @@
 import pytest
 
 from attention.kernels import chunk_ampere, chunk_hopper
-from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
+from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, SummedGate, TokenGate
 from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from attention.parts.recurrent.results import ChunkStates, ScanNormalizer, ScanOutputs, ScanStates
 from tiles import bf16
@@ -41,9 +41,9 @@ def test_spaces(module, arch):
     """All kinds of gates and results are there, but for segments of wide keys in Ampere's kernel."""
     shipped = list(module.space(parse_target(arch), True))
     kinds = {Gate, HeadGate, TokenGate, Mamba2Gate} if module is chunk_hopper else {Gate, TokenGate, Mamba2Gate}
-    assert {type(config.gate) for config in shipped} == {*kinds, FormulaGate, ReversedGate}
-    of_chunks = {ChunkStates} if module is chunk_hopper else set()
-    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate}
+    of_chunks, sums = ({ChunkStates}, {SummedGate}) if module is chunk_hopper else (set(), set())
+    assert {type(config.gate) for config in shipped} == {*kinds, *sums, FormulaGate, ReversedGate}
+    assert {type(config.gate.gate) for config in shipped if config.gate.reversed} == kinds - {Mamba2Gate} | sums
     results = {ScanStates, ScanNormalizer, ScanOutputs, QueryGradients, KeyGradients, GroupedStates, UnroundedOutputs}
     assert {type(config.result) for config in shipped} == results | of_chunks
     assert all(config.supports_result for config in shipped)
