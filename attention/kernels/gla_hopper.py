@@ -23,17 +23,17 @@ from typing import ClassVar
 from numba import cuda
 from numpy import int32
 
-from ops import columns, divmod, store, subtile, warpgroup, zeros
-from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st
+from ops import columns, divmod, store, subtile, viewed, warpgroup, zeros
+from tiles import bf16, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.anchored_scores import AnchoredScores
-from ..parts.recurrent.block_scores import BlockScores
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
+from ..parts.recurrent.two_block_scores import QueryScores, QueryTiles
 
 REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
@@ -84,11 +84,13 @@ def make(config: Config):
     )
     STORES_STATES = config.stores_states
     KEY_DIM, STAGE_COUNT, SETMAXNREG = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
+    KEY, NEAR_AND_MORE = config.key, st(2 * CHUNK, KEY_DIM, INPUT, width=config.key.width)
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     WARPS, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
     channel_gates = config.limited_gates if decay.has_references else config.channel_gates
     PARAMS = channel_gates.params()
+    halved_scores, block_scores = AnchoredScores(KEY_DIM, INPUT), QueryScores(KEY_DIM, INPUT)
     smem = shared(
         q=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
         k=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
@@ -100,13 +102,12 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
         flag=ring(channel_decay.FLAG, STAGE_COUNT, readers + WARPS, writers=WARPS),
-        block_decays=decay.block_decays,
+        to_start=block_scores.to_start if decay.has_references else sv(16, fp32),
         biases=channel_gates.biases,
         rates=channel_gates.rates,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
-    halved_scores, block_scores = AnchoredScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
     state = TransposedState(KEY_DIM, INPUT, seq_layout)
 
     @inlined
@@ -125,10 +126,26 @@ def make(config: Config):
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
 
     @inlined
-    def score_blocks(queries, blocks):
+    def open_tiles(queries, keys, residual, gates, to_start):
+        """The tiles of a strong chunk whose blocks have references."""
+        near = subtile(viewed(gates, NEAR_AND_MORE), CHUNK, 1) if IN_PLACE else viewed(gates, KEY)
+        return QueryTiles(queries, keys, residual, near, to_start)
+
+    @inlined
+    def factor_blocks(queries, keys, residual, gates, sums, to_start, warp):
+        """Decay the tokens of a strong chunk whose blocks have references."""
+        if decay.has_references:
+            block_scores.factor(open_tiles(queries, keys, residual, gates, to_start), sums, warp)
+
+    @inlined
+    def score_blocks(queries, keys, residual, gates, to_start, warp):
         """The scores of a strong chunk whose blocks have references."""
         if decay.has_references:
-            return block_scores.compute(queries, blocks, warpgroup.rank())
+            tiles = open_tiles(queries, keys, residual, gates, to_start)
+            scores = warpgroup.causal(block_scores.score(tiles, warp), 0, 0.0)
+            warpgroup.sync()  # all warps have multiplied
+            block_scores.decay_to_start(tiles, warp)
+            return scores
         else:
             return zeros(SCORES)
 
@@ -151,7 +168,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide. gStates: the state before each chunk, if it is stored."""
-        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, block_decays, biases, rates = smem.open()
+        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, to_start, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -167,8 +184,8 @@ def make(config: Config):
             strong, halved = False, False
             for j in range(-1, n):  # sums are a chunk ahead: gates come before keys, whose memory consumers still read
                 if j >= 0:
-                    queries, keys = q.wait(j), k.wait(j)
-                    sums = g.wait(j) if IN_PLACE else gate_sums
+                    queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
+                    sums = gates if IN_PLACE else gate_sums
                     seq_layout.zero_other_rows(keys, seq.remaining(j))
                     norm.normalize(queries, warp)
                     norm.normalize(keys, warp)
@@ -180,13 +197,16 @@ def make(config: Config):
                         warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
                         warpgroup.sync()
                     b_last = decay.load_last_sums(sums, warp)
-                    blocks = residual, block_decays
-                    decay.factor_decays(queries, keys, residual, blocks, sums, b_last, warp, strong, halved)
+                    if decay.has_references and strong and not halved:
+                        factor_blocks(queries, keys, residual, gates, sums, to_start, warp)
+                    else:
+                        decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
                     decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
                     state_decay.publish(j)
                     flag.publish(j)
                     q_residual.publish(j)
-                    g.release(j)
+                    if not (decay.has_references and strong and not halved):
+                        g.release(j)
                     q.release(j)
                     k.release(j)
                 if j + 1 < n:
@@ -203,14 +223,14 @@ def make(config: Config):
                 if decay.halves and strength > 1:
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
                 elif strength > 0:
-                    s = score_blocks(queries, (residual, block_decays))
-                    cuda.syncwarp()  # all lanes have read the residual's place, before one of them gives it back
+                    s = score_blocks(queries, keys, residual, g.wait(j), to_start, warpgroup.rank())
+                    g.release(j)
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
+                    s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
                 q_residual.release(j)
                 q.release(j)
                 k.release(j)
-                s = warpgroup.causal(s, 0, 0.0)
                 weights, rounded = p.claim(j), INPUT(s)
                 warpgroup.store(subtile(weights, CHUNK, 0), rounded)
                 warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
