@@ -66,7 +66,7 @@ def make(config: Config):
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
             gates = load(truncate(gGates, 1, seq.end), GATES, (seq.batch, token, head), 1, 2)
-            if gate.computed:
+            if gate.has_formula:
                 gates = gate.compute_gates(gates, rates, biases)
                 gates = where(less(row_index(GATES), float32(seq.remaining(j))), gates, 0.0)
             total = col_sum(clamp_gates(gates) * LOG2_E)

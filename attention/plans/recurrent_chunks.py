@@ -252,7 +252,7 @@ def plan_chunk_decays(
         return [], None
     decays, numbers = scratch(heads, chunks), divide_chunks(problem, chunks)
     gate = config.gate.gate if isinstance(config.gate, ReversedGate) else config.gate
-    gate = gate if gate.computed else intern_value(TokenGate)
+    gate = gate if gate.has_formula else intern_value(TokenGate)
     kernel = kernel_for(chunk_decays, intern_value(chunk_decays.Config, gate, config.varlen), problem.device)
     inputs: Arrays = {name: arrays.get(name) for name in ("gGates", "gA", "gDtBias")}
     inputs |= {"gChunkDecays": decays, "gCuSeqlens": problem["cu_seqlens"]}

@@ -72,7 +72,7 @@ class Gate:
 
     kind = ""
     per_token = False  # is there a gate for each token, in memory?
-    computed = False  # are these gates computed from what is in memory?
+    has_formula = False  # are these gates computed from what is in memory?
     weighted = False  # do keys have weights, so that a is not b?
     folds_scale = False  # is the softmax scale added to b as log2(scale)? If not, outputs are multiplied by it
     reversed = False  # does a scan begin with the last token, and is the scale a weight of the keys? (gradients.ReversedGate)
@@ -297,7 +297,7 @@ class SummedGate(TokenGate):
 class FormulaGate(TokenGate):
     """Gates that a formula computes."""
 
-    kind, computed = "formula", True
+    kind, has_formula = "formula", True
     formula: GateFormula = GateFormula()
 
     def __str__(self):
@@ -323,7 +323,7 @@ class Mamba2Gate(TokenGate):
     """Gates and weights from Mamba-2's dt: g = dt A, w = max(dt, 0). softplus: is dt = softplus(x + dt_bias) for the x in
     memory, instead of x + dt_bias? low, high: the limits of dt."""
 
-    kind, weighted, computed = "step", True, True
+    kind, weighted, has_formula = "step", True, True
     softplus: bool = False
     low: float = 0.0
     high: float = math.inf
