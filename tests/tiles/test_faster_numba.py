@@ -1,13 +1,14 @@
-"""tiles/compiling/faster_numba.py: the code that Numba's own compiler makes, and its words."""
+"""tiles/compiling/faster_numba.py, faster_llvmlite.py: the code that Numba's own compiler makes, and its words."""
 
 import pytest
+from llvmlite import ir
 from numba import cuda
 from numba.core import types
 
 from attention.kernels import forward_ampere, linear_token_loop
 from attention.parts.visibility import CAUSAL
 from tiles import bf16
-from tiles.compiling import compiler
+from tiles.compiling import compiler, faster_llvmlite
 from tiles.launching.arguments import INT, array, signature
 
 OWN = [x for x in compiler.INSTEAD if x[1] == "get_func_def_lineno"]  # without it Numba fails at our methods
@@ -86,3 +87,53 @@ def test_a_type_that_was_pickled_has_the_hash_of_its_process():
     ty = types.Array(types.float32, 2, "A")
     kept = ty._hash = object(), hash(ty) + 1  # as it would come from another process
     assert hash_of(ty) == hash(ty) and ty._hash != kept and hash_of(ty) == hash(ty)
+
+
+def some_of_each_instruction():
+    """LLVM's text of a function with instructions of many kinds."""
+    module, number, word = ir.Module("some"), ir.FloatType(), ir.IntType(32)
+    pair = ir.LiteralStructType([number] * 2)
+    function = ir.Function(module, ir.FunctionType(number, [pair, word, number.as_pointer()]), "f")
+    values, n, address = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
+    parts = [builder.extract_value(values, k) for k in (0, 1)]
+    total = builder.fadd(*parts, flags=["fast"], name="sum")
+    total = builder.fmul(total, number(2), name="sum")
+    odd = builder.add(n, word(1), name='an "odd" name')
+    place = builder.alloca(number, name="place")
+    builder.store(total, place).align = 4
+    loaded = builder.load(place)
+    loaded.set_metadata("invariant.load", module.add_metadata([]))
+    builder.load(address).align = 8
+    packed = builder.insert_value(ir.Constant(pair, ir.Undefined), loaded, 0)
+    nested = builder.insert_value(ir.Constant(ir.LiteralStructType([pair]), ir.Undefined), packed, 0)
+    builder.extract_value(nested, (0, 1))
+    smaller = builder.and_(builder.icmp_signed("<", odd, n), builder.fcmp_unordered("<", total, loaded, flags=["nnan"]))
+    with builder.if_then(smaller):
+        builder.call(ir.InlineAsm(ir.FunctionType(word, [word]), "mov $0, $1;", "=r,r"), [builder.neg(n)])
+    chosen = builder.select(smaller, total, builder.sitofp(builder.zext(smaller, word), number))
+    builder.ret(builder.fneg(chosen))
+    return str(module)
+
+
+def test_the_same_text(monkeypatch):
+    """Instructions are made and printed as llvmlite does it, letter by letter."""
+    theirs = some_of_each_instruction()
+    for owner, name, ours in faster_llvmlite.INSTEAD:
+        monkeypatch.setattr(owner, name, ours)
+    assert some_of_each_instruction() == theirs and theirs.count("value {") == 5
+
+
+@pytest.mark.parametrize("part", [("a", 2), ("a", (0, 5)), ("b", 0)])
+def test_a_wrong_index_is_refused(monkeypatch, part):
+    """Of a struct of two, or of a number."""
+    for owner, name, ours in faster_llvmlite.INSTEAD:
+        monkeypatch.setattr(owner, name, ours)
+    number = ir.FloatType()
+    function = ir.Function(ir.Module(), ir.FunctionType(number, [ir.LiteralStructType([number] * 2), number]), "f")
+    builder = ir.IRBuilder(function.append_basic_block())
+    arguments, (which, index) = dict(zip("ab", function.args)), part
+    with pytest.raises(TypeError, match="index"):
+        builder.extract_value(arguments[which], index)
+    with pytest.raises(TypeError, match=r"index|insert"):
+        builder.insert_value(arguments[which], ir.IntType(32)(1), index)

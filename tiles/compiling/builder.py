@@ -28,7 +28,9 @@ class Builder(ir.IRBuilder):
         self.context = context
 
     def unpack(self, value):
-        """The parts of a struct or a tuple."""
+        """The parts of a struct or a tuple: of one that `pack` has made the values themselves."""
+        if (packed := getattr(value, "packed", None)) is not None:
+            return [*packed]
         parts = value.type.count if isinstance(value.type, ir.ArrayType) else len(value.type.elements)
         return [self.extract_value(value, k) for k in range(parts)]
 
@@ -37,6 +39,8 @@ class Builder(ir.IRBuilder):
         out = self.undefined(ir.LiteralStructType([v.type for v in values]))
         for k, v in enumerate(values):
             out = self.insert_value(out, v, k)
+        if values:
+            out.packed = values
         return out
 
     def elements(self, spec, value):

@@ -22,9 +22,8 @@ from numba.cuda.cudadrv import nvrtc
 
 from ..importable import uncollected
 from ..targets import Target, parse_target
-from . import constants, named_tuples  # noqa: F401  # they teach Numba
+from . import constants, faster_llvmlite, faster_numba, named_tuples  # noqa: F401  # they teach Numba
 from .builder import i32
-from .faster_numba import INSTEAD
 from .line_table import SourcePlace, of_ptx
 from .numba_helpers import forget, helpers_as
 from .numba_types import TENSOR_MAP
@@ -103,6 +102,7 @@ _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas
 _SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # the lines after the complaints, which are none themselves
 
 
+INSTEAD = [*faster_numba.INSTEAD, *faster_llvmlite.INSTEAD]
 _numba_lock = threading.RLock()  # Numba cannot compile in two threads at once
 
 

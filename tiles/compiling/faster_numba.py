@@ -1,19 +1,23 @@
 """Numba's compiler with less to do: what it does again and again is done once, and what nobody asks for is left out. While
 tiles/compiling/compiler.py compiles, these stand in Numba's place; the code that comes out is the same.
 
-Of Numba's part of an attention kernel, two seconds, they save about two fifths (bench/notes/host.md).
+Of Numba's part of an attention kernel, two seconds, they save about half (bench/notes/host.md).
 """
 
 import contextlib
+import copy
 import importlib.util
 import inspect
 import weakref
+from collections import Counter
 
 from numba.core.types.functions import BaseFunction
 from numba.cuda import compiler as cuda_compiler
 from numba.cuda import lowering, target, types, utils
 from numba.cuda.core import (
+    analysis,
     base,
+    bytecode,
     compiler,
     compiler_machinery,
     errors,
@@ -79,7 +83,8 @@ class _Processed(postproc.PostProcessor):
         code = self.func_ir
         if code.is_generator:
             return super().run(emit_dels, extend_lifetimes)
-        code.blocks = transforms.canonicalize_cfg(code.blocks)
+        if len(code.blocks) > 1:
+            code.blocks = transforms.canonicalize_cfg(code.blocks)
         code.variable_lifetime, code.generator_info = postproc.VariableLifetime(code.blocks), None
         if emit_dels:
             self._insert_var_dels(extend_lifetimes=extend_lifetimes)
@@ -154,6 +159,58 @@ class _Inferer(Inferer):
         return unified
 
 
+_resolve_call = typeinfer.CallConstraint.resolve
+
+
+def _resolve(self, search, variables, fnty):
+    """Find the type of a call, unless all that it follows from is what it was. Numba goes through all statements until a round
+    tells nothing new, so each call was resolved twice at least."""
+    names = [x.name for x in (*self.args, *(value for _, value in self.kws), *([self.vararg] if self.vararg else ()))]
+    known = fnty, [variables[name].type for name in names]
+    if self.signature is None or not self.signature.return_type.is_precise() or vars(self).get("known") != known:
+        _resolve_call(self, search, variables, fnty)
+        self.known = known
+
+
+_resolve_attribute = typeinfer.GetAttrConstraint.__call__
+
+
+def _attribute(self, search):
+    """Find the type of an attribute, unless that of its object is what it was."""
+    known = search.typevars[self.value.name].type
+    if known is None or vars(self).get("known") is not known:
+        _resolve_attribute(self, search)
+        self.known = known
+
+
+def _assigned_once(self):
+    """Which variables stay in registers: those that are assigned once, and used in that block alone. Numba went through a
+    block's statements for each of them."""
+    blocks, places = self.func_ir.blocks, self.func_ir.variable_lifetime.usedefs
+    used = {name for names in places.usemap.values() for name in names}
+    defined = Counter(name for names in places.defmap.values() for name in names)
+    once = set()
+    for label, names in places.defmap.items():
+        assigned = Counter(x.target.name for x in blocks[label].find_insts(ir.assign_types))
+        once |= {name for name in names if defined[name] == assigned[name] == 1 and name not in used}
+    self._singly_assigned_vars = once - analysis.must_use_alloca(blocks)
+    self._blk_local_varmap = {}
+
+
+_decoded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: its instructions
+
+
+def _extract_bytecode(self, state):
+    """The instructions of a function, decoded once: half of the functions are compiled for several types of arguments."""
+    code = state.func_id.code
+    if code not in _decoded:
+        _decoded[code] = decoded = bytecode.ByteCode(state.func_id)
+        decoded.func_id = None
+    state.bc = copy.copy(_decoded[code])
+    state.bc.func_id = state.func_id
+    return True
+
+
 def _has_lists(function):
     """Does a function make lists, or functions, as comprehensions do?"""
     values = [x.value for block in function.blocks.values() for x in block.body if isinstance(x, ir.Assign)]
@@ -167,6 +224,25 @@ def _inline_closures(self, state):
     """A pass that searches all calls and loops: only closures, comprehensions and functools.reduce are anything to it."""
     if _has_lists(state.func_ir) or "reduce" in state.func_ir.func_id.code.co_names:
         return _inline(self, state)
+    return False
+
+
+def _asks_to_be_inlined(templates):
+    """Is one of these ways to type a call or an attribute an overload that Numba itself must inline?"""
+    return any(not inline.is_never_inline for x in templates or () if (inline := getattr(x, "_inline", None)) is not None)
+
+
+_inline_all = typed_passes.InlineOverloads.run_pass
+
+
+def _inline_overloads(self, state):
+    """A pass that types all attributes and calls once more, for overloads that must be inlined: there are hardly any."""
+    context, expressions = state.typingctx, [x for block in state.func_ir.blocks.values() for x in block.find_exprs()]
+    operators = {x.fn for x in expressions if "fn" in x._kws}
+    for ty in (*{*state.typemap.values()}, *map(context.resolve_value_type, operators)):
+        templates = *(getattr(ty, "templates", None) or ()), getattr(ty, "template", None)
+        if _asks_to_be_inlined(templates) or _asks_to_be_inlined(context._get_attribute_templates(ty)):
+            return _inline_all(self, state)
     return False
 
 
@@ -310,6 +386,12 @@ INSTEAD = [  # (owner, name, what stands there)
     (typeinfer, "TypeInferer", _Inferer),
     (untyped_passes.InlineClosureLikes, "run_pass", _inline_closures),
     (typed_passes.NopythonRewrites, "run_pass", _rewrite_typed),
+    (typed_passes.InlineOverloads, "run_pass", _inline_overloads),
+    (typeinfer.CallConstraint, "resolve", _resolve),
+    (typeinfer.GetAttrConstraint, "__call__", _attribute),
+    (untyped_passes.ExtractByteCode, "run_pass", _extract_bytecode),
+    (type(types.Type), "__instancecheck__", type.__instancecheck__),  # no class is registered as another's kind
+    (lowering.Lower, "_find_singly_assigned_variable", _assigned_once),
     (compiler.CompilerBase, "_compile_core", _compiled),
     (compiler_machinery.PassManager, "_runPass", _run_pass),
     (cuda_compiler.CUDACompiler, "define_pipelines", _passes),
