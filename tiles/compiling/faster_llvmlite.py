@@ -68,7 +68,8 @@ def _extract(x):
 
 def _insert(x):
     struct, part, indices = x.aggregate, x.value, ", ".join(map(str, x.indices))
-    return f"{x.get_reference()} = insertvalue {struct.type} {struct.get_reference()}, {part.type} {part.get_reference()}, {indices}"
+    operands = f"{struct.type} {struct.get_reference()}, {part.type} {part.get_reference()}"
+    return f"{x.get_reference()} = insertvalue {operands}, {indices}"
 
 
 def _load(x):
