@@ -11,12 +11,13 @@ and in reverse
 The two are independent, and so are their columns of values: a block has 64 columns of one of them. L^T and P, which do not
 depend on S or dS, are in memory (delta_inverse_hopper.py), so a step is three products that wait for one another, and others in
 the gaps between them. S, E and dV of every chunk are stored, and dS where segments end: from there on
-delta_segment_gradients_hopper.py walks through all segments at once."""
+delta_segment_gradients_hopper.py walks through all segments at once. In training the forward pass runs one of them, which then
+computes outputs, too, and the backward pass the other (delta_recurrences.py)."""
 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
@@ -28,26 +29,35 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
+from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, REVERSE, BothRecurrences, StatesWithOutputs
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
 
-REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
 BLOCKS = 2  # of columns of values, in each direction
 CONSUMER, PRODUCER = 0, 1  # warpgroups
-LOADER, SENDER, STATE_SENDER = range(3)  # warps of the producer
+LOADER, SENDER, STATE_SENDER, OUTPUT_SENDER = range(4)  # warps of the producer
 STAGES = 3  # chunks in flight
 
 
 @dataclass(frozen=True)
 class Config(DeltaConfig):
-    """A kernel's configuration, whose fields are those of DeltaConfig."""
+    """A kernel's configuration. recurrences: those that it runs."""
 
+    recurrences: BothRecurrences = BOTH
     label, threads = "recurrences", 2 * warpgroup.THREADS
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
+    """The configurations of both padded key dims, with decays and without, in bf16, for both recurrences and each of them; fp16
+    too if `everything`."""
     if target.has_wgmma:
-        yield from (Config(*size, gated) for size, gated in itertools.product(delta_sizes(everything), (False, True)))
+        for size, gated in itertools.product(delta_sizes(everything), (False, True)):
+            config = Config(*size, gated)
+            yield from (config, with_outputs(config), replace(config, recurrences=GRADIENTS_ALONE))
+
+
+def with_outputs(config: Config) -> Config:
+    """The configuration for the forward pass in training."""
+    return replace(config, recurrences=StatesWithOutputs(config.dtype, config.vectors))
 
 
 @functools.cache
@@ -57,49 +67,57 @@ def make(config: Config):
     KEYS, VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     chunk_vectors, two_parts = config.vectors, TwoParts(INPUT)
     forward, backward = SequenceLayout(), SequenceLayout(reversed=True)
+    recurrences = config.recurrences
+    PARAMS, query_stages = recurrences.params(config.values), recurrences.query_stages
     smem = shared(
         k=ring(config.key, STAGES),
         v=ring(config.values, STAGES),  # dO in blocks of the reverse recurrence
         x=ring(two_parts.square, STAGES),
         vectors=ring(chunk_vectors.spec, STAGES),
-        q=ring(config.key, STAGES),
-        p=ring(config.square, STAGES),
+        q=ring(config.key, query_stages),
+        p=ring(config.square, query_stages),
         states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
         out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
+        **recurrences.rings(config.values),
     )
 
     @inlined
-    def advance_state(s_t, j, tiles):
+    def advance_state(s_t, j, tiles, scale):
         """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
-        producer, which stores them."""
-        k, v, x, vectors, _, _, states, out = tiles
+        producer, which stores them, and its outputs, if they are wanted."""
+        k, v, x, vectors, states, out = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.states, tiles.out
         keys = k.wait(j)
         rounded = INPUT(s_t)
         u = warpgroup.mm_ABt(rounded, keys)
+        o = recurrences.multiply_queries(tiles, j, rounded)
         warpgroup.store(states.claim(j), rounded)
         states.publish(j, fenced=True)
         vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
-        y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
+        y = values - chunk_vectors.decay_cols(warpgroup.wait(u, newer=recurrences.products), vector_tile, DECAY)
+        o = recurrences.finish_queries(o, tiles, j)
         beta = chunk_vectors.cols(vector_tile, BETA)
         weighted, solution = y * beta, two_parts.halves(x.wait(j))
         e = two_parts.mma_AB(y, two_parts.split(weighted), solution)
         s_t, factors = chunk_vectors.decay_state(s_t, vector_tile), chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
+        o = recurrences.decay(o, vector_tile, scale)
         e = warpgroup.wait(e)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
+        o = recurrences.add_errors(o, tiles, j, e, beta)
         x.release(j)
         warpgroup.store_transposed(out.claim(j), e)
         out.publish(j, fenced=True)
         vectors.release(j)  # its fence is that of all loads of this chunk
         v.release(j)
-        s_t = warpgroup.wait(s_t)
+        s_t = warpgroup.wait(s_t, newer=recurrences.products)
         k.release(j)
+        recurrences.store_outputs(o, tiles, j)
         return s_t
 
     @inlined
     def advance_gradient(ds_t, from_outputs, j, last, tiles, scale):
         """(dS before the j-th chunk from the end, P^T dO of the next one, or of this one if it is the `last`) from dS after the
         chunk and from its P^T dO. Passes its dV to the producer, which stores it."""
-        k, do, x, vectors, q, p, _, out = tiles
+        k, do, x, vectors, q, p, out = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.q, tiles.p, tiles.out
         keys = k.wait(j)
         du = warpgroup.mm_ABt(INPUT(ds_t), keys)
         vector_tile, do_t = vectors.wait(j), fp32(warpgroup.load_transposed(do.wait(j), TRANSPOSED, fenced=False))
@@ -133,7 +151,7 @@ def make(config: Config):
         gScores: tiled(config.square, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gInitialState: array(4),
         gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2), gDV: VALUES, gLastState: array(4),
         gSegmentStates: array(4), gFirstState: array(4), length: INT, segments: INT, sequences: INT, heads: INT, group: INT,
-        scale: FLOAT,
+        scale: FLOAT, params: PARAMS,
     ):  # fmt: skip
         """A block has 64 columns of S or of dS, of a head of a sequence. gSolutions .. gVectors: of each chunk and head,
         as delta_inverse_hopper.py stores them. gErrors, gStates: of each chunk and head, S transposed. gLastState, gFirstState:
@@ -142,12 +160,13 @@ def make(config: Config):
         tiles = smem.open()
         index, block = divmod(cuda.blockIdx.x, BLOCKS)
         index, head = divmod(index, heads)
-        direction, sequence = divmod(index, sequences)
-        key_head, _ = divmod(head, group)
+        direction, sequence = recurrences.locate(index, sequences)
+        key_head, member = divmod(head, group)
         seq = forward.sequence_tokens(0, sequence, length)
         first_chunk = forward.chunk_index(seq.start, sequence, length)
         if warpgroup.id() == PRODUCER:
-            k, v, x, vectors, q, p, states, out = tiles
+            k, v, x, vectors, q, p = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.q, tiles.p
+            states, out = tiles.states, tiles.out
             rank, n = warpgroup.rank(), seq.num_chunks()
             for j in range(n):
                 number = int32(n - 1 - j) if direction == REVERSE else j
@@ -160,6 +179,7 @@ def make(config: Config):
                         p.fill(j, gScores, (chunk, head))
                         q.fill(j, gQ, (seq.batch, token, key_head))
                     else:
+                        recurrences.load_queries(tiles, j, gQ, gScores, (seq.batch, token, key_head), chunk, head)
                         v.fill(j, gV, at)
                     vectors.fill(j, gVectors, (chunk, head))
                     x.fill(j, gSolutions, (chunk, head))
@@ -172,6 +192,9 @@ def make(config: Config):
                     out.release(j)
                 elif rank == STATE_SENDER and direction != REVERSE:
                     send_tile(states, j, gStates, (chunk, head, block))
+                elif rank == OUTPUT_SENDER:
+                    recurrences.send_outputs(tiles, j, params, at)
+                    recurrences.clear_counts(params, chunk, key_head, member, block)
         else:
             coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
@@ -188,6 +211,7 @@ def make(config: Config):
             else:
                 s_t = warpgroup.load(gInitialState, STATE, coord, aligned=False)
                 for j in range(seq.num_chunks()):
-                    s_t = advance_state(s_t, j, tiles)
+                    s_t = advance_state(s_t, j, tiles, scale)
+                recurrences.store_last_state(params, s_t, coord)
 
     return walk, smem

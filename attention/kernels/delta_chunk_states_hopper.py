@@ -25,7 +25,7 @@ from tiles.targets import Target
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, LEAST_BETA, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
-from ..parts.recurrent.delta_outputs import NO_OUTPUTS, DeltaOutputs, NoOutputs
+from ..parts.recurrent.delta_outputs import STATES_ALONE, DeltaOutputs, StatesAlone
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -42,7 +42,7 @@ class Config(DeltaConfig):
     """A kernel's configuration. varlen: are sequences packed (cu_seqlens)? outputs: are they computed, too?"""
 
     varlen: bool = False
-    outputs: NoOutputs = NO_OUTPUTS
+    outputs: StatesAlone = STATES_ALONE
     label, threads = "states before chunks", warpgroup.THREADS * (PRODUCER + 1)
 
     @property

@@ -3,7 +3,10 @@ all gradients, and small kernels that sum those of gates and of shared heads.
 
 Where heads are too few to fill the GPU, there are three launches instead. The first computes everything that depends on no
 state, for all chunks at once. The second runs two recurrences, which give S, E and dV of all chunks, and dS after each segment.
-The third walks through all segments at once."""
+The third walks through all segments at once.
+
+What forward stored (delta_records.py) is not computed again: one walk is all there is, or with few heads the recurrence of dS
+and the walk through all segments."""
 
 import math
 from typing import Any
@@ -24,6 +27,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
+from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE
 from ..parts.recurrent.tokens import CHUNK
 from .delta_records import record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
@@ -35,22 +39,31 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 # that needs no state (time of a multiprocessor, which runs several at once); and for one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
-CHAINS = delta_chains_hopper.BLOCKS * delta_chains_hopper.DIRECTIONS  # thread blocks of a head's recurrences
+CHAINS = delta_chains_hopper.BLOCKS * BOTH.count  # thread blocks of a head's recurrences
 
 
 @watched_function
 def choose_segments(head_sequences: int, chunks: int, processors: int) -> int:
     """The number of segments with which the gradients take the shortest time; 1: the pass and one walk. head_sequences: the
     number of sequences times heads. chunks: of each sequence. processors: the GPU's multiprocessors."""
-
-    def segmented_time(segments: int) -> float:
-        recurrences = math.ceil(CHAINS * head_sequences / processors) * chunks * STEP
-        walk = math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
-        return LAUNCH + head_sequences * chunks / processors * INVERSE + recurrences + walk
-
+    best = choose_walked_segments(head_sequences, chunks, processors)
+    recurrences = math.ceil(CHAINS * head_sequences / processors) * chunks * STEP
+    walk = _time_walk(head_sequences, chunks, processors, best)
+    segmented_time = LAUNCH + head_sequences * chunks / processors * INVERSE + recurrences + walk
     unsegmented_time = math.ceil(head_sequences / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
-    best = min(range(2, max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // head_sequences)) + 1), key=segmented_time)
-    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time(best) < unsegmented_time else 1
+    return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time < unsegmented_time else 1
+
+
+@watched_function
+def choose_walked_segments(head_sequences: int, chunks: int, processors: int) -> int:
+    """The number of segments, two or more, with which the walk takes the shortest time. The arguments are those of
+    choose_segments."""
+    most = max(2, min(chunks // MIN_SEGMENT_CHUNKS, processors // head_sequences))
+    return min(range(2, most + 1), key=lambda segments: _time_walk(head_sequences, chunks, processors, segments))
+
+
+def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
+    return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
 
 def plan_delta_gradient_walk(
@@ -62,7 +75,12 @@ def plan_delta_gradient_walk(
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
     stored, processors = record_buffers(record), machine(problem.device).processors
-    segments = 1 if varlen or stored else choose_segments(sequences * heads, chunks_per_sequence, processors)
+    if stored:
+        by_segments = "gScores" in stored
+        segments = choose_walked_segments(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
+    else:
+        segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, processors)
+        by_segments = segments > 1
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -80,7 +98,7 @@ def plan_delta_gradient_walk(
     buffers |= {name: x and x.permuted(SWAP_STATE_AXES) for name, end in end_states.items() for x in [arrays[end]]}
     buffers["gGates"] = arrays["decay"] and spread_to_tokens(problem, arrays["decay"])
     head_extents = problem("batch", "seqlen", "heads", "key_dim")
-    adds_heads = segments > 1 and 1 < heads // key_heads <= MAX_ADDED_HEADS
+    adds_heads = by_segments and 1 < heads // key_heads <= MAX_ADDED_HEADS
     shares_keys = heads > key_heads and not adds_heads
     outputs = {x: scratch(*head_extents, dtype=problem.dtype) if shares_keys else arrays[x] for x in ("dq", "dk")}
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
@@ -93,7 +111,7 @@ def plan_delta_gradient_walk(
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
-    def launch(module: Any, blocks: int, names: str, *flags: bool, **numbers: float) -> Step:
+    def launch(module: Any, blocks: int, names: str, *flags: Any, **numbers: float) -> Step:
         config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, *flags)
         return kernel_for(module, config, problem.device).bind(
             sequences * heads * blocks,
@@ -105,14 +123,13 @@ def plan_delta_gradient_walk(
         )
 
     gate_names = "gDots gCarriedDots gStateDots"
-    if segments == 1:
+    if not by_segments:
         names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
         steps = [] if stored else [launch(delta_chunk_states_hopper, 1, names, varlen)]
         names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_names} "
         names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
-        buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
         buffers["gCounts"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
         inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
@@ -121,9 +138,14 @@ def plan_delta_gradient_walk(
         )
         walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gCounts"
         numbers = {"segments": segments, "scale": scale}
-        steps = [
-            launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
-            launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
-            launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds_heads, **numbers),
-        ]
+        if stored:
+            names, blocks = f"{chains} gCounts", delta_chains_hopper.BLOCKS
+            steps = [launch(delta_chains_hopper, blocks, names, GRADIENTS_ALONE, sequences=sequences, **numbers)]
+        else:
+            buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
+            steps = [
+                launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
+                launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
+            ]
+        steps.append(launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds_heads, **numbers))
     return [*copy_tails, *steps, *finish]

@@ -82,24 +82,36 @@ def choose_record(memory: str, q: Any, v: Any, decay: Any, cu_seqlens: Any, layo
     if any([len(shape) != 4 for shape in shapes]) or key_dim > max(KEY_DIMS) or value_dim > VALUES:
         return ""
     ordinal = device_ordinal(q)
-    if not is_hopper(ordinal) or _count_head_sequences(v, cu_seqlens, layout) * PROCESSORS_PER_HEAD <= _processors(ordinal):
+    head_sequences, *_ = _count(v, cu_seqlens, layout)
+    if not is_hopper(ordinal) or not pays(head_sequences, _processors(ordinal)):
         return ""
     return record_fields(q, v, cu_seqlens, layout)
 
 
+def pays(head_sequences: int, processors: int) -> bool:
+    """Are both passes together faster with a record? The arguments are those of choose_fields."""
+    return head_sequences * PROCESSORS_PER_HEAD > processors
+
+
+def choose_fields(head_sequences: int, length: int, packed: bool, processors: int) -> str:
+    """The fields of a record: those for few heads if a walk in one segment would leave most of the GPU idle. head_sequences:
+    the number of sequences times heads. length: of each sequence. packed: are they packed (cu_seqlens)? processors: the GPU's
+    multiprocessors."""
+    few = 2 * head_sequences <= processors and not packed and length >= 2 * MIN_SEGMENT_CHUNKS * CHUNK
+    return SEGMENTED if few else ONE_WALK
+
+
 def record_fields(q: Any, v: Any, cu_seqlens: Any, layout: str) -> str:
-    """The fields that forward stores for gradients of such a call: those for few heads if a walk in one segment would leave
-    most of the GPU idle."""
-    length = v.shape[2 if layout == "bhsd" else 1]
-    few = 2 * _count_head_sequences(v, cu_seqlens, layout) <= _processors(device_ordinal(q))
-    few = few and cu_seqlens is None and length >= 2 * MIN_SEGMENT_CHUNKS * CHUNK
-    return ONE_WALK
+    """The fields that forward stores if it is told to, by the arguments of attention.delta_rule."""
+    return choose_fields(*_count(v, cu_seqlens, layout), _processors(device_ordinal(q)))
 
 
-def _count_head_sequences(v: Any, cu_seqlens: Any, layout: str) -> int:
-    batch, *sequence_and_head, _ = v.shape
-    heads = sequence_and_head[0 if layout == "bhsd" else 1]
-    return heads * (batch if cu_seqlens is None else cu_seqlens.shape[0] - 1)
+def _count(v: Any, cu_seqlens: Any, layout: str) -> tuple[int, int, bool]:
+    """(the number of sequences times heads, the length of each sequence, are they packed?)"""
+    batch, *tokens_and_heads, _ = v.shape
+    length, heads = reversed(tokens_and_heads) if layout == "bhsd" else tokens_and_heads
+    packed = cu_seqlens is not None
+    return heads * (cu_seqlens.shape[0] - 1 if packed else batch), length, packed
 
 
 def _processors(ordinal: int | None) -> int:

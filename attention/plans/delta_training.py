@@ -1,26 +1,31 @@
 """The plan of the delta rule's forward pass in training on Hopper, where it stores a record for the gradients
-(delta_records.py): outputs come from the kernels that these would otherwise run first."""
+(delta_records.py): outputs come from the kernels that these would otherwise run first. Those are a pass, or for few heads a
+launch that computes everything that depends on no state, for all chunks at once, and the recurrence of the states."""
+
+from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.launch import kernel_for
 
-from ..kernels import delta_chunk_states_hopper
+from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_inverse_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.delta_gradient_config import OUTPUTS
+from ..parts.recurrent.tokens import CHUNK
 from .delta_chunks import swap_axes
 from .delta_records import record_buffers
 from .packed_tails import VALUE_RESULTS, plan_tails
 from .raw_inputs import prepare_rows
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import spread_to_tokens
+from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 INPUTS = ("gQ", "gK"), ("gV",)
-# The arrays of delta_chunk_states_hopper.py with outputs
-ARRAYS = (
-    *("gQ", "gK", "gV", "gBeta", "gGates", "gO", "gInitialState", "gFinalState", "gCuSeqlens"),
-    *("gErrors", "gStates", "gSolutions", "gVectors", "gTailQ", "gTailK", "gTailV", "gTailO"),
-)
+# The arrays of the pass, of the launch for all chunks at once, and of the recurrence
+PASS = "gQ gK gV gBeta gGates gO gInitialState gFinalState gErrors gStates gSolutions gVectors "
+PASS += "gTailQ gTailK gTailV gTailO gCuSeqlens"
+INVERSE = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
+RECURRENCE = "gQ gK gV gO gSolutions gScores gVectors gInitialState gFinalState gErrors gStates"
 
 
 def plan_forward_with_record(
@@ -34,20 +39,27 @@ def plan_forward_with_record(
     buffers["gGates"] = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
     buffers |= {name: swap_axes(arrays[name]) for name in ("gInitialState", "gFinalState")}
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_RESULTS)
-    config = intern_value(
-        delta_chunk_states_hopper.config_for,
-        pad_key_dim(key_dim, KEY_DIMS),
-        DTYPES[problem.dtype],
-        buffers["gGates"] is not None,
-        is_varlen(problem),
-        True,
-    )
-    step = kernel_for(delta_chunk_states_hopper, config, problem.device).bind(
-        sequences * heads,
-        length=length,
-        heads=heads,
-        group=heads // key_heads,
-        scale=scale,
-        **{name: buffers.get(name) for name in ARRAYS},
-    )
-    return [*copy_rows, *copy_tails, step, *copy_back]
+    sizes = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], buffers["gGates"] is not None
+
+    def launch(module: Any, config: Any, blocks: int, names: str, **numbers: float) -> Step:
+        return kernel_for(module, config, problem.device).bind(
+            sequences * heads * blocks,
+            length=length,
+            heads=heads,
+            group=heads // key_heads,
+            scale=scale,
+            **numbers,
+            **{name: buffers.get(name) for name in names.split()},
+        )
+
+    if "scores" not in record:
+        config = intern_value(delta_chunk_states_hopper.config_for, *sizes, is_varlen(problem), True)
+        return [*copy_rows, *copy_tails, launch(delta_chunk_states_hopper, config, 1, PASS), *copy_back]
+    chunks, module = -(-length // CHUNK), delta_chains_hopper
+    buffers["gCounts"] = scratch(count_chunk_indices(problem), key_heads * OUTPUTS, dtype="int32")
+    config = intern_value(module.with_outputs, intern_value(module.Config, *sizes))
+    return [
+        *copy_rows,
+        launch(delta_inverse_hopper, intern_value(delta_inverse_hopper.Config, *sizes), chunks, INVERSE, chunks=chunks),
+        launch(module, config, module.BLOCKS, RECURRENCE, sequences=sequences, segments=1),
+    ]

@@ -22,7 +22,7 @@ WARPS = warpgroup.WARPGROUP
 
 
 @static
-class NoOutputs:
+class StatesAlone:
     """For gradients of a call that stored nothing. value_stages: chunks in flight of values and queries. ahead: chunks by which
     the solver may be ahead. vector_stages: chunks whose vectors are in shared memory. triangle: where it computes inverses.
     tiles_of_chunk: how many tiles a chunk has in the ring of results. products: how many a consumer has under way behind that
@@ -73,7 +73,7 @@ class NoOutputs:
         """A consumer stores the state after the last token."""
 
 
-class DeltaOutputs(NoOutputs):
+class DeltaOutputs(StatesAlone):
     """The outputs, and the state after the last token. dtype: of inputs. chunk_vectors: of a chunk's tokens."""
 
     dtype: dtype
@@ -142,4 +142,4 @@ class DeltaOutputs(NoOutputs):
         store(params.gFinalState, s_t, (sequence, head, row, 0), aligned=False)
 
 
-NO_OUTPUTS = NoOutputs()
+STATES_ALONE = StatesAlone()

@@ -10,7 +10,8 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import delta_gradient_walk, delta_gradients
+from attention.plans import delta_gradient_walk, delta_gradients, delta_records
+from attention.public import delta_rules
 from tiles.targets import SMALL
 
 
@@ -218,6 +219,41 @@ def test_records_of_packed_sequences(place):
         args[name] = np.repeat(args[name], 4, axis=0)
     record = check_record(place, args)
     assert record.errors.shape == (1, 6, 1, 64, 16)
+
+
+FEW_HEADS = [(130, "token", bf16, 80, 2), (129, "none", np.float16, 128, 2), (65, "head", bf16, 16, 3)]
+
+
+@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments"), FEW_HEADS)
+def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments):
+    """Forward runs the recurrence of the states, gradients the other one, and the walk through all segments."""
+    monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
+    for name in "choose_segments", "choose_walked_segments":
+        monkeypatch.setattr(delta_gradient_walk, name, lambda *_: segments)
+    args = delta_case(length, decay, heads=2, key_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
+    assert check_record(place, args).scores.shape == (1, -(-length // 64), 2, 64, 64)
+
+
+def test_records_for_few_heads_as_compiled(as_compiled, monkeypatch, nothing_known):
+    """The PTX of the recurrence of states alone. (That of gradients is the code that test_as_compiled runs for both.)"""
+    monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
+    as_compiled("sm_90a")
+    args = delta_case(65, "token", heads=1)
+    (out, state, _), _ = with_record(OnInterpreter(), args)
+    want, last = reference.linear(**{name: x for name, x in args.items() if name not in ("dout", "dstate")})
+    assert relative_rms(out, want) < 0.01 and relative_rms(state, last) < 0.005
+
+
+def test_which_records():
+    """None where both recurrences run side by side as fast as one; that of few heads where a walk in one segment would leave
+    multiprocessors idle."""
+    fields = lambda batch, length, heads, cu_seqlens=None: delta_records.choose_fields(
+        batch * heads, length, cu_seqlens is not None, 132
+    )
+    assert fields(8, 2048, 32) == fields(1, 32768, 128) == fields(1, 32768, 32, 0) == delta_records.ONE_WALK
+    assert fields(1, 32768, 32) == fields(2, 512, 32) == delta_records.SEGMENTED
+    assert fields(1, 256, 32) == delta_records.ONE_WALK and fields(1, 32768, 16) == delta_records.SEGMENTED
+    assert delta_records.pays(32, 132) and not delta_records.pays(16, 132)
 
 
 def test_records_as_compiled(as_compiled):
