@@ -2,12 +2,12 @@
 a chunk's tokens, and L. Two kernels compute it: delta_chunk_states_hopper.py a chunk ahead of the states,
 delta_inverse_hopper.py for all chunks at once."""
 
-from ops import cumsum, exp2, less, load, store, subtile, tile_min, transpose, truncate, warpgroup, where
+from ops import cumsum, exp2, less, store, subtile, tile_min, warpgroup, where
 from ops.for_attention.triangular_inverse import inverse_transposed
 from tiles import inlined, static
 
 from .delta_chunks import BETA, DECAY, DECAY_TO_END, SUM, ChunkVectors, TwoParts
-from .gates import CHUNK_COL_VEC, LOG2_E, clamp_gates
+from .gates import LOG2_E, clamp_gates, load_line
 from .tokens import CHUNK
 
 TINY = 2.0**-40  # stands for smaller betas where L is divided by beta: that changes no digit of L
@@ -30,15 +30,14 @@ class ChunkSolver:
     @inlined
     def store_beta(self, target, gBeta, seq, token, head):
         """One warp stores beta of the chunk that starts at `token` among the chunk's vectors, a shared vector."""
-        beta = load(truncate(gBeta, 1, seq.end), CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
+        beta = load_line(gBeta, seq.end, (seq.batch, token, head))
         store(subtile(target, CHUNK, BETA), away_from_zero(beta, self.least_beta))
 
     @inlined
     def store_decays(self, target, gGates, seq, token, head):
         """One warp stores the sums of the chunk's gates and the decays there, if it has gates."""
         if self.chunk_vectors.gated:
-            gates = load(truncate(gGates, 1, seq.end), CHUNK_COL_VEC, (seq.batch, token, head), cols=1)
-            b = cumsum(clamp_gates(transpose(gates)) * LOG2_E)
+            b = cumsum(clamp_gates(load_line(gGates, seq.end, (seq.batch, token, head))) * LOG2_E)
             store(subtile(target, CHUNK, SUM), b)
             store(subtile(target, CHUNK, DECAY), exp2(b))
             store(subtile(target, CHUNK, DECAY_TO_END), exp2(tile_min(b) - b))
