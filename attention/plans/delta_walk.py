@@ -170,16 +170,24 @@ def _plan_states(
 
 
 def compose_states(
-    problem: Problem, transitions: Operand, initial_state: Operand | None, segments: int, scratch: ScratchAllocator
+    problem: Problem,
+    transitions: Operand,
+    initial_state: Operand | None,
+    segments: int,
+    scratch: ScratchAllocator,
+    left: Operand | None = None,
 ) -> tuple[Step, Operand]:
-    """(the launch that composes the states before each segment of all transitions [N | M], these states)"""
+    """(the launch that composes the states before each segment of all transitions [N | M], these states). left: 0 for each
+    segment and head where M is 0, if that is known."""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
     width, segment_states = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
-    config = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS))
+    config, parts = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS)), segments if left else 1
     step = kernel_for(delta_compose_states_hopper, config, problem.device).bind(
-        sequences * heads * width,
+        sequences * heads * parts * width,
         blocks=width,
         segments=segments,
+        parts=parts,
+        gLeft=left,
         heads=heads,
         values=columns,
         gTransitions=transitions,

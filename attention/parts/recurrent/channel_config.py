@@ -12,6 +12,7 @@ from tiles.targets import Target
 
 from .channel_decay import max_fall
 from .channel_gates import ChannelGates, choose_channel_gates
+from .channel_history import ChannelHistory
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from .tokens import CHUNK, COLUMNS
 
@@ -45,6 +46,11 @@ class Config:
     def limited_gates(self) -> ChannelGates:
         """The gates of a warp's channels, with sums that blocks with references hold."""
         return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula, max_fall(self.dtype))
+
+    @property
+    def history(self) -> ChannelHistory:
+        """How far back chunks count, under the delta rule."""
+        return ChannelHistory(self.key_dim, self.gates, self.dtype, self.channel_gates, self.beta, self.l2norm)
 
     @property
     def threads(self):

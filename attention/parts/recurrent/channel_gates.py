@@ -51,6 +51,11 @@ class ChannelGates:
         cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, fall=self.fall)
 
     @inlined
+    def compute_rows(self, x, params, head):
+        """The gates of x, a register tile of tokens and all channels of a head."""
+        return x
+
+    @inlined
     def part(self, tile, warp):
         """The part of a chunk's shared tile with the channels of one warp."""
         return subtile(tile, CHUNK, 0, self.channels, warp)
@@ -90,6 +95,11 @@ class FormulaChannelGates(ChannelGates):
         cumsum_columns(sums_part, gates_part, FLOOR, self.formula.compute, rate, bias, fall=self.fall)
         if remaining < CHUNK:
             self.repeat_last(sums, warp, remaining)
+
+    @inlined
+    def compute_rows(self, x, params, head):
+        bias = load(params.gDtBias, rt(16, 4 * self.channels, fp32).row_vec, (head, 0))
+        return self.formula.compute(x, self.formula.load_rate(params.gA, head), bias)
 
     @inlined
     def repeat_last(self, sums, warp, remaining):

@@ -1,0 +1,71 @@
+"""How many chunks before a token still count there, under the delta rule with decays of channels.
+
+A token multiplies a state by (1 - beta k k^T) diag(exp(g)), whose norm is at most max(1, |1 - beta |k|^2|) times the greatest
+decay of its channels. What all tokens of some chunks leave of a state together is at most the product of these norms. (The
+product of each channel's decays is no such bound: keys carry what one channel holds to another.)"""
+
+from numpy import float32, int32
+
+from ops import abs, col_index, less, log2, maximum, row_max, row_sum, tile_sum, truncate, warpgroup, where
+from tiles import dtype, fp32, inlined, rt, static, sv
+from tiles.launching.arguments import array, record
+
+from .channel_gates import ChannelGates
+from .gate_formulas import BetaFormula
+from .gates import FLOOR, LOG2_E, clamp_gates
+
+LEAST_LOG2 = -56.0  # of a state less is left than 2^-32 of fp32's last bit
+
+
+@static
+class ChannelHistory:
+    """The norms of chunks, whose rows a kernel's warpgroups read from memory. key_dim: as padded. gates, dtype: of gates and
+    keys in memory. normalized: do kernels divide keys by their L2 norms, so that no token makes a state larger?"""
+
+    key_dim: int
+    gates: dtype
+    dtype: dtype
+    channel_gates: ChannelGates
+    beta: BetaFormula
+    normalized: bool
+
+    @property
+    def sums(self):
+        """The vector in shared memory by which the warps of a warpgroup add up."""
+        return sv(16, fp32)
+
+    def params(self):
+        """The further parameters of a kernel, as a record: gates and keys by rows."""
+        return record(gGateRows=array(4, self.gates), gKeyRows=array(4, self.dtype))
+
+    @inlined
+    def count(self, rows, params, gBeta, seq, head, key_head, sums):
+        """How many of the last chunks of a TokenRange count at its end, which is the end of a chunk or of the sequence: until
+        one has been added after which less than 2^LEAST_LOG2 is left of a state. rows, params: the record of `params` and that of the
+        gates' formula. A warpgroup calls this, with a sums of its own."""
+        n = seq.num_chunks()
+        count, left = int32(0), float32(0)
+        goes_on = n > 0
+        while goes_on:
+            count = int32(count + 1)
+            left = float32(left + self._log2_norm(rows, params, gBeta, seq, n - count, head, key_head, sums))
+            goes_on = left > LEAST_LOG2 and count < n
+        return count
+
+    @inlined
+    def _log2_norm(self, rows, params, gBeta, seq, j, head, key_head, sums):
+        """The sum over the tokens of the j-th chunk of log2 of their norms."""
+        tile, token = rt(16, self.key_dim, fp32), seq.chunk_start(j)
+        at = seq.batch, token, head, 0
+        x = fp32(warpgroup.load(truncate(rows.gGateRows, 1, seq.end), rt(16, self.key_dim, self.gates), at, 1, 3))
+        gates = clamp_gates(self.channel_gates.compute_rows(x, params, head))
+        norms = row_max(where(less(col_index(tile), float32(rows.gGateRows.shape[3])), gates, FLOOR)) * LOG2_E
+        if not self.normalized:
+            keys_at = seq.batch, token, key_head, 0
+            keys = fp32(warpgroup.load(truncate(rows.gKeyRows, 1, seq.end), rt(16, self.key_dim, self.dtype), keys_at, 1, 3))
+            beta = self.beta.compute(
+                warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
+            )
+            norms = norms + log2(maximum(abs(beta * row_sum(keys * keys) - 1.0), 1.0))
+        is_token = less(warpgroup.row_index(tile.col_vec), float32(seq.remaining(j)))
+        return warpgroup.reduce_sum(tile_sum(where(is_token, norms, 0.0)), sums)
