@@ -1,7 +1,7 @@
 """The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay. Three launches: one computes
 everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and dV of all chunks;
 one computes the gradients of all chunks at once. If forward stored the results of the first and S and E
-(delta_channel_chunks.py), there are two: the second then runs the recurrence of dS alone.
+(delta_records.py), there are two: the second then runs the recurrence of dS alone.
 
 For the largest tiles the last one is a kernel that takes a chunk as two blocks of tokens; a further launch then computes those
 of strong chunks again, which decay too much for that."""
@@ -18,6 +18,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.tokens import CHUNK
 from .delta_channel_chunks import FACTORS, STATES, ChannelChunks, count_packed_parts
+from .delta_records import BY_CHANNEL, record_buffers
 from .packed_tails import INPUTS, KEY_GRADIENTS, VALUE_GRADIENTS, NameGroups, plan_tails
 from .recurrent_checks import is_varlen
 from .recurrent_chunks import Arrays, ScratchAllocator
@@ -52,11 +53,11 @@ ROW_ARRAYS, STRONG_ARRAYS = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlo
 
 
 def plan_delta_channel_gradients(
-    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, stored: Arrays | None = None
+    problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays
 ) -> list[Step]:
-    """The launches. arrays: as in delta_gradients.plan_delta_gradients. stored: FACTORS and STATES, if forward stored
-    them."""
+    """The launches. arrays, record: as in delta_gradients.plan_delta_gradients."""
     heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
+    stored = record_buffers(record, BY_CHANNEL)
     parameters, inputs = {name: arrays[x] for name, x in PARAMETERS.items()}, INPUTS_WITH_TAILS
     if stored:
         parameters, inputs = parameters | stored, INPUTS_WITHOUT_VALUES

@@ -29,7 +29,7 @@ from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
 from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE
 from ..parts.recurrent.tokens import CHUNK
-from .delta_records import record_buffers
+from .delta_records import ONE_WALK, record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -74,7 +74,7 @@ def plan_delta_gradient_walk(
     chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
-    stored, processors = record_buffers(record), machine(problem.device).processors
+    stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
     if stored:
         by_segments = "gScores" in stored
         segments = choose_walked_segments(sequences * heads, chunks_per_sequence, processors) if by_segments else 1

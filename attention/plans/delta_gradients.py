@@ -48,9 +48,8 @@ def plan_delta_gradients(
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
     if on_hopper and serves_hopper(problem):
-        if has_channel_decay(problem):
-            return plan_delta_channel_gradients(problem, arrays, scale, scratch)
-        return plan_delta_gradient_walk(problem, arrays, scale, scratch, record)
+        plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
+        return plan(problem, arrays, scale, scratch, record)
     return plan_delta_chunk_gradients(problem, arrays, scale, scratch)
 
 

@@ -12,11 +12,12 @@ from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_inve
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.delta_gradient_config import OUTPUTS
 from ..parts.recurrent.tokens import CHUNK
+from .delta_channel_chunks import plan_channel_outputs
 from .delta_chunks import swap_axes
 from .delta_records import record_buffers
 from .packed_tails import VALUE_RESULTS, plan_tails
 from .raw_inputs import prepare_rows
-from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
@@ -34,8 +35,11 @@ def plan_forward_with_record(
     """The launches. arrays: those of a call of delta_rule, by the names of kernels' parameters. record: where to store what
     gradients read, by field."""
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
-    copy_rows, copies = prepare_rows(problem, scratch, l2norm=False)
+    by_channel = has_channel_decay(problem)
+    copy_rows, copies = prepare_rows(problem, scratch, l2norm=False, channel_gates=by_channel)
     buffers = arrays | copies | record_buffers(record)
+    if by_channel:
+        return [*copy_rows, *plan_channel_outputs(problem, buffers, scale, scratch)]
     buffers["gGates"] = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"])
     buffers |= {name: swap_axes(arrays[name]) for name in ("gInitialState", "gFinalState")}
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_RESULTS)

@@ -141,10 +141,10 @@ def delta_rule(
 
     memory: what forward stores for the backward pass. "states": in training, by torch's autograd or JAX's, what gradients read
     of each chunk of 64 tokens, in q's dtype: the state before it, the errors v - S^T k of its tokens, the inverse of its UT
-    transform, and its beta and decays; on Hopper, for Dk and Dv up to 128, without decays of channels, and where heads of
-    sequences are more than an eighth of the multiprocessors. With H = Hk and Dk = Dv = 128 that is 4/3 as large as q, k and v.
-    "recompute": nothing, and the backward pass computes it again. return_chunk_states: return it, too, as a named tuple for
-    delta_rule_backward.
+    transform, and its beta and decays; with decays of channels also its scores and its decayed queries and keys. On Hopper, for
+    Dk and Dv up to 128, and where heads of sequences are more than an eighth of the multiprocessors. With H = Hk and Dk = Dv =
+    128 that is 4/3 as large as q, k and v, with decays of channels 5/2. "recompute": nothing, and the backward pass computes it
+    again. return_chunk_states: return it, too, as a named tuple for delta_rule_backward.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True what gradients
@@ -183,7 +183,7 @@ def delta_rule(
         return recurrent_autograd().call_with_gradients("delta_rule", inputs, training_options, layout)
     fields = ""
     if return_chunk_states:
-        fields = record_fields(q, v, cu_seqlens, layout)
+        fields = record_fields(q, v, decay, cu_seqlens, layout)
     elif not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, differentiable)):
         fields = choose_record(memory, q, v, decay, cu_seqlens, layout, family)
     arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None, *[None] * len(ROWS)

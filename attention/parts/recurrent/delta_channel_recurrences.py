@@ -160,7 +160,7 @@ class ChannelRecurrence:
 
 
 @static
-class NoOutputs:
+class NoOutputRing:
     """What a recurrence does about outputs: nothing, as nobody wants them."""
 
     products = 0  # of a step that run while the consumer waits for E
@@ -188,7 +188,7 @@ class NoOutputs:
         """Pass O to the producer, while the state's product runs."""
 
 
-class ChunkOutputRing(NoOutputs):
+class ChunkOutputRing(NoOutputRing):
     """O^T = scale (S^T (exp(b) Q)^T + U^T P^T), through a ring."""
 
     products = 1
@@ -218,10 +218,11 @@ class ChunkOutputRing(NoOutputs):
         rings.outputs.publish(j, FENCED)
 
 
+@static
 class StateRecurrence(ChannelRecurrence):
     """The recurrence of S. outputs: what becomes of O."""
 
-    outputs: NoOutputs = NoOutputs()
+    outputs: NoOutputRing = NoOutputRing()
 
     def rings(self):
         return ChannelRecurrence.rings(self) | self.outputs.rings(self.values, self.scores)

@@ -69,6 +69,26 @@ def check(place, args, **options):
     return actual
 
 
+def with_record(place, args, **options):
+    """(out, state, record) of forward, and the arguments of gradients with the record."""
+    inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstate")}
+    results = attention.delta_rule(**inputs, return_state=True, return_chunk_states=True, **options)
+    return results, args | {"chunk_states": results[-1]}
+
+
+def check_record(place, args, **options):
+    """Outputs and the state are those of the reference, and gradients have the bits that they have without a record."""
+    (out, state, record), stored = with_record(place, args, **options)
+    inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
+    (want, last), (low, _) = (reference.linear(**inputs, low=low, **options) for low in (False, True))
+    reference.assert_close(place.get(out), want, low, factor=2)
+    assert relative_rms(place.get(state), last) < 0.005
+    actual = attention.delta_rule_backward(**{n: place.put(x) for n, x in stored.items()}, **options)
+    for x, (name, y) in zip(map(place.get, actual), run(place, args, **options).items(), strict=True):
+        np.testing.assert_array_equal(x, y, err_msg=name)
+    return record
+
+
 def check_heads_first(place, args, **options):
     """Arrays with heads before tokens have the same gradients, to the last bit."""
     swap = lambda name, x: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x

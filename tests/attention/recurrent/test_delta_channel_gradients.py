@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gradient_cases import bf16, check, check_heads_first, check_row_strides, delta_case, f32, relative_rms, run
+from gradient_cases import bf16, check, check_heads_first, check_record, check_row_strides, delta_case, f32, relative_rms, run
 from places import OnInterpreter
 from poison import as_on_a_device
 
@@ -146,6 +146,30 @@ def test_large_tiles_as_compiled(as_compiled):
     """The PTX of the kernel of two blocks."""
     as_compiled("sm_90a")
     check(OnInterpreter(), large(20))
+
+
+# ---- what forward stored --------------------------------------------------------------------------------------------------
+RECORDS = {
+    "packed": lambda: packed([66, 66, 76], key_dim=128, value_dim=128),
+    "strong chunks": lambda: large(20, -12.0, gates=bf16),
+    "shared keys": lambda: delta_case(66, "channel", heads=2, key_heads=1, key_dim=80, value_dim=48, dtype=np.float16),
+}
+
+
+@pytest.mark.parametrize("args", RECORDS.values(), ids=RECORDS)
+def test_records(place, args):
+    """Forward computes outputs from what the pass of gradients stores, and the recurrence of states."""
+    args = args()
+    record = check_record(place, args)
+    *_, key_dim = args["q"].shape
+    assert record.vectors is None and record.queries.shape[-2:] == (64, key_dim)
+
+
+@pytest.mark.release
+def test_records_as_compiled(as_compiled):
+    """The PTX of the recurrence with outputs, and of the one in reverse alone."""
+    as_compiled("sm_90a")
+    check_record(OnInterpreter(), one_head(65))
 
 
 # ---- packed sequences ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gradient_cases import bf16, check, check_heads_first, check_packed, delta_case, f32, relative_rms, run
+from gradient_cases import (
+    bf16,
+    check,
+    check_heads_first,
+    check_packed,
+    check_record,
+    delta_case,
+    f32,
+    relative_rms,
+    run,
+    with_record,
+)
 from places import OnInterpreter
 
 import attention
@@ -181,26 +192,6 @@ def test_how_many_segments():
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
-def with_record(place, args, **options):
-    """(out, state, record) of forward, and the arguments of gradients with the record."""
-    inputs = {name: place.put(x) for name, x in args.items() if name not in ("dout", "dstate")}
-    results = attention.delta_rule(**inputs, return_state=True, return_chunk_states=True, **options)
-    return results, args | {"chunk_states": results[-1]}
-
-
-def check_record(place, args, **options):
-    """Outputs and the state are those of the reference, and gradients have the bits that they have without a record."""
-    (out, state, record), stored = with_record(place, args, **options)
-    inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
-    (want, last), (low, _) = (reference.linear(**inputs, low=low, **options) for low in (False, True))
-    reference.assert_close(place.get(out), want, low, factor=2)
-    assert relative_rms(place.get(state), last) < 0.005
-    actual = attention.delta_rule_backward(**{n: place.put(x) for n, x in stored.items()}, **options)
-    for x, (name, y) in zip(map(place.get, actual), run(place, args, **options).items(), strict=True):
-        np.testing.assert_array_equal(x, y, err_msg=name)
-    return record
-
-
 RECORDS = [(130, "token", bf16, 128, None), (65, "none", np.float16, 64, -0.3), (70, "head", bf16, 80, None)]
 
 
@@ -284,8 +275,6 @@ def test_where_there_are_no_records():
         inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
         return attention.delta_rule(**inputs, return_chunk_states=True, **options)
 
-    with pytest.raises(ValueError, match="^return_chunk_states: takes decays without an axis of channels: decay.shape="):
-        forward(delta_case(5, "channel"))
     with pytest.raises(ValueError, match="^return_chunk_states: takes Dk up to 128 and Dv up to 128: q.shape="):
         forward(delta_case(5, value_dim=144))
     with pytest.raises(ValueError, match="^return_chunk_states: takes arrays on Hopper"):
@@ -299,6 +288,8 @@ def test_where_there_are_no_records():
     (*_, record), stored = with_record(OnInterpreter(), delta_case(5))
     with pytest.raises(ValueError, match="^chunk_solutions: chunk must be 128"):
         attention.delta_rule_backward(**stored | {"chunk_states": record._replace(solutions=record.solutions[..., :64, :])})
+    with pytest.raises(ValueError, match="^chunk_states: lacks scores, queries, read_keys, .*: decay must have as many axes"):
+        attention.delta_rule_backward(**delta_case(5, "channel") | {"chunk_states": stored["chunk_states"]})
 
 
 # ---- beta, keys and gates -----------------------------------------------------------------------------------------------
