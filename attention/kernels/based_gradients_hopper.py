@@ -20,21 +20,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
+from numpy import float32
 
 from ops import (
     finish_sum,
     fma,
     lane_sum,
+    less,
     load,
     mma_AB,
     mma_ABt,
     mma_AtB,
     ones,
     row_sum,
+    subtile,
     taylor,
     tile_sum,
-    truncate,
     warpgroup,
+    where,
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
@@ -42,12 +45,12 @@ from tiles import bf16, fp16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
+from ..parts.recurrent.based_segments import SCORES, VECTORS, QuerySide
 from ..parts.recurrent.based_walk import CONSUMER_REGISTERS, CTAS_PER_SM, LOADER, STATE, THREADS, BasedTiles, BasedWalk
 from ..parts.recurrent.taylor_sums import SQUARE, load_key_sums, load_query_sums, store_sums, taylor_weights
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout
 
 STAGES = 2  # chunks in flight
-SCORES = rt(16, CHUNK, fp32)
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Config(BasedTiles):
 
     unrounded: bool = False
     varlen: bool = False
+    loads_vectors = False
 
     def __str__(self):
         flags = "normalized" * self.normalize, "float32" * self.unrounded, "varlen" * self.varlen
@@ -70,13 +74,18 @@ class Config(BasedTiles):
     @property
     def walk(self):
         """The object with the steps that both walks share."""
-        return BasedWalk(self.dtype, SequenceLayout(self.varlen))
+        return BasedWalk(self.dtype, SequenceLayout(self.varlen), self.loads_vectors)
 
     def shared_memory(self, **extra_tiles):
         """The shared memory of a walk: that of both walks, and `extra_tiles`."""
         key, value = ring(self.key, STAGES), ring(self.value, STAGES)
         gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
         return shared(q=key, k=key, v=value, do=value, state=self.features, features=self.features, df=gradients, **extra_tiles)
+
+    @property
+    def weighted_tiles(self):
+        """The shared memory for the division, in the walk that goes back."""
+        return {"weighted": self.key, "vectors": ring(VECTORS, STAGES)} if self.normalize else {}
 
 
 @dataclass(frozen=True)
@@ -97,12 +106,11 @@ class BasedQueryGradients(Config):
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_queries(
-            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDQ: GRADIENTS, gWeights: array(3), gDNormalizers: array(3),
-            gInitialState: array(4), gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT,
-            scale: FLOAT,
+            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDQ: GRADIENTS, gVectors: array(3), gInitialState: array(4),
+            gInitialZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
-            """dq of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head. Writes w
-            and -w dO . O. gInitialState, gInitialZ: before each segment."""
+            """dq of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head. Writes
+            w and -w dO . O of each chunk, gVectors. gInitialState, gInitialZ: before each segment."""
             tiles = smem.open()
             q, k, v, do, state, features, gradients = tiles
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
@@ -130,9 +138,10 @@ class BasedQueryGradients(Config):
                         earlier_sums = row_sum(fp32(queries) * mma_ABt(z, queries, INPUT(zz * 0.5))) + n_earlier + CHUNK * j
                         w = 1.0 / (sums + earlier_sums)
                         dots = row_sum(warpgroup.wait(o) * fp32(warpgroup.load(douts, DOUT))) * w  # dO . O
-                        coord = seq.batch, token, head
-                        warpgroup.store(truncate(gWeights, 1, seq.end), w, coord, cols=1)
-                        warpgroup.store(truncate(gDNormalizers, 1, seq.end), 0.0 - dots * w, coord, cols=1)
+                        chunk = seq_layout.chunk_index(token, sequence, length)
+                        inside = less(warpgroup.row_index(SCORES.col_vec), float32(seq.remaining(j)))
+                        warpgroup.store(gVectors, where(inside, w, 0.0), (chunk, head, 0), cols=2)
+                        warpgroup.store(gVectors, where(inside, 0.0 - dots * w, 0.0), (chunk, head, CHUNK), cols=2)
                     s = warpgroup.mm_ABt(queries, keys)  # computed again: kept beside o, registers would spill
                     dp = warpgroup.mm_ABt(douts, values)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
@@ -167,32 +176,38 @@ class BasedKeyGradients(Config):
 
     label = "keys and values"
 
+    @property
+    def loads_vectors(self):
+        """Does it read the numbers of tokens that the walk of queries writes?"""
+        return self.normalize
+
     @staticmethod
     @functools.cache
     def make(config: "BasedKeyGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, NORMALIZE, walk = config.dtype, config.normalize, config.walk
         seq_layout = SequenceLayout(config.varlen, reversed=True)
-        X, ONES, DOUT = rt(16, BASE, INPUT), rt(16, CHUNK, INPUT), rt(16, COLUMNS, INPUT)
+        side, X, ONES = QuerySide(INPUT, NORMALIZE), rt(16, BASE, INPUT), rt(16, CHUNK, INPUT)
         KEYS, VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
         GRADIENTS = array(4, fp32 if config.unrounded else INPUT)
-        smem = config.shared_memory(weighted=config.key)
+        smem = config.shared_memory(**config.weighted_tiles)
 
         @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
         def differentiate_keys(
-            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDK: GRADIENTS, gDV: array(4, INPUT), gWeights: array(3),
-            gDNormalizers: array(3), gDState: array(4), gDZ: array(3), gDInitialState: array(4), gDInitialZ: array(3),
-            gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+            gQ: KEYS, gK: KEYS, gV: VALUES, gDOut: VALUES, gDK: GRADIENTS, gDV: array(4, INPUT),
+            gVectors: tiled(VECTORS, 3, None, 2), gDState: array(4), gDZ: array(3), gDInitialState: array(4),
+            gDInitialZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """dk and dv of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head, from
             gDState and gDZ, the gradients of the state after each segment, the last one first; and the gradients of the state
             before the sequence."""
             tiles = smem.open()
-            q, k, v, do, state, features, gradients, weighted = tiles
+            q, k, v, do, state, features, gradients = tiles[:7]
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
-                walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group)
+                first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
+                walk.load_chunks(tiles, (gQ, gK, gV, gDOut), seq, n, head, group, gVectors, first_chunk)
             else:
                 warpgroup.claim_registers(CONSUMER_REGISTERS)
                 ds_t = warpgroup.load(gDState, STATE, (slot, head, 0, 0), rows=3, cols=2)
@@ -206,18 +221,15 @@ class BasedKeyGradients(Config):
                     warpgroup.store(state, ds_t)
                     x = warpgroup.load(queries, X) * scale
                     warpgroup.store(queries, x)
-                    gD, coord = truncate(gDNormalizers, 1, seq.end), (seq.batch, token, head)
                     if NORMALIZE:
-                        warpgroup.store(weighted, INPUT(fp32(x) * warpgroup.load(gD, SCORES.col_vec, coord, cols=1)))
-                        w = warpgroup.load(truncate(gWeights, 1, seq.end), SCORES.col_vec, coord, cols=1)
-                        warpgroup.store(douts, INPUT(fp32(warpgroup.load(douts, DOUT)) * w))
+                        weights = side.weigh(tiles, j, x, douts)
                     warpgroup.store(features, taylor(x, 1.0))
                     warpgroup.sync()
                     s = warpgroup.mm_ABt(keys, queries)
                     dp = warpgroup.mm_ABt(values, douts)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
                     if NORMALIZE:
-                        dnormalizers = load(gD, SCORES.row_vec, coord, cols=1)
+                        dnormalizers = load(subtile(weights, CHUNK, 1), SCORES.row_vec)
                         dp, n_later = dp + dnormalizers, n_later + tile_sum(dnormalizers)
                     ds = INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
                     dk = mma_AB(zeros(SQUARE), ds, queries)
@@ -230,9 +242,11 @@ class BasedKeyGradients(Config):
                     walk.store_rows(gDK, dk, seq, token, head)
                     ds_t = warpgroup.mma_AtB(ds_t, douts, features)
                     if NORMALIZE:
-                        z, zz = mma_AB(z, ones(ONES), weighted), mma_AtB(zz, weighted, queries)
+                        z, zz = mma_AB(z, ones(ONES), tiles.weighted), mma_AtB(zz, tiles.weighted, queries)
                     ds_t = warpgroup.wait(ds_t)
                     warpgroup.sync()
+                    if NORMALIZE:
+                        tiles.vectors.release(j)
                     q.release(j)
                     k.release(j)
                     v.release(j)

@@ -18,7 +18,7 @@ from tiles import bf16, fp16, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.based_segments import KeySide, QuerySide
+from ..parts.recurrent.based_segments import VECTORS, KeySide, QuerySide
 from ..parts.recurrent.based_walk import (
     CONSUMER_REGISTERS,
     CTAS_PER_SM,
@@ -58,19 +58,20 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, NORMALIZE, seq_layout = config.dtype, config.normalize, SequenceLayout(config.varlen, config.reverse)
-    side = (QuerySide if config.reverse else KeySide)(INPUT, NORMALIZE, seq_layout)
-    ONES, weights = rt(16, CHUNK, INPUT), {"weighted": config.key} if config.reverse else {}
+    side = (QuerySide if config.reverse else KeySide)(INPUT, NORMALIZE)
+    ONES, LOADS_VECTORS = rt(16, CHUNK, INPUT), config.reverse and NORMALIZE
+    weights = {"weighted": config.key, "vectors": ring(VECTORS, STAGES)} if LOADS_VECTORS else {}
     smem = shared(x=ring(config.key, STAGES), v=ring(config.value, STAGES), features=config.features, **weights)
 
     @cuda.jit(launch_bounds=(THREADS, CTAS_PER_SM), fastmath=True)
     def scan(
-        gX: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gWeights: array(3), gDNormalizers: array(3),
+        gX: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gVectors: tiled(VECTORS, 3, None, 2),
         gLocalStates: array(4), gLocalZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, scanned_segments: INT,
         heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The local state of one of the first `scanned_segments` of a sequence, for one of the `heads`, of which
-        `group` share a key head, and one of `columns` blocks of 64 value columns. gX, gV: k and v, or q and dO. gWeights,
-        gDNormalizers: w and -w dO . O. gLocalStates, gLocalZ: (sequence, head and segment, ..) with features last."""
+        `group` share a key head, and one of `columns` blocks of 64 value columns. gX, gV: k and v, or q and dO. gVectors:
+        w and -w dO . O of each chunk. gLocalStates, gLocalZ: (sequence, head and segment, ..) with features last."""
         tiles = smem.open()
         index, column = divmod(cuda.blockIdx.x, columns)
         slot, head = divmod(index, heads)
@@ -84,6 +85,8 @@ def make(config: Config):
             for j in range(n):
                 tiles.x.fill(j, gX, (seq.batch, seq.chunk_start(j), key_head))
                 tiles.v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, column))
+                if LOADS_VECTORS:
+                    tiles.vectors.fill(j, gVectors, (seq_layout.chunk_index(seq.chunk_start(j), sequence, length), head))
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             s_t, count, z, zz = zeros(STATE), float32(0), zeros(SQUARE), zeros(SQUARE)
@@ -91,7 +94,7 @@ def make(config: Config):
                 rows, values = tiles.x.wait(j), tiles.v.wait(j)
                 seq_layout.zero_other_rows(rows, seq.remaining(j))
                 seq_layout.zero_other_rows(values, seq.remaining(j))
-                x, tokens = side.prepare(tiles, rows, values, gWeights, gDNormalizers, seq, j, head, scale)
+                x, tokens = side.prepare(tiles, j, rows, values, seq.remaining(j), scale)
                 warpgroup.store(tiles.features, taylor(x, side.squares))
                 warpgroup.sync()
                 s_t = warpgroup.mma_AtB(s_t, values, tiles.features)

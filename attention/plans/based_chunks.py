@@ -55,7 +55,7 @@ class BasedSegments(NamedTuple):
             columns=columns,
             group=heads // key_heads,
             scale=scale,
-            **{"gWeights": None, "gDNormalizers": None} | arrays,
+            **{"gVectors": None} | arrays,
         )
         compose, states = self._compose(local_states, state and state.permuted(SWAP_STATE_AXES), value_dim)
         steps = [scan, compose]

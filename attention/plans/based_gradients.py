@@ -12,12 +12,13 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels.based_gradients import TOKENS, BasedFeatureGradients, BasedFeatures
 from ..kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
+from ..parts.recurrent.based_segments import VECTORS
 from ..parts.recurrent.tokens import COLUMNS
 from .based_chunks import BasedSegments, count_segments
 from .normalizer_gradients import plan_normalized_gradients
 from .recurrent_checks import DTYPES, is_varlen
 from .recurrent_chunks import Arrays, Costs, ScratchAllocator, intern_value
-from .recurrent_gradients import partial_gradients, sum_heads
+from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads
 from .token_loop_gradients import plan_linear_gradients
 
 GRADIENT_COSTS = Costs(two_consumers=1, first_pass=0.3, compose=0.15, extra_launches=3)
@@ -66,13 +67,13 @@ def plan_based_gradients(problem: Problem, scale: float, normalize: bool, wants_
 
 def _plan_walks(problem: Problem, scale: float, normalize: bool, results: Arrays, scratch: ScratchAllocator) -> list[Step]:
     """The launches of both walks. results: the gradients of the initial state, None where they are not wanted."""
-    heads, key_heads, sequences, *tokens = problem("heads", "heads_k", "sequences", "batch", "seqlen", "heads")
+    heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
     sums_heads = heads > key_heads
     fields = DTYPES[problem.dtype], normalize, sums_heads, is_varlen(problem)
     outputs = {name: partial_gradients(problem, scratch) if sums_heads else problem[name] for name in ("dq", "dk")}
     arrays: Arrays = {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDOut": problem["dout"]}
-    arrays |= {name: scratch(*tokens) if normalize else None for name in ("gWeights", "gDNormalizers")}
-    arrays["gCuSeqlens"] = problem["cu_seqlens"]
+    vectors = scratch(count_chunk_indices(problem), heads, VECTORS.length) if normalize else None
+    arrays |= {"gVectors": vectors, "gCuSeqlens": problem["cu_seqlens"]}
     segments = count_segments(problem, 1, GRADIENT_COSTS)
     states = BasedSegments(problem, normalize, segments, scratch)
     sizes = {"length": problem.extents["seqlen"], "segments": segments, "heads": heads, "group": heads // key_heads}
@@ -87,8 +88,7 @@ def _plan_walks(problem: Problem, scale: float, normalize: bool, results: Arrays
     new_steps, state, z = states.find_states(problem["initial_state"], problem["initial_z"], False, 1.0, **keys)
     starts = {"gDQ": outputs["dq"], "gInitialState": state, "gInitialZ": z}
     steps += [*new_steps, launch(BasedQueryGradients, starts)]
-    queries: Arrays = {"gX": problem["q"], "gV": problem["dout"]}
-    queries |= {name: arrays[name] for name in ("gWeights", "gDNormalizers")}
+    queries: Arrays = {"gX": problem["q"], "gV": problem["dout"], "gVectors": vectors}
     new_steps, state, z = states.find_states(problem["dstate"], problem["dz"], True, scale, **queries)
     ends = {"gDK": outputs["dk"], "gDV": problem["dv"], "gDState": state, "gDZ": z}
     ends |= {"gDInitialState": results["dinitial_state"], "gDInitialZ": results["dinitial_z"]}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from numba import cuda
+from numpy import int32
 
 from ops import divmod, subtile, truncate, warpgroup, zeros
 from ops.for_attention.taylor_features import BASE, FEATURES, HALF
@@ -46,10 +47,11 @@ class BasedTiles:
 
 @static
 class BasedWalk:
-    """What both walks do alike, with q, k, v and dO of this dtype."""
+    """What both walks do alike, with q, k, v and dO of this dtype. loads_vectors: is there a vector of each chunk, too?"""
 
     dtype: dtype
     seq_layout: SequenceLayout
+    loads_vectors: bool
 
     @property
     def rows(self):
@@ -62,8 +64,9 @@ class BasedWalk:
         return TaylorGradients(self.dtype)
 
     @inlined
-    def load_chunks(self, tiles, arrays, seq, n, head, group):
-        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO."""
+    def load_chunks(self, tiles, arrays, seq, n, head, group, gVectors=None, first_chunk=0):
+        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO. gVectors: of all chunks. first_chunk: the index
+        of that which comes first in memory."""
         warpgroup.release_registers(LOADER_REGISTERS)
         (gQ, gK, gV, gDOut), (key_head, _) = arrays, divmod(head, group)
         for j in range(n):
@@ -72,6 +75,8 @@ class BasedWalk:
             tiles.k.fill(j, gK, (seq.batch, token, key_head))
             tiles.v.fill(j, gV, (seq.batch, token, head, 0))
             tiles.do.fill(j, gDOut, (seq.batch, token, head, 0))
+            if self.loads_vectors:
+                tiles.vectors.fill(j, gVectors, (int32(first_chunk + seq.chunk_number(j)), head))
 
     @inlined
     def differentiate_features(self, rows, state, tile, x, squares):
