@@ -91,6 +91,7 @@ def make(config: Config):
     channel_gates = config.limited_gates if decay.has_references else config.channel_gates
     PARAMS = channel_gates.params()
     halved_scores, block_scores = AnchoredScores(KEY_DIM, INPUT), QueryScores(KEY_DIM, INPUT)
+    START = block_scores.to_start
     smem = shared(
         q=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
         k=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
@@ -102,7 +103,7 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
         flag=ring(channel_decay.FLAG, STAGE_COUNT, readers + WARPS, writers=WARPS),
-        to_start=block_scores.to_start if decay.has_references else sv(16, fp32),
+        to_start=sv(2 * START.length if decay.has_references else 16, fp32),
         biases=channel_gates.biases,
         rates=channel_gates.rates,
     )
@@ -126,6 +127,11 @@ def make(config: Config):
             return warpgroup.mma_ABt(o, rounded, subtile(queries, CHUNK, 0, WIDE_KEY_DIM, 1)), s_t
 
     @inlined
+    def pick_start(to_start, j):
+        """The vector exp(r) of a chunk's blocks: there are two, as a scorer reads one while the next is written."""
+        return subtile(to_start, START.length, j % 2)
+
+    @inlined
     def open_tiles(queries, keys, residual, gates, to_start):
         """The tiles of a strong chunk whose blocks have references."""
         near = subtile(viewed(gates, NEAR_AND_MORE), CHUNK, 1) if IN_PLACE else viewed(gates, KEY)
@@ -138,11 +144,15 @@ def make(config: Config):
             block_scores.factor(open_tiles(queries, keys, residual, gates, to_start), sums, warp)
 
     @inlined
-    def score_blocks(queries, keys, residual, gates, to_start, warp):
-        """The scores of a strong chunk whose blocks have references."""
+    def score_blocks(queries, keys, q_residual, g, to_start, j):
+        """The scores of a strong chunk whose blocks have references. Gives back what the preparer waits for, then decays
+        queries to the start of the chunk."""
         if decay.has_references:
-            tiles = open_tiles(queries, keys, residual, gates, to_start)
+            warp = warpgroup.rank()
+            tiles = open_tiles(queries, keys, q_residual.wait(j), g.wait(j), pick_start(to_start, j))
             scores = warpgroup.causal(block_scores.score(tiles, warp), 0, 0.0)
+            q_residual.release(j)
+            g.release(j)
             warpgroup.sync()  # all warps have multiplied
             block_scores.decay_to_start(tiles, warp)
             return scores
@@ -198,7 +208,7 @@ def make(config: Config):
                         warpgroup.sync()
                     b_last = decay.load_last_sums(sums, warp)
                     if decay.has_references and strong and not halved:
-                        factor_blocks(queries, keys, residual, gates, sums, to_start, warp)
+                        factor_blocks(queries, keys, residual, gates, sums, pick_start(to_start, j), warp)
                     else:
                         decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
                     decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
@@ -222,13 +232,13 @@ def make(config: Config):
                 flag.release(j)
                 if decay.halves and strength > 1:
                     s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
+                    q_residual.release(j)
                 elif strength > 0:
-                    s = score_blocks(queries, keys, residual, g.wait(j), to_start, warpgroup.rank())
-                    g.release(j)
+                    s = score_blocks(queries, keys, q_residual, g, to_start, j)
                 else:
                     s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
                     s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
-                q_residual.release(j)
+                    q_residual.release(j)
                 q.release(j)
                 k.release(j)
                 weights, rounded = p.claim(j), INPUT(s)
