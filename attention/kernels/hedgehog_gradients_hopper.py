@@ -30,6 +30,7 @@ from ops import (
     exp2,
     greater,
     load,
+    maximum,
     right_fill,
     row_max,
     row_sum,
@@ -40,6 +41,7 @@ from ops import (
     tma_store,
     warpgroup,
     where,
+    zeros,
 )
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, static, sv
 from tiles.launching.arguments import FLOAT, INT, array, tiled
@@ -51,13 +53,15 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 HEAD = 128  # columns of queries, keys and values, padded
 WINDOW, FEATURE_ROWS, PRODUCER = range(3)  # the indices of the warpgroups
-LOAD_WARP, GRADIENT_WARP, INPUT_WARP, STATS_WARP = range(4)  # of the producer
+LOAD_WARP, VALUE_WARP, INPUT_WARP, STATS_WARP = range(4)  # of the producer
 REGISTERS = 40, 232  # of a thread of the producer, of the others
 WARPS = warpgroup.WARPGROUP
 MAXIMA, FACTORS, DOTS, TIES = range(4)  # what the second kernel needs of queries
 STATS = 4 * CHUNK
 EQUAL = 1 - 2.0**-16  # an exponential from which on a score counts as the largest one
+EQUAL_AGAIN = EQUAL - 2.0**-23  # where it is asked again: LLVM would keep all answers to the same question in registers
 ABOVE_FLOOR = FLOOR * (1 + 1 / 16)  # no rounded feature lies between
+SIGNAL = st(16, 64, bf16)  # the smallest tile, for a ring whose tiles nobody reads
 SCORES, SUMS, HALF_SUMS = rt(16, CHUNK, fp32), rt(16, HEAD, fp32), rt(16, HALF, fp32)
 
 
@@ -74,9 +78,10 @@ class FeatureTiles:
 
     @inlined
     def through_softmax(self, p, dp):
-        """The gradient of x, where p = softmax(x), rounded: so p is divided by its sum. Features at the floor have none."""
+        """The gradient of x, where p = softmax(x), rounded: so p is divided by its sum, which is 0 after the last token.
+        Features at the floor have none."""
         p = where(greater(p, ABOVE_FLOOR), p, 0.0)
-        return p * (dp - row_sum(p * dp) / row_sum(p))
+        return p * (dp - row_sum(p * dp) / maximum(row_sum(p), FLOOR))
 
     @inlined
     def sum_tokens(self, tile, half, weights):
@@ -143,15 +148,16 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
         rows = FeatureTiles(INPUT)
         ROWS, (producer_registers, registers), seq_layout = tiled(config.rows, unit=1), REGISTERS, SequenceLayout()
         smem = shared(
-            q=ring(config.rows, 1, WARPS),
+            q=ring(config.rows, 2, 2 * WARPS if UNROUNDED else 1),
             k=ring(config.rows, 3, WARPS),
             v=ring(config.rows, 2, WARPS),
             do=ring(config.rows, 2, 2 * WARPS + 1),
             f=ring(config.features, 1, WARPS),
             s=ring(config.state, 1, WARPS),
             maps=ring(config.map, 1, WARPS),
-            dy=ring(config.square, 1, WARPS + 1, writers=WARPS),
-            out=ring(config.rows, 1, 1, writers=WARPS),
+            dy=ring(config.square, 1, 2 * WARPS + 1, writers=WARPS),
+            q_done=ring(SIGNAL, 1, WARPS, writers=WARPS),
+            out=ring(SIGNAL, 1, 1, writers=WARPS),
             window_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
             feature_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
             stats=ring(sv(STATS, fp32), 1, 1, writers=WARPS),
@@ -181,14 +187,13 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
             gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-            gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS,
-            gDY: tiled(config.square, unit=1), gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT,
-            group: INT, scale: FLOAT,
+            gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS, gDMap: array(4),
+            gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """A block has one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head.
             gStates: S^T before each chunk, of the keys of all chunks before it. gZ: z before each chunk. gDZ: what each chunk
             adds to dz. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
-            q, k, v, do, f, s, maps, dy, out, window_sums, feature_sums, stats, dn = smem.open()
+            q, k, v, do, f, s, maps, dy, q_done, out, window_sums, feature_sums, stats, dn = smem.open()
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
             key_head, _ = divmod(head, group)
             n, wg = seq.num_chunks(), warpgroup.id()
@@ -210,10 +215,10 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                         v.fill(j + 1, gV, (seq.batch, token, head))
                         s.fill(j, gStates, (states, head))
                         f.fill(j, gFeatures, (seq.batch, token, key_head))
-                elif warp == GRADIENT_WARP:
+                elif warp == VALUE_WARP:
                     for j in range(n):
                         at = seq.batch, seq.chunk_start(j), head
-                        tma_store(gDY, at, dy.wait(j))
+                        dy.wait(j)
                         tma_store(gDNumerators, at, do.wait(j))  # dO has been divided by n
                         store_wait()
                         dy.release(j)
@@ -221,9 +226,11 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                 elif warp == INPUT_WARP:
                     if not UNROUNDED:
                         for j in range(n):
-                            tma_store(gDX, (seq.batch, seq.chunk_start(j), head), out.wait(j))
+                            out.wait(j)
+                            tma_store(gDX, (seq.batch, seq.chunk_start(j), head), q.wait(j))  # dq lies there
                             store_wait()
                             out.release(j)
+                            q.release(j)
                 else:
                     for j in range(n):
                         chunk, tile = seq_layout.chunk_index(seq.chunk_start(j), sequence, length), stats.wait(j)
@@ -233,6 +240,7 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
             elif wg == WINDOW:
                 warpgroup.claim_registers(registers)
                 alpha, beta, dbeta, first = gAlphas[head], gBetas[head], float32(0), seq.start
+                dm = zeros(HALF_SUMS)
                 for j in range(n):
                     queries, douts = q.wait(j), do.wait(j)
                     near = warpgroup.mm_ABt(queries, k.wait(j + 1))
@@ -241,7 +249,6 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                     dp_far = warpgroup.mm_ABt(douts, v.wait(j))
                     near = warpgroup.causal(warpgroup.wait(near, newer=3), 0, -math.inf)
                     far = right_fill(warpgroup.wait(far, newer=2), int32(min(first + CHUNK * j, CHUNK)), -math.inf)
-                    q.release(j)
                     maxima = row_max(near, row_max(far))
                     near, far = exp2((near - maxima) * (scale * LOG2_E)), exp2((far - maxima) * (scale * LOG2_E))
                     total = row_sum(near, row_sum(far))
@@ -257,8 +264,8 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                     dp_total = (dp_total - dot * total) * inverse
                     dbeta += tile_sum(dp_total)
                     factor, tie = inverse * (beta * scale), dp_total / ties * (beta * scale)
-                    ds_near = INPUT(near * ((dp_near - dot) * factor) - greater(near, EQUAL) * tie)
-                    ds_far = INPUT(far * ((dp_far - dot) * factor) - greater(far, EQUAL) * tie)
+                    ds_near = INPUT(near * ((dp_near - dot) * factor) - greater(near, EQUAL_AGAIN) * tie)
+                    ds_far = INPUT(far * ((dp_far - dot) * factor) - greater(far, EQUAL_AGAIN) * tie)
                     dq = warpgroup.mma_AB(warpgroup.mm_AB(ds_near, k.wait(j + 1)), ds_far, k.wait(j))
                     tile = stats.claim(j)
                     warpgroup.store(subtile(tile, CHUNK, MAXIMA), maxima)
@@ -266,18 +273,27 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                     warpgroup.store(subtile(tile, CHUNK, DOTS), dot)
                     warpgroup.store(subtile(tile, CHUNK, TIES), tie)
                     stats.publish(j)
-                    dq = warpgroup.wait(warpgroup.mma_ABt(dq, dy.wait(j), maps.wait(0)))
+                    dy_tile = dy.wait(j)
+                    dq = warpgroup.mma_ABt(dq, dy_tile, maps.wait(0))
+                    dm = warpgroup.mma_AtB(dm, subtile(queries, CHUNK, 0, HALF, WINDOW), dy_tile)
+                    dq, dm = warpgroup.wait(dq, newer=1), warpgroup.wait(dm)
                     k.release(j)
                     dy.release(j)
                     if UNROUNDED:
                         warpgroup.store(gDX, dq, (seq.batch, seq.chunk_start(j), head, 0), 1, 3)
+                        q.release(j)
                     else:
-                        warpgroup.store(out.claim(j), dq)
+                        out.claim(j)
+                        q_done.wait(j)  # the other warpgroup has read the queries
+                        q_done.release(j)
+                        warpgroup.sync()  # and so have these warps
+                        warpgroup.store(queries, dq)
                         out.publish(j)
+                warpgroup.store(gDMap, dm, (HALF * WINDOW, head, slot, 0), 0, 3)
                 gDBetas[int32(WARPS * slot + warpgroup.rank()), head] = dbeta
             else:
                 warpgroup.claim_registers(registers)
-                alpha, beta, dalpha = gAlphas[head], gBetas[head], float32(0)
+                alpha, beta, dalpha, dm = gAlphas[head], gBetas[head], float32(0), zeros(HALF_SUMS)
                 for j in range(n):
                     token = seq.chunk_start(j)
                     chunk = seq_layout.chunk_index(token, sequence, length)
@@ -305,6 +321,7 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                     warpgroup.store(douts, INPUT(numerators))
                     dy.publish(j)  # its fence is dO's, too
                     do.release(j)
+                    dm = warpgroup.mma_AtB(dm, subtile(q.wait(j), CHUNK, 0, HALF, FEATURE_ROWS), dy.wait(j))
                     warpgroup.store(dn, dot * inverse * -1.0)
                     warpgroup.sync()
                     weights = load(dn, SCORES.row_vec)
@@ -312,7 +329,15 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                         sums = rows.sum_tokens(f_tile, half, weights)
                         warpgroup.store(gDZ, sums, (chunk, head, 0, int32(HALF * half)), cols=3)
                     f.release(j)
+                    dm = warpgroup.wait(dm)
+                    dy.release(j)
+                    if UNROUNDED:
+                        q.release(j)
+                    else:
+                        q_done.claim(j)
+                        q_done.publish(j)
                     warpgroup.sync()  # all have read dn
+                warpgroup.store(gDMap, dm, (HALF * FEATURE_ROWS, head, slot, 0), 0, 3)
                 gDAlphas[int32(WARPS * slot + warpgroup.rank()), head] = dalpha
 
         return differentiate, smem
@@ -334,14 +359,14 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
         smem = shared(
             q=ring(config.rows, 2, WARPS),
             do=ring(config.rows, 2, 2 * WARPS),
-            k=ring(config.rows, 1, WARPS),
+            k=ring(config.rows, 1, 2 * WARPS),
             v=ring(config.rows, 1, 2 * WARPS),
             f=ring(config.features, 1, WARPS),
             s=ring(config.state, 1, WARPS),
             maps=ring(config.map, 1, WARPS),
             stats=ring(sv(STATS, fp32), 2, WARPS),
             weights=ring(config.square, 2, WARPS, writers=WARPS),
-            dy=ring(config.square, 1, WARPS + 1, writers=WARPS),
+            dy=ring(config.square, 1, 2 * WARPS, writers=WARPS),
             out=ring(config.rows, 1, 1, writers=WARPS),
             out_values=ring(config.rows, 1, 1, writers=WARPS),
         )
@@ -359,13 +384,13 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
             gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-            gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDY: tiled(config.square, unit=1),
+            gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDMap: array(4),
             length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """The arguments are those of the kernel for queries, with f(k) in gFeatures. gStates: dS^T after each chunk, of the
             queries of all chunks after it. gZ: dz after the next chunk."""
             q, do, k, v, f, s, maps, stats, weights, dy, out, out_values = smem.open()
-            sequence, _, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
+            sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
             key_head, _ = divmod(head, group)
             n, wg = seq.num_chunks(), warpgroup.id()
             if wg == PRODUCER:
@@ -387,24 +412,20 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
                         q.fill(j + 1, gQ, (seq.batch, later, key_head))
                         do.fill(j + 1, gDOut, (seq.batch, later, head))
                         stats.fill(j + 1, gStats, (chunk, head))
-                elif warp == GRADIENT_WARP:
-                    for j in range(n):
-                        tma_store(gDY, (seq.batch, seq.chunk_start(j), head), dy.wait(j))
-                        store_wait()
-                        dy.release(j)
                 elif warp == INPUT_WARP:
                     if not UNROUNDED:
                         for j in range(n):
                             tma_store(gDX, (seq.batch, seq.chunk_start(j), head), out.wait(j))
                             store_wait()
                             out.release(j)
-                else:
+                elif warp == VALUE_WARP:
                     for j in range(n):
                         tma_store(gDV, (seq.batch, seq.chunk_start(j), head), out_values.wait(j))
                         store_wait()
                         out_values.release(j)
             elif wg == WINDOW:
                 warpgroup.claim_registers(registers)
+                dm = zeros(HALF_SUMS)
                 for j in range(n):
                     keys, values = k.wait(j), v.wait(j)
                     s_t, dp_t = warpgroup.mm_ABt(keys, q.wait(j)), warpgroup.mm_ABt(values, do.wait(j))
@@ -423,21 +444,25 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
                     later = int32(length - seq.chunk_start(j + 1))
                     s_t = right_fill(warpgroup.wait(s_t, newer=1), int32(max(later, 0)), -math.inf)
                     w, ds = differentiate_scores(s_t, warpgroup.wait(dp_t), stats.wait(j + 1), scale)
-                    k.release(j)
                     v.release(j)
                     dk = warpgroup.mma_AB(dk, ds, q.wait(j + 1))
                     warpgroup.store(weights.claim(2 * j + 1), w)
                     weights.publish(2 * j + 1)
-                    dk = warpgroup.wait(warpgroup.mma_ABt(dk, dy.wait(j), maps.wait(0)))
+                    dy_tile = dy.wait(j)
+                    dk = warpgroup.mma_ABt(dk, dy_tile, maps.wait(0))
+                    dm = warpgroup.mma_AtB(dm, subtile(keys, CHUNK, 0, HALF, WINDOW), dy_tile)
+                    dk, dm = warpgroup.wait(dk, newer=1), warpgroup.wait(dm)
+                    k.release(j)
                     dy.release(j)
                     if UNROUNDED:
                         warpgroup.store(gDX, dk, (seq.batch, seq.chunk_start(j), head, 0), 1, 3)
                     else:
                         warpgroup.store(out.claim(j), dk)
                         out.publish(j)
+                warpgroup.store(gDMap, dm, (HALF * WINDOW, head, slot, 0), 0, 3)
             else:
                 warpgroup.claim_registers(registers)
-                alpha = gAlphas[head]
+                alpha, dm = gAlphas[head], zeros(HALF_SUMS)
                 for j in range(n):
                     chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
                     f_tile, states = f.wait(j), s.wait(j)
@@ -455,13 +480,18 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
                     dv = warpgroup.wait(dv) * alpha
                     s.release(j)
                     f.release(j)
+                    dm = warpgroup.mma_AtB(dm, subtile(k.wait(j), CHUNK, 0, HALF, FEATURE_ROWS), dy.wait(j))
                     dv = warpgroup.mma_AB(dv, weights.wait(2 * j), do.wait(j))
-                    dv = warpgroup.wait(warpgroup.mma_AB(dv, weights.wait(2 * j + 1), do.wait(j + 1)))
+                    dv = warpgroup.mma_AB(dv, weights.wait(2 * j + 1), do.wait(j + 1))
+                    dm, dv = warpgroup.wait(dm, newer=2), warpgroup.wait(dv)
+                    k.release(j)
+                    dy.release(j)
                     weights.release(2 * j)
                     weights.release(2 * j + 1)
                     do.release(j)
                     warpgroup.store(out_values.claim(j), dv)
                     out_values.publish(j)
+                warpgroup.store(gDMap, dm, (HALF * FEATURE_ROWS, head, slot, 0), 0, 3)
 
         return differentiate, smem
 

@@ -1,6 +1,6 @@
 """The plan of Hedgehog's gradients on Hopper. The launches compute: features, and sums of those of each chunk; the sums of
 older features, and the states before all chunks, by linear attention's scan; the gradients of queries; in reverse, the
-gradients of both; the gradients of keys and values; and those of the maps."""
+gradients of both; the gradients of keys and values; and those of the maps, from parts of them."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..families import uses_hopper_kernels
-from ..kernels import hedgehog_feature_sums, hedgehog_map_gradients, sum_head_groups
+from ..kernels import hedgehog_feature_sums, sum_head_groups
 from ..kernels.hedgehog_feature_gradients import HedgehogFeatures
 from ..kernels.hedgehog_gradients_hopper import HEAD, STATS, WARPS, HedgehogHopperKeys, HedgehogHopperQueries
 from ..parts.recurrent.gates import Gate
@@ -25,7 +25,6 @@ from .recurrent_checks import DTYPES, is_varlen
 from .recurrent_chunks import Arrays, Costs, ScratchAllocator, intern_value
 from .recurrent_gradients import partial_gradients, sum_heads
 
-SPLITS = 12  # blocks at most that sum the gradient of a head's map
 COSTS = Costs(two_consumers=1, first_pass=0, compose=0, extra_launches=0)  # segments do not wait for one another
 SIDES = "q", "k"
 
@@ -42,13 +41,13 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
     dtype, tiles, group = problem.dtype, -(-length // CHUNK), heads // key_heads
     chunks, tokens = batch * tiles, (batch, length, heads)
     features = {x: scratch(batch, length, key_heads, FEATURES, dtype=dtype) for x in SIDES}
-    dy = {x: scratch(*tokens, HALF, dtype=dtype) for x in SIDES}
     feature_sums = {"k": scratch(chunks, key_heads, WARPS, FEATURES), "q": scratch(chunks, heads, 1, FEATURES)}
     sums = {"k": scratch(chunks, key_heads, FEATURES), "q": scratch(chunks, heads, FEATURES)}
     states = {x: scratch(chunks, heads, value_dim, FEATURES, dtype=dtype) for x in SIDES}
     stats, dnumerators = scratch(chunks, heads, STATS), scratch(*tokens, value_dim, dtype=dtype)
     gradients = {x: partial_gradients(problem, scratch) if group > 1 else problem["d" + x] for x in SIDES}
     segments = recurrent_chunks.choose_segments(batch * heads, 1, 1, tiles, machine(problem.device).processors, COSTS)
+    dmaps = {x: scratch(key_dim, heads, batch * segments, HALF) for x in SIDES}
     warp_partials = {name: scratch(batch * segments * WARPS, heads) for name in ("dalphas", "dbetas")}
     feature_problem = Problem(
         problem.schema, problem.forms, problem.extents | {"key_dim": FEATURES}, problem.bits, problem.layout
@@ -77,19 +76,9 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
         arrays |= {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDOut": problem["dout"]}
         arrays |= {"gFeatures": features[x], "gStates": states[state_side], "gZ": sums[state_side]}
         arrays |= {"gMap": problem[f"{x}_map"], "gAlphas": problem["alphas"], "gStats": stats}
-        arrays |= {"gDX": gradients[x], "gDY": dy[x]}
+        arrays |= {"gDX": gradients[x], "gDMap": dmaps[x]}
         sizes = {"length": length, "segments": segments, "heads": heads, "group": group}
         return kernel_for(config, config, problem.device).bind(batch * heads * segments, **arrays, **sizes, scale=scale)
-
-    def differentiate_map(x: str) -> list[Step]:
-        number = chunks * group
-        splits = min(SPLITS, number)
-        dmap = scratch(1, key_dim, key_heads * splits, HALF)
-        config = intern_value(hedgehog_map_gradients.Config, DTYPES[dtype])
-        step = kernel_for(hedgehog_map_gradients, config, problem.device).bind(
-            key_heads * splits, gX=problem[x], gDY=dy[x], gDMap=dmap, chunks=number, tiles=tiles, splits=splits, group=group
-        )
-        return [step, sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
 
     query_outputs: Arrays = {"gBetas": problem["betas"], "gDNumerators": dnumerators, "gDZ": feature_sums["q"]}
     query_outputs |= {"gDAlphas": warp_partials["dalphas"], "gDBetas": warp_partials["dbetas"]}
@@ -100,7 +89,7 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
     steps += scan("q", intern_value(ReversedGate, intern_value(Gate)), dnumerators)
     steps.append(differentiate(HedgehogHopperKeys, "k", "q", gDV=problem["dv"]))
     for x in SIDES:
-        steps += differentiate_map(x)
+        steps.append(sum_maps(problem, _merge_parts(dmaps[x]), problem[f"d{x}_map"], group * batch * segments))
         if group > 1:
             steps += sum_heads(problem, gradients[x], problem["d" + x])
     for name, partial in warp_partials.items():
@@ -108,6 +97,14 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
         assert total is not None
         steps.append(sum_partials(problem, partial, total))
     return steps
+
+
+def _merge_parts(dmaps: Operand) -> Operand:
+    """The parts (row, head, part, column) of the gradient of a map as (1, row, head and part, column)."""
+    rows, heads, parts, columns = dmaps.form.shape
+    row_stride, _, *strides = dmaps.form.strides
+    form = dmaps.form._replace(shape=(1, rows, heads * parts, columns), strides=(0, row_stride, *strides))
+    return dmaps._replace(form=form)
 
 
 def sum_maps(problem: Problem, partial: Operand, total: Operand | None, splits: int) -> Step:
