@@ -62,7 +62,6 @@ def _count_blocks(problem: Problem) -> tuple[int, int]:
     return sequences * heads * -(-columns // COLUMNS), length * batch // sequences // CHUNK
 
 
-@watched_function
 @functools.lru_cache(1024)
 def choose_walk(head_sequences: int, width: int, first_width: int, chunks: int, processors: int) -> tuple[int, int]:
     """(segments for each sequence, consumers in each block of the walk) that take the shortest time. head_sequences: the number
@@ -81,6 +80,18 @@ def choose_walk(head_sequences: int, width: int, first_width: int, chunks: int, 
     return min(((n, consumers) for n in numbers for consumers in WALK if width % consumers == 0), key=lambda x: time(*x))
 
 
+@watched_function
+def choose_segments(*sizes: int) -> int:
+    """The number of segments for each sequence. sizes: choose_walk's arguments."""
+    return choose_walk(*sizes)[0]
+
+
+@watched_function
+def choose_consumers(*sizes: int) -> int:
+    """The number of consumers in each block of the walk. sizes: choose_walk's arguments."""
+    return choose_walk(*sizes)[1]
+
+
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: those of delta_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
     length, heads, key_heads, key_dim, columns, sequences = problem(
@@ -88,7 +99,8 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     )
     head_sequences, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    segments, consumers = choose_walk(head_sequences, width, first_width, chunks, processors)
+    sizes = head_sequences, width, first_width, chunks, processors
+    segments, consumers = choose_segments(*sizes), 2 if choose_consumers(*sizes) > 1 else 1
     config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
     extents: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
     inverse, chunk_results = _plan_inverse(problem, arrays, config_fields, raw, scratch, extents)
@@ -96,7 +108,7 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     segment_states, first_state = arrays["gInitialState"], 0
     if segments > 1:
         states, segment_states = _plan_states(problem, arrays | chunk_results, config_fields, raw, scratch, segments, extents)
-        first_state = int(segment_states.form.shape[0] < sequences * segments)
+        first_state = int(not composes_states(segments, arrays))
     walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")}
     walk_arrays |= {name: chunk_results[name] for name in ("gTransforms", "gVectors")}
     config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
@@ -141,10 +153,10 @@ def _plan_states(
     segments: int,
     extents: dict[str, Any],
 ) -> tuple[list[Step], Operand]:
-    """(the launches that compute the state before each segment, these states; without those before the first segments, which
-    are 0, if there are two segments of each sequence: then they are N)"""
+    """(the launches that compute the state before each segment, these states; unless composes_states, without those before
+    first segments)"""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    composes = segments > 2 or arrays["gInitialState"] is not None
+    composes = composes_states(segments, arrays)
     scanned_segments, both_columns = segments - 1, columns + key_dim * composes
     transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
     blocks = sequences * heads * scanned_segments * -(-both_columns // COLUMNS)
@@ -167,6 +179,11 @@ def _plan_states(
         return [walk], transitions
     compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
     return [walk, compose], segment_states
+
+
+def composes_states(segments: int, arrays: Arrays) -> bool:
+    """Are the states before segments composed of N and M? Of two segments, the first of which begins with 0, they are N."""
+    return segments > 2 or arrays["gInitialState"] is not None
 
 
 def compose_states(

@@ -72,8 +72,9 @@ def cut(monkeypatch, nothing_known):
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
 
     def cut(n, consumers=1):
-        monkeypatch.setattr(recurrent_chunks, "choose_segments", lambda *_: n)
-        monkeypatch.setattr(delta_walk, "choose_walk", lambda *_: (n, consumers))
+        for place in recurrent_chunks, delta_walk:
+            monkeypatch.setattr(place, "choose_segments", lambda *_: n)
+        monkeypatch.setattr(delta_walk, "choose_consumers", lambda *_: consumers)
 
     return cut
 
@@ -269,10 +270,9 @@ def test_without_an_initial_state(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     """Also when only the length of a repeated call is new."""
-    numbers, walks = [], delta and kind == "token"
-    plans, name = (delta_walk, "choose_walk") if walks else (recurrent_chunks, "choose_segments")
-    choose = getattr(plans, name)
-    monkeypatch.setattr(plans, name, lambda *args: numbers.append(choose(*args)) or numbers[-1])
+    numbers, plans = [], delta_walk if delta and kind == "token" else recurrent_chunks
+    choose = plans.choose_segments
+    monkeypatch.setattr(plans, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
     for place in recurrent_chunks, delta_walk, module:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
@@ -280,8 +280,7 @@ def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     monkeypatch.setattr(delta_walk, "COMPOSE", 0.5)
     for length in 1300, 200:
         agree(OnInterpreter(), case(delta, kind, length, 16, 16))
-    first, *_, last = [n[0] if walks else n for n in numbers]
-    assert first > 1 and int(last) == 1
+    assert numbers[0] > 1 and int(numbers[-1]) == 1
 
 
 @pytest.mark.parametrize(("delta", "kind"), [*DELTA_KINDS, (True, "token")])
