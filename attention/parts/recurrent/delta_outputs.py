@@ -73,6 +73,7 @@ class StatesAlone:
         """A consumer stores the state after the last token."""
 
 
+@static
 class DeltaOutputs(StatesAlone):
     """The outputs, and the state after the last token. dtype: of inputs. chunk_vectors: of a chunk's tokens."""
 

@@ -80,6 +80,7 @@ class BothRecurrences:
         """A warp sets the counts of a chunk and head of keys to 0, once for all value heads and columns."""
 
 
+@static
 class StatesWithOutputs(BothRecurrences):
     """dtype: of inputs. chunk_vectors: of a chunk's tokens."""
 
