@@ -58,6 +58,7 @@ REGISTERS = 40, 232  # of a thread of the producer, of the others
 WARPS = warpgroup.WARPGROUP
 MAXIMA, FACTORS, DOTS, TIES = range(4)  # what the second kernel needs of queries
 STATS = 4 * CHUNK
+Z = sv(FEATURES, fp32)
 EQUAL = 1 - 2.0**-16  # an exponential from which on a score counts as the largest one
 EQUAL_AGAIN = EQUAL - 2.0**-23  # where it is asked again: LLVM would keep all answers to the same question in registers
 ABOVE_FLOOR = FLOOR * (1 + 1 / 16)  # no rounded feature lies between
@@ -75,6 +76,11 @@ class FeatureTiles:
     def load_half(self, tile, half):
         """A warp's rows of one half of the features."""
         return fp32(warpgroup.load(subtile(tile, CHUNK, 0, HALF, half), rt(16, HALF, self.dtype)))
+
+    @inlined
+    def load_sums(self, vector, half):
+        """The sums of one half of the features, as a row."""
+        return load(subtile(vector, HALF, half), HALF_SUMS.row_vec)
 
     @inlined
     def through_softmax(self, p, dp):
@@ -154,6 +160,7 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
             do=ring(config.rows, 2, 2 * WARPS + 1),
             f=ring(config.features, 1, WARPS),
             s=ring(config.state, 1, WARPS),
+            z=ring(Z, 2, WARPS),
             maps=ring(config.map, 1, WARPS),
             dy=ring(config.square, 1, 2 * WARPS + 1, writers=WARPS),
             q_done=ring(SIGNAL, 1, WARPS, writers=WARPS),
@@ -186,14 +193,14 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
-            gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
+            gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
             gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS, gDMap: array(4),
             gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """A block has one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head.
             gStates: S^T before each chunk, of the keys of all chunks before it. gZ: z before each chunk. gDZ: what each chunk
             adds to dz. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
-            q, k, v, do, f, s, maps, dy, q_done, out, window_sums, feature_sums, stats, dn = smem.open()
+            q, k, v, do, f, s, z, maps, dy, q_done, out, window_sums, feature_sums, stats, dn = smem.open()
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
             key_head, _ = divmod(head, group)
             n, wg = seq.num_chunks(), warpgroup.id()
@@ -214,6 +221,7 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                         do.fill(j, gDOut, (seq.batch, token, head))
                         v.fill(j + 1, gV, (seq.batch, token, head))
                         s.fill(j, gStates, (states, head))
+                        z.fill(j, gZ, (seq_layout.chunk_index(token, sequence, length), key_head))
                         f.fill(j, gFeatures, (seq.batch, token, key_head))
                 elif warp == VALUE_WARP:
                     for j in range(n):
@@ -300,8 +308,8 @@ class HedgehogHopperQueries(HedgehogHopperConfig):
                     g = warpgroup.mm_AB(do.wait(j), s.wait(j))
                     f_tile = f.wait(j)
                     up, down = rows.load_half(f_tile, 0), rows.load_half(f_tile, 1)
-                    z_up = load(gZ, HALF_SUMS.row_vec, (chunk, key_head, 0))
-                    z_down = load(gZ, HALF_SUMS.row_vec, (chunk, key_head, HALF))
+                    z_up, z_down = rows.load_sums(z.wait(j), 0), rows.load_sums(z.wait(j), 1)
+                    z.release(j)
                     older_total = row_sum(up * z_up, row_sum(down * z_down))
                     g = warpgroup.wait(g)
                     s.release(j)
@@ -363,6 +371,7 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
             v=ring(config.rows, 1, 2 * WARPS),
             f=ring(config.features, 1, WARPS),
             s=ring(config.state, 1, WARPS),
+            z=ring(Z, 2, WARPS),
             maps=ring(config.map, 1, WARPS),
             stats=ring(sv(STATS, fp32), 2, WARPS),
             weights=ring(config.square, 2, WARPS, writers=WARPS),
@@ -383,13 +392,13 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
         @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
         def differentiate(
             gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
-            gStates: tiled(config.state, rows=2), gZ: array(3), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
+            gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
             gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDMap: array(4),
             length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
         ):  # fmt: skip
             """The arguments are those of the kernel for queries, with f(k) in gFeatures. gStates: dS^T after each chunk, of the
             queries of all chunks after it. gZ: dz after the next chunk."""
-            q, do, k, v, f, s, maps, stats, weights, dy, out, out_values = smem.open()
+            q, do, k, v, f, s, z, maps, stats, weights, dy, out, out_values = smem.open()
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
             key_head, _ = divmod(head, group)
             n, wg = seq.num_chunks(), warpgroup.id()
@@ -409,6 +418,7 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
                         v.fill(j, gV, (seq.batch, token, head))
                         f.fill(j, gFeatures, (seq.batch, token, key_head))
                         s.fill(j, gStates, (chunk, head))
+                        z.fill(j, gZ, (seq_layout.chunk_index(token, sequence, length), head))
                         q.fill(j + 1, gQ, (seq.batch, later, key_head))
                         do.fill(j + 1, gDOut, (seq.batch, later, head))
                         stats.fill(j + 1, gStats, (chunk, head))
@@ -464,12 +474,11 @@ class HedgehogHopperKeys(HedgehogHopperConfig):
                 warpgroup.claim_registers(registers)
                 alpha, dm = gAlphas[head], zeros(HALF_SUMS)
                 for j in range(n):
-                    chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
                     f_tile, states = f.wait(j), s.wait(j)
                     g = warpgroup.mm_AB(v.wait(j), states)
                     dv = warpgroup.mm_ABt(f_tile, states)
-                    z_up = load(gZ, HALF_SUMS.row_vec, (chunk, head, 0))
-                    z_down = load(gZ, HALF_SUMS.row_vec, (chunk, head, HALF))
+                    z_up, z_down = rows.load_sums(z.wait(j), 0), rows.load_sums(z.wait(j), 1)
+                    z.release(j)
                     g = warpgroup.wait(g, newer=1)
                     v.release(j)
                     dy_tile = rows.through_softmax(rows.load_half(f_tile, 0), (columns(g, HALF, 0) + z_up) * alpha)
