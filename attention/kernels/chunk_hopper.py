@@ -47,6 +47,7 @@ from ..parts.recurrent.gates import (
 )
 from ..parts.recurrent.gradients import ReversedGate, gradient_fields
 from ..parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, ScanStates, scan_forms
+from ..parts.recurrent.state_tiles import StateTiles, sends_states
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
@@ -165,6 +166,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     if config.supports_result:
                         yield config
                 if size[0] <= WIDE_KEY_DIM:  # what other kernels of gradients read
+                    yield Config(*size, input_dtype, kind(), ScanOutputs(stores_states=True))
                     for varlen in (False, True) if everything else (False,):
                         gate = kind(scale_at_end=True) if issubclass(kind, DecayGate) else kind()
                         yield from (Config(*size, input_dtype, x, ChunkStates(), varlen) for x in (gate, ReversedGate(gate)))
@@ -195,8 +197,10 @@ def make(config: Config):
     else:
         OUTPUT = array(4 if result.reads_values else 3)
     HALF_STATE = rt(16, KEYS // 2, INPUT)
-    STATE_TILE = st(COLUMNS, KEYS, INPUT)
-    PARAMS, SCALES_OUTPUTS = result.params(INPUT, STATE_TILE), not (gate.folds_scale or gate.reversed or result.scales_scores)
+    SENDS_STATES = KEY_PARTS == 1 and sends_states(result, gate, INPUT)
+    states = StateTiles(result, st(COLUMNS, KEYS, INPUT), CONSUMERS * KEY_PARTS, SENDS_STATES, result.has_outputs)
+    PARAMS = result.params(INPUT, states.tile if SENDS_STATES else None)
+    SCALES_OUTPUTS = not (gate.folds_scale or gate.reversed or result.scales_scores)
 
     def key_ring(used=True):
         """A ring of tiles of keys or queries, with the channels of one key part each, which all consumers read. used: are there
@@ -218,9 +222,7 @@ def make(config: Config):
         z=value_ring(result.reads_z, KEY_PARTS if result.groups_queries else 1),
         b=vectors,
         a=vectors,
-        state=ring(STATE_TILE, CONSUMERS, 1, writers=warpgroup.WARPGROUP)
-        if result.sends_states
-        else st(COLUMNS * CONSUMERS * KEY_PARTS, KEYS, INPUT),
+        state=states.spec,
         out=st(COLUMNS * CONSUMERS, COLUMNS, INPUT),
         partial_o=ring(config.partial_o, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
     )
@@ -274,14 +276,14 @@ def make(config: Config):
                         group_head, column = divmod(CONSUMERS * block + c, width)
                         at = seq.batch, token, result.value_head(key_head, group, group_head), column
                         result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
-            elif result.sends_states:
+            elif SENDS_STATES:
                 if warp == CUMSUM_WARPS:
                     first_index = seq_layout.chunk_index(seq.start, sequence, length)
                     for slot in range(CONSUMERS * n):
                         j, c = divmod(slot, CONSUMERS)
                         group_head, column = divmod(CONSUMERS * block + c, width)
                         index = int32(first_index + seq.chunk_number(j))
-                        result.send_state(params, state, slot, index, key_head * group + group_head, column)
+                        states.send(params, state, slot, index, key_head * group + group_head, column)
                 elif gate.per_token:
                     for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS - 1):
                         j, c = divmod(slot, CONSUMERS)
@@ -303,7 +305,7 @@ def make(config: Config):
             c, part = (wg, int32(0)) if KEY_PARTS == 1 else (int32(0), wg)
             group_head, column = divmod(CONSUMERS * block + c, width)
             head, row, col = int32(key_head * group + group_head), int32(COLUMNS * column), int32(KEYS * part)  # of S^T
-            state_tile, out = result.state_tile(state, wg), subtile(out_tiles, COLUMNS, c)
+            state_tile, out = states.own_tile(state, wg), subtile(out_tiles, COLUMNS, c)
             state_index = int32(sequence * states_per_sequence + min(segment, states_per_sequence - 1))
             s_t = warpgroup.load(gInitialState, STATE, (state_index, head, row, col), aligned=False)
             for i in range(segment if not result.from_zero and states_per_sequence == 1 else 0):
@@ -324,18 +326,18 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
-                result.store_state(params, block_exponent.ldexp(s_t, e), index, head, row, col, state, slot)
+                states.put(params, state, slot, block_exponent.ldexp(s_t, e), index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
                     seq_layout.zero_other_rows(values, remaining, KEY_PARTS)
                 if result.has_outputs:
                     queries = q.wait(key_slot)
-                    warpgroup.store(state_tile, s_t)
+                    states.write(state_tile, s_t)
                     warpgroup.store_wait()
                     s = warpgroup.mm_ABt(queries, keys)
                     warpgroup.sync()
-                    o = warpgroup.mm_ABt(queries, state_tile)
+                    o = warpgroup.mm_ABt(queries, states.read(state, state_tile, slot))
                 e_before, e = e, block_exponent.next_exponent(e, block_exponent.wait(b, slot), block_exponent.wait(a, slot))
                 b_rows, a_cols, b_last = gate.consume_cumsum(b, a, slot, g, remaining)
                 if gate.folds_scale:
@@ -344,6 +346,7 @@ def make(config: Config):
                     p = gate.decay_scores(warpgroup.wait(s, newer=1), block_exponent.shift_key_decay(b_rows, e), a_cols)
                     p = INPUT(result.scale_scores(gate.scale_keys(p, scale), scale))
                     o = gate.decay(warpgroup.wait(o), block_exponent.shift_state_decay(b_rows, e_before, e))
+                    states.release(state, slot)
                     o = result.scale_scores(o, scale)
                     state_part = KEY_PARTS * column + part
                     result.dot_carried(seq_layout, params, o, z, slot, index, head, state_part, TRANSPOSED, remaining)

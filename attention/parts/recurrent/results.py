@@ -8,13 +8,12 @@ from collections.abc import Iterator
 
 from numpy import int32
 
-from ops import row_max, silu, subtile, truncate, warpgroup
+from ops import row_max, silu, truncate, warpgroup
 from tiles import fp32, inlined, static
 from tiles.launching.arguments import array, record, tiled
 
 from .gates import COL_VEC, Gate, Mamba2Gate
 from .recent_chunks import count_recent_chunks
-from .tokens import COLUMNS, send_tile
 
 NORMALIZER_EPSILON = 1e-10  # added to a normalizer, as flash-linear-attention does
 
@@ -26,12 +25,11 @@ class ScanResult:
     and store the last one as a local state? skip, normalized, silu: see ScanOutputs. reads_z: is there an array z of the
     outputs' shape that it reads beside the values? unrounded: are outputs float32? scales_scores: are scores multiplied by the
     scale before they are rounded, instead of outputs at the end? stores_states: is the state before each chunk stored,
-    transposed, in the dtype of the inputs? sends_states: do consumers leave these in a ring, from which a warp of the producer
-    stores them? groups_queries, dots_states: see gradients.py."""
+    transposed, in the dtype of the inputs? groups_queries, dots_states: see gradients.py."""
 
     has_outputs = True
     reads_values = True
-    from_zero = sends_states = False
+    from_zero = False
     skip = normalized = silu = unrounded = scales_scores = stores_states = groups_queries = dots_states = False
     label = ""
 
@@ -42,9 +40,9 @@ class ScanResult:
 
     def params(self, dtype, state=None):
         """The further parameters of a kernel, as a record. dtype: of its inputs. state: the tile of a consumer's part of a
-        transposed state, if it has one in shared memory. states: by the index of a chunk (SequenceLayout.chunk_index) and
+        transposed state, if TMA stores it. states: by the index of a chunk (SequenceLayout.chunk_index) and
         head."""
-        return record(states=array(4, dtype)) if self.stores_states else record()
+        return record(states=tiled(state, 4, 2, 3) if state else array(4, dtype)) if self.stores_states else record()
 
     def __str__(self):
         return self.label
@@ -94,20 +92,10 @@ class ScanResult:
         which of a state's parts this warpgroup has."""
 
     @inlined
-    def store_state(self, params, s_t, index, head, row, col, states=0, j=0):
-        """Store the state before a chunk, if such states are stored; with `sends_states` as the j-th tile of the ring
-        `states`."""
+    def store_state(self, params, s_t, index, head, row, col):
+        """Store the state before a chunk, if such states are stored."""
         if self.stores_states:
             warpgroup.store(params.states, s_t, (index, head, row, col), aligned=True)
-
-    @inlined
-    def send_state(self, params, states, j, index, head, column):
-        """One warp stores the j-th tile of the ring `states`, of the column-th 64 columns of a head."""
-
-    @inlined
-    def state_tile(self, state, consumer):
-        """The shared tile of a consumer's part of the state."""
-        return subtile(state, COLUMNS, consumer)
 
     @inlined
     def wait_values(self, v, ones, j):
@@ -193,25 +181,9 @@ class ScanStates(StatesResult):
 
 
 class ChunkStates(StatesResult):
-    """Only the states before each chunk. A consumer that stored them to memory itself would wait for that at its next fence."""
+    """Only the states before each chunk."""
 
-    stores_states, sends_states, label = True, True, "states of chunks"
-
-    def params(self, dtype, state=None):
-        return record(states=tiled(state, 4, 2, 3))
-
-    @inlined
-    def store_state(self, params, s_t, index, head, row, col, states=0, j=0):
-        warpgroup.store(states.claim(j), s_t)
-        states.publish(j)
-
-    @inlined
-    def send_state(self, params, states, j, index, head, column):
-        send_tile(states, j, params.states, (index, head, column, 0))
-
-    @inlined
-    def state_tile(self, state, consumer):
-        return 0
+    stores_states, label = True, "states of chunks alone"
 
 
 class ScanNormalizer(ScanResult):

@@ -1,0 +1,74 @@
+"""How the consumers of a scan (kernels/chunk_hopper.py, mamba2_shared_heads_hopper.py) pass their parts of a state on: to their
+own products, and to memory where the states before all chunks are wanted. A consumer that stored them from registers would wait
+for that at its next fence. So it leaves them in a ring, and a warp of the producer stores them."""
+
+from ops import subtile, warpgroup
+from tiles import dtype, fp16, inlined, ring, st, static
+
+from .gates import Gate
+from .results import ChunkStates, ScanOutputs, ScanResult
+from .tokens import COLUMNS, send_tile
+
+
+def sends_states(result: ScanResult, gate: Gate, input_dtype: dtype) -> bool:
+    """Do the states before all chunks go through a ring? Not those of gradients' scans, nor those of outputs in float16 with
+    weights, of which products read a tile without their exponent."""
+    if isinstance(result, ScanOutputs):
+        return result.stores_states and not (gate.weighted and input_dtype is fp16)
+    return isinstance(result, ChunkStates)
+
+
+@static
+class StateTiles:
+    """The tiles of `consumers` warpgroups, each of 64 value columns of a transposed state. sent: do they go to memory?
+    read_by_products: do products of their consumers read them?"""
+
+    result: ScanResult
+    tile: st
+    consumers: int
+    sent: bool
+    read_by_products: bool = True
+
+    @property
+    def spec(self):
+        """The plan of these tiles in shared memory."""
+        if self.sent:
+            readers = 1 + warpgroup.WARPGROUP * self.read_by_products
+            return ring(self.tile, self.consumers, readers, writers=warpgroup.WARPGROUP)
+        return st(self.consumers * self.tile.rows, self.tile.cols, self.tile.dtype)
+
+    @inlined
+    def own_tile(self, tiles, consumer):
+        """A consumer's tile, if it is always the same."""
+        return 0 if self.sent else subtile(tiles, COLUMNS, consumer)
+
+    @inlined
+    def put(self, params, tiles, slot, s_t, index, head, row, col):
+        """Consumer: a chunk's state before it, if such states are stored. slot: the number of its tile."""
+        if self.sent:
+            warpgroup.store(tiles.claim(slot), s_t)
+            tiles.publish(slot)
+        else:
+            self.result.store_state(params, s_t, index, head, row, col)
+
+    @inlined
+    def write(self, own_tile, s_t):
+        """Consumer: the state that `read` returns."""
+        if not self.sent:
+            warpgroup.store(own_tile, s_t)
+
+    @inlined
+    def read(self, tiles, own_tile, slot):
+        """Consumer: the tile of the state, after all of its warps have met."""
+        return tiles.wait(slot) if self.sent else own_tile
+
+    @inlined
+    def release(self, tiles, slot):
+        """Consumer: its product with the state is done."""
+        if self.sent:
+            tiles.release(slot)
+
+    @inlined
+    def send(self, params, tiles, slot, index, head, column):
+        """One warp stores the tile of this number, the column-th 64 columns of a head."""
+        send_tile(tiles, slot, params.states, (index, head, column, 0))
