@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, load, log2, store, subtile, tile_min, warpgroup, zeros
+from ops import divmod, grid, load, log2, store, subtile, tile_min, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import LARGE, Target
@@ -116,6 +116,11 @@ class Config:
         return warpgroup.THREADS * (self.consumers * self.key_parts + 1)
 
     @property
+    def overlaps_previous(self):
+        """Does it begin while the launch before it ends (PDL)? Scans of gradients' plans do, which others follow."""
+        return isinstance(self.result, ChunkStates)
+
+    @property
     def key(self):
         """The tile of Q or K for a chunk, with the channels of one warpgroup of a consumer."""
         return st(CHUNK, self.key_dim // self.key_parts, self.dtype)
@@ -197,6 +202,7 @@ def make(config: Config):
     else:
         OUTPUT = array(4 if result.reads_values else 3)
     HALF_STATE = rt(16, KEYS // 2, INPUT)
+    OVERLAPS = config.overlaps_previous
     SENDS_STATES = KEY_PARTS == 1 and sends_states(result, gate, INPUT)
     states = StateTiles(result, st(COLUMNS, KEYS, INPUT), CONSUMERS * KEY_PARTS, SENDS_STATES, result.has_outputs)
     PARAMS = result.params(INPUT, states.tile if SENDS_STATES else None)
@@ -252,6 +258,8 @@ def make(config: Config):
         gInitialState: the state before each of `states_per_sequence` segments. If that is 1, it is the state before the
         sequence, and the state before the segment is composed here from the local states of earlier segments."""
         q, k, v, z, b, a, state, out_tiles, partial_o = smem.open()
+        if OVERLAPS:
+            grid.follow()
         wg = warpgroup.id()
         block, segment, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)

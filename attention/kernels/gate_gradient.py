@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_sum, divmod, less, load, row_index, store, truncate, where, zeros
+from ops import col_sum, divmod, grid, less, load, row_index, store, truncate, where, zeros
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -33,7 +33,7 @@ class Config:
 
     per_head: bool
     varlen: bool = False
-    threads = LANES * WARPS
+    threads, overlaps_previous = LANES * WARPS, True
 
     def __str__(self):
         return f"gates by {'head' if self.per_head else 'token'}{', varlen' * self.varlen}"
@@ -56,6 +56,7 @@ def make(config: Config):
         """A warp, of `warps`, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads.
         gQueryDots, gKeyDots: parts of each row sum, for each token and head. gCarriedDots, gStateDots: the parts of `carried`
         and of <S, dS>, for each chunk and head. gPartial: the sum of each split, for each head, if a gate is that of a head."""
+        grid.follow()
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if warp >= warps:
             return

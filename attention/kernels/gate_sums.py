@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda
 from numpy import float32, int32
 
-from ops import cumsum, divmod, less, load, log2, maximum, row_index, store, truncate, where
+from ops import cumsum, divmod, grid, less, load, log2, maximum, row_index, store, truncate, where
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
@@ -31,7 +31,7 @@ class Config:
 
     gate: Gate
     varlen: bool = False
-    threads = LANES * WARPS
+    threads, overlaps_previous = LANES * WARPS, True
 
     def __str__(self):
         return f"sums of {self.gate}" + ", varlen" * self.varlen
@@ -60,6 +60,7 @@ def make(config: Config):
         """A warp, of `warps`, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of heads.
         gGates: gates of each token and head, or steps. gSums: b of each chunk, head and token of the chunk; with weights, a
         after b. gDecays: dt A of each token and head."""
+        grid.follow()
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if warp >= warps:
             return

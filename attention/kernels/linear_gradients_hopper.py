@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, minimum, subtile, warpgroup
+from ops import divmod, grid, minimum, subtile, warpgroup
 from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -56,7 +56,7 @@ class Config:
     unrounded_values: bool = False
     varlen: bool = False
     with_gates: bool = True
-    threads = warpgroup.THREADS * (CONSUMERS + 1)
+    threads, overlaps_previous = warpgroup.THREADS * (CONSUMERS + 1), True
     consumers, ctas_per_sm, supports_segments = CONSUMERS, 1, True  # as of chunk_hopper.py, to choose segments
 
     def __str__(self):
@@ -118,6 +118,7 @@ def make(config: Config):
         S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence. gTailQ .. gTailDV: see
         packed_tails.py."""
         q, k, v, do, s, ds, out, dots, b = smem.open()
+        grid.follow()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)

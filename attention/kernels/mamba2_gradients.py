@@ -24,6 +24,7 @@ from ops import (
     block,
     col_sum,
     divmod,
+    grid,
     less,
     load,
     row_index,
@@ -219,7 +220,7 @@ class Mamba2StepGradients:
 
     gate: Mamba2Gate
     varlen: bool
-    threads = LANES * WARPS
+    threads, overlaps_previous = LANES * WARPS, True
 
     def __str__(self):
         return f"Mamba-2 gradients of steps, {self.gate}" + ", varlen" * self.varlen
@@ -239,6 +240,7 @@ class Mamba2StepGradients:
             """A warp, of `warps` in all, has one of `splits` parts of the chunks of a sequence, for one of `groups` groups of
             heads. gQueryDots: q . dq, gValueDots: v . dv / dt of each token and head, in parts; gCarriedDots, gStateDots: see
             gradients.py. gRateSums, gBiasSums: the sums of dt dg and of dstep of each split and head."""
+            grid.follow()
             warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
             if warp >= warps:
                 return
@@ -272,7 +274,7 @@ class Mamba2StepGradients:
 class Mamba2HeadSums:
     """The configuration of the kernel that adds up the parts of dA, ddt_bias and dD of heads, in one launch."""
 
-    threads = LANES * WARPS
+    threads, overlaps_previous = LANES * WARPS, True
 
     def __str__(self):
         return "Mamba-2 sums of heads"
@@ -299,6 +301,7 @@ class Mamba2HeadSums:
             panels: INT,
         ):  # fmt: skip
             """A block has 32 heads of one of the three sums."""
+            grid.follow()
             (scratch,) = smem.open()
             which, panel = divmod(cuda.blockIdx.x, panels)
             warp, col = int32(cuda.threadIdx.x // LANES), int32(PART.cols * panel)

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, row_sum, truncate, warpgroup, zeros
+from ops import divmod, grid, row_sum, truncate, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -65,7 +65,7 @@ class Config:
     varlen: bool = False
     with_gates: bool = True
     gated: bool = False
-    threads = warpgroup.THREADS * (CONSUMERS + 1)
+    threads, overlaps_previous = warpgroup.THREADS * (CONSUMERS + 1), True
 
     def __str__(self):
         size, gates = f"Dk {self.key_dim} {self.dtype}", f"gates by {self.gates}" * bool(self.gates)
@@ -136,6 +136,7 @@ def make(config: Config):
         head; gColumnSums: of each head, (chunk, warp) and column. gSums: see gate_sums.py. gTailQ .. gTailDV: see
         packed_tails.py."""
         q, k, v, do, z, s, ds, sums, decayed_dos, weighted_vs, query_dots, key_dots, out, dzs = smem.open()
+        grid.follow()
         wg = warpgroup.id()
         score_scale, product_scale = decay.split_scale(scale)
         index, share = divmod(cuda.blockIdx.x, shares)
