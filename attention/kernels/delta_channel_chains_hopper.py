@@ -4,9 +4,8 @@ of which forward stored nothing (delta_channel_outputs_hopper.py does, for delta
 and dV of every chunk are stored, and delta_channel_gradients_hopper.py reads them."""
 
 import functools
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -27,6 +26,7 @@ from ..parts.recurrent.delta_channel_recurrences import (
     StateRecurrence,
     recurrence_sizes,
 )
+from ..parts.recurrent.segment_cuts import CutSequences, WholeSequences
 from ..parts.recurrent.tokens import COLUMNS, ChunkPlace, send_tile
 
 REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
@@ -34,22 +34,30 @@ REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first be
 
 @dataclass(frozen=True)
 class Config(RecurrenceConfig):
-    """A kernel's configuration, whose fields are those of RecurrenceConfig."""
+    """A kernel's configuration, whose fields are those of RecurrenceConfig. spans: which tokens a block has."""
 
+    spans: WholeSequences = field(default=WholeSequences())
     label = "recurrences"
+
+    def __str__(self):
+        return ", ".join(filter(None, (super().__str__(), str(self.spans))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of all sizes."""
+    """The configurations of all sizes; packed sequences are not cut."""
     if target.has_wgmma:
-        yield from itertools.starmap(Config, recurrence_sizes(everything))
+        for size in recurrence_sizes(everything):
+            yield (config := Config(*size))
+            if not config.varlen:
+                yield Config(*size, CutSequences())
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     recurrence, reverse = StateRecurrence(*config.fields), StateGradientRecurrence(*config.fields)
-    forward, backward, STATE = recurrence.layout, reverse.reverse_layout, recurrence.state
+    layout, backward, spans, STATE = recurrence.layout, reverse.reverse_layout, config.spans, recurrence.state
+    SPANS = spans.params()
     KEYS, DECAYS, BETAS, SCORES, SOLUTIONS, VALUES, CHUNK_VALUES, STATES = recurrence.arguments()
     smem = shared(**recurrence.rings())
 
@@ -59,36 +67,43 @@ def make(config: Config):
         gScores: SCORES, gSolutions: SOLUTIONS, gInitialState: array(4), gErrors: CHUNK_VALUES, gStates: STATES,
         gStateGradients: STATES, gDV: VALUES, gLastState: array(4), gFirstState: array(4), gTailV: VALUES, gTailDOut: VALUES,
         gTailDV: VALUES, gCuSeqlens: ENDS, length: INT, blocks: INT, sequences: INT, heads: INT, scale: FLOAT,
+        span_args: SPANS,
     ):  # fmt: skip
         """A block has 64 columns of S or of dS, of a head of a sequence, which is `blocks` blocks of columns wide. gDecayedQ ..
         gChunkBeta, gScores, gSolutions: see ChunkFactors. gErrors: E. gStates, gStateGradients: S and dS of each chunk and
         head, transposed. gLastState, gFirstState: the gradients of the states after and before the sequence, transposed. gTailV
-        .. gTailDV: see packed_tails.py."""
+        .. gTailDV: see packed_tails.py. span_args: see segment_cuts.py."""
         rings = smem.open()
         index, block = divmod(cuda.blockIdx.x, blocks)
+        index, segment = spans.split(index, span_args)
         index, head = divmod(index, heads)
         direction, sequence = divmod(index, sequences)
-        first_token = forward.sequence_tokens(gCuSeqlens, sequence, length).start
-        first_chunk = forward.chunk_index(first_token, sequence, length)
+        span_of = gCuSeqlens, sequence, length, int32(sequence * heads + head), segment, span_args
         if warpgroup.id() == PRODUCER:
             rank = warpgroup.rank()
             factors = ChunkFactors(gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores, gSolutions)
             if direction == REVERSE:
-                seq = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
+                span = spans.reverse_span(layout, *span_of)
+                seq, first_chunk = span.seq, layout.chunk_index(span.seq.start, sequence, length)
                 for j in range(seq.num_chunks()):
                     place = ChunkPlace(int32(first_chunk + seq.chunk_number(j)), head, sequence, seq.chunk_start(j), seq)
                     if rank == LOADER:
                         reverse.fill(rings, j, factors, (gDOut, gTailDOut), place, block)
+                    elif spans.is_early(span, j):
+                        recurrence.drop(rings, j, rank)
                     elif rank == SENDER:
                         backward.send_chunk(rings.out, j, gDV, gTailDV, place, block)
                     elif rank == STATE_SENDER:
                         send_tile(rings.states, j, gStateGradients, (place.chunk, head, block))
             else:
-                seq = forward.sequence_tokens(gCuSeqlens, sequence, length)
+                span = spans.forward_span(layout, *span_of)
+                seq, first_chunk = span.seq, layout.chunk_index(span.seq.start, sequence, length)
                 for j in range(seq.num_chunks()):
                     place = ChunkPlace(int32(first_chunk + j), head, sequence, seq.chunk_start(j), seq)
                     if rank == LOADER:
                         recurrence.fill(rings, j, factors, (gV, gTailV), place, block)
+                    elif spans.is_early(span, j):
+                        recurrence.drop(rings, j, rank)
                     elif rank == SENDER:
                         send_tile(rings.out, j, gErrors, (place.chunk, head, 0, block))
                     elif rank == STATE_SENDER:
@@ -96,16 +111,17 @@ def make(config: Config):
         else:
             state_coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
-                ds_t = warpgroup.load(gLastState, STATE, state_coord, aligned=False)
-                n = backward.segment_tokens(gCuSeqlens, sequence, length, 0, 1).num_chunks()
+                span = spans.reverse_span(layout, *span_of)
+                ds_t, n = spans.load_state(gLastState, STATE, state_coord, span), span.seq.num_chunks()
                 if n > 0:
                     from_outputs = reverse.multiply_first_outputs(rings)
                     for j in range(n):
                         ds_t, from_outputs = reverse.advance(ds_t, from_outputs, j, int32(n - 1), rings, scale)
-                warpgroup.store(gFirstState, ds_t, state_coord, aligned=False)
+                spans.store_state(gFirstState, ds_t, state_coord, span)
             else:
-                s_t = warpgroup.load(gInitialState, STATE, state_coord, aligned=False)
-                for j in range(forward.sequence_tokens(gCuSeqlens, sequence, length).num_chunks()):
+                span = spans.forward_span(layout, *span_of)
+                s_t = spans.load_state(gInitialState, STATE, state_coord, span)
+                for j in range(span.seq.num_chunks()):
                     s_t = recurrence.advance(s_t, j, rings, scale)
 
     return walk, smem

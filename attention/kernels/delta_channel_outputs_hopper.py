@@ -46,7 +46,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    recurrence = StateRecurrence(*config.fields, ChunkOutputRing())
+    recurrence = StateRecurrence(*config.fields, outputs=ChunkOutputRing())
     layout, STATE = recurrence.layout, recurrence.state
     KEYS, DECAYS, BETAS, SCORES, SOLUTIONS, VALUES, CHUNK_VALUES, STATES = recurrence.arguments()
     smem = shared(**recurrence.rings())
