@@ -49,7 +49,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
         for size in recurrence_sizes(everything):
             yield (config := Config(*size))
             if not config.varlen:
-                yield Config(*size, CutSequences())
+                yield Config(*size, spans=CutSequences())
 
 
 @functools.cache
@@ -89,7 +89,7 @@ def make(config: Config):
                     place = ChunkPlace(int32(first_chunk + seq.chunk_number(j)), head, sequence, seq.chunk_start(j), seq)
                     if rank == LOADER:
                         reverse.fill(rings, j, factors, (gDOut, gTailDOut), place, block)
-                    elif spans.is_early(span, j):
+                    elif spans.is_overlap(span, j):
                         recurrence.drop(rings, j, rank)
                     elif rank == SENDER:
                         backward.send_chunk(rings.out, j, gDV, gTailDV, place, block)
@@ -102,7 +102,7 @@ def make(config: Config):
                     place = ChunkPlace(int32(first_chunk + j), head, sequence, seq.chunk_start(j), seq)
                     if rank == LOADER:
                         recurrence.fill(rings, j, factors, (gV, gTailV), place, block)
-                    elif spans.is_early(span, j):
+                    elif spans.is_overlap(span, j):
                         recurrence.drop(rings, j, rank)
                     elif rank == SENDER:
                         send_tile(rings.out, j, gErrors, (place.chunk, head, 0, block))

@@ -19,7 +19,7 @@ from ..parts.recurrent.channel_gates import choose_channel_gates
 from ..parts.recurrent.channel_history import ChannelHistory
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import PLAIN_BETA
-from ..parts.recurrent.segment_cuts import FORWARD, MAX_EARLY, UNCUT, SegmentBounds
+from ..parts.recurrent.segment_cuts import FORWARD, MAX_OVERLAP, UNCUT, SegmentBounds
 from ..parts.recurrent.tokens import CHUNK, TokenRange
 
 DIRECTIONS = 2
@@ -48,15 +48,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    channel_gates = choose_channel_gates(config.key_dim // warpgroup.WARPGROUP, None)
+    channel_gates = choose_channel_gates(config.key_dim // warpgroup.WARPGROUP, None, None)
     history = ChannelHistory(config.key_dim, config.gates, config.dtype, channel_gates, PLAIN_BETA, False)
     ROWS, FORMULA = history.params(), channel_gates.params()
     smem = shared(sums=history.sums)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def count_early_chunks(
+    def count_overlaps(
         gBeta: array(3),
-        gEarlyChunks: array(3),
+        gOverlaps: array(3),
         length: INT,
         segments: INT,
         heads: INT,
@@ -64,7 +64,7 @@ def make(config: Config):
         rows: ROWS,
         formula: FORMULA,
     ):
-        """gEarlyChunks: (direction, sequence * heads + head, segment). `group` of the value `heads` share a key head."""
+        """gOverlaps: (direction, sequence * heads + head, segment). `group` of the value `heads` share a key head."""
         (sums,) = smem.open()
         index, segment = divmod(cuda.blockIdx.x, segments - 1)
         head_sequence, direction = divmod(index, DIRECTIONS)
@@ -73,12 +73,12 @@ def make(config: Config):
         segment = int32(segment + 1)
         token = SegmentBounds(length, segments).start(segment)
         if direction == FORWARD:
-            seq = TokenRange(int32(max(0, token - CHUNK * MAX_EARLY)), token, sequence)
-            early = history.count(rows, formula, gBeta, seq, head, key_head, sums)
+            seq = TokenRange(int32(max(0, token - CHUNK * MAX_OVERLAP)), token, sequence)
+            overlap = history.count(rows, formula, gBeta, seq, head, key_head, sums)
         else:
-            seq = TokenRange(token, int32(min(length, token + CHUNK * MAX_EARLY)), sequence)
-            early = history.count(rows, formula, gBeta, seq.backwards(), head, key_head, sums)
+            seq = TokenRange(token, int32(min(length, token + CHUNK * MAX_OVERLAP)), sequence)
+            overlap = history.count(rows, formula, gBeta, seq.backwards(), head, key_head, sums)
         if warpgroup.rank() == 0:
-            gEarlyChunks[direction, head_sequence, segment] = float32(early) if early < seq.num_chunks() else float32(UNCUT)
+            gOverlaps[direction, head_sequence, segment] = float32(overlap) if overlap < seq.num_chunks() else float32(UNCUT)
 
-    return count_early_chunks, smem
+    return count_overlaps, smem

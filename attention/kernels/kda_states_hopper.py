@@ -110,7 +110,8 @@ def make(config: Config):
         params: PARAMS, rows: ROWS,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of v
-        and N. gLeft: 1 where something may be left of the state before the segment, else 0. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        and N. gLeft: 1 where something may be left of the state before the segment, else 0. `group` value heads share a key
+        head; each is `blocks` blocks of columns wide."""
         k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates, row_sums = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)

@@ -24,8 +24,8 @@ from .recurrent_gradients import count_chunk_indices
 
 FACTORS = "gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions"  # what depends on no state
 STATES = "gErrors gStates"  # E and S
-INVERSE_ARRAYS = f"{FACTORS} gQ gK gBeta gGates gTailQ gTailK gTailGates"
-OUTPUT_ARRAYS = f"{FACTORS} {STATES} gV gInitialState gO gFinalState gTailV gTailO"
+INVERSE_ARRAYS = f"{FACTORS} gQ gK gBeta gGates gTailQ gTailK gTailGates gCuSeqlens"
+OUTPUT_ARRAYS = f"{FACTORS} {STATES} gV gInitialState gO gFinalState gTailV gTailO gCuSeqlens"
 INPUTS_WITH_TAILS, OUTPUTS_WITH_TAILS = (("gQ", "gK"), ("gV",), ("gGates",)), (("gO",),)
 PART_CHUNKS = 8  # the least chunks of a packed sequence of average length for each of its thread blocks
 
@@ -74,7 +74,7 @@ class ChannelChunks:
     def launch(self, module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
         """A launch of `grid` thread blocks. fields: of the configuration. names: of its arrays."""
         config = intern_value(module.Config, *fields)
-        operands = {name: self.buffers.get(name) for name in f"{names} gCuSeqlens".split()}
+        operands = {name: self.buffers.get(name) for name in names.split()}
         kernel = kernel_for(module, config, self.problem.device)
         return kernel.bind(grid, length=self.problem.extents["seqlen"], **numbers, **operands)
 
@@ -91,11 +91,14 @@ class ChannelChunks:
         numbers = {"parts": parts, "heads": key_heads, "group": self.group}
         return self.launch(delta_channel_inverse_hopper, fields, self.walks * parts, INVERSE_ARRAYS, **numbers)
 
-    def run_recurrences(self, module: Any, names: str, scale: float, directions: int = 1, **numbers: float) -> Step:
-        """A launch of one of the recurrences, or of two in as many `directions`. names: of its arrays."""
+    def run_recurrences(
+        self, module: Any, names: str, scale: float, spans: tuple = (), copies: int = 1, **numbers: float
+    ) -> Step:
+        """A launch of a recurrence. names: of its arrays. spans: the last field of its configuration, if it has one. copies: as
+        many blocks for each 64 columns, of two directions or of segments."""
         numbers |= {"blocks": self.blocks, "heads": self.problem.extents["heads"], "scale": scale}
-        fields = self.key_dim, self.dtype, self.varlen
-        return self.launch(module, fields, directions * self.walks * self.blocks, names, **numbers)
+        fields = self.key_dim, self.dtype, self.varlen, *spans
+        return self.launch(module, fields, copies * self.walks * self.blocks, names, **numbers)
 
 
 def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

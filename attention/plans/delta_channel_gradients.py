@@ -2,6 +2,8 @@
 everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and dV of all chunks;
 one computes the gradients of all chunks at once. If forward stored the results of the first and S and E
 (delta_records.py), there are two: the second then runs the recurrence of dS alone.
+Few long sequences are cut into segments where states decay fast enough, which a further launch finds out; their segments go
+through the recurrences side by side.
 
 For the largest tiles the last one is a kernel that takes a chunk as two blocks of tokens; a further launch then computes those
 of strong chunks again, which decay too much for that."""
@@ -9,13 +11,16 @@ of strong chunks again, which decay too much for that."""
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine, persistent
+from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_channel_block_gradients_hopper,
     delta_channel_chains_hopper,
+    delta_channel_cuts_hopper,
     delta_channel_gradients_hopper,
     delta_channel_state_gradients_hopper,
 )
+from ..parts.recurrent.segment_cuts import CutSequences
 from ..parts.recurrent.tokens import CHUNK
 from .delta_channel_chunks import FACTORS, STATES, ChannelChunks, count_packed_parts
 from .delta_records import BY_CHANNEL, record_buffers
@@ -43,20 +48,32 @@ PARAMETERS = {
 INPUTS_WITH_TAILS: NameGroups = (*INPUTS, ("gGates",))
 INPUTS_WITHOUT_VALUES: NameGroups = (("gQ", "gK"), ("gDOut",), ("gGates",))
 RESULTS_WITH_TAILS = *KEY_GRADIENTS, ("gDGates",), *VALUE_GRADIENTS
-REVERSE_ARRAYS = f"{FACTORS} gDOut gStateGradients gDV gLastState gFirstState gTailDOut gTailDV"
+REVERSE_ARRAYS = f"{FACTORS} gDOut gStateGradients gDV gLastState gFirstState gTailDOut gTailDV gCuSeqlens"
 CHAIN_ARRAYS = f"{REVERSE_ARRAYS} {STATES} gV gInitialState gTailV"
 GRADIENT_ARRAYS = (
     f"{STATES} gQ gK gDOut gGates gChunkBeta gDV gStateGradients gDQ gDK gDBeta gDGates gTailQ gTailK gTailDOut gTailDV "
-    "gTailGates gTailDQ gTailDK gTailDGates"
+    "gTailGates gTailDQ gTailDK gTailDGates gCuSeqlens"
 )
+CUT_ARRAYS = "gBeta gOverlaps gGateRows gKeyRows"
 ROW_ARRAYS, STRONG_ARRAYS = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlocks"
+MIN_CUT_CHUNKS, MIN_SEGMENT_CHUNKS = 64, 16  # the least chunks of a sequence that is cut into segments, and of a segment
+MAX_CUTS = 1  # the most segments: more are not timed yet
+
+
+@watched_function
+def choose_cuts(blocks: int, chunks: int, processors: int) -> int:
+    """The number of segments of each sequence: as many as fill the GPU. blocks: of whole sequences. chunks: of a sequence."""
+    segments = min(processors // blocks, chunks // MIN_SEGMENT_CHUNKS, MAX_CUTS)
+    if segments < 2 or chunks < MIN_CUT_CHUNKS:
+        return 1
+    return -(-chunks // -(-chunks // segments))
 
 
 def plan_delta_channel_gradients(
     problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays
 ) -> list[Step]:
     """The launches. arrays, record: as in delta_gradients.plan_delta_gradients."""
-    heads, key_heads, sequences = problem("heads", "heads_k", "sequences")
+    heads, key_heads = problem("heads", "heads_k")
     stored = record_buffers(record, BY_CHANNEL)
     parameters, inputs = {name: arrays[x] for name, x in PARAMETERS.items()}, INPUTS_WITH_TAILS
     if stored:
@@ -74,10 +91,26 @@ def plan_delta_channel_gradients(
     if stored:
         steps = [chunks.run_recurrences(delta_channel_state_gradients_hopper, REVERSE_ARRAYS, scale)]
     else:
-        directions = delta_channel_chains_hopper.DIRECTIONS
-        both = chunks.run_recurrences(delta_channel_chains_hopper, CHAIN_ARRAYS, scale, directions, sequences=sequences)
-        steps = [chunks.invert(), both]
+        steps = [chunks.invert(), *_plan_recurrences(chunks, scale)]
     return [*copy_tails, *steps, *_plan_chunk_gradients(chunks, scale), *finish]
+
+
+def _plan_recurrences(chunks: ChannelChunks, scale: float) -> list[Step]:
+    """The launches of both recurrences, of segments of sequences where there are few."""
+    length, heads, sequences = chunks.problem("seqlen", "heads", "sequences")
+    directions, segments = delta_channel_chains_hopper.DIRECTIONS, 1
+    if not chunks.varlen:
+        processors, blocks = machine(chunks.problem.device).processors, directions * chunks.walks * chunks.blocks
+        segments = choose_cuts(blocks, -(-length // CHUNK), processors)
+    module = delta_channel_chains_hopper
+    if segments == 1:
+        return [chunks.run_recurrences(module, CHAIN_ARRAYS, scale, copies=directions, sequences=sequences)]
+    chunks.buffers["gOverlaps"] = chunks.scratch(directions, chunks.walks, segments)
+    numbers = {"segments": segments, "heads": heads, "group": chunks.group}
+    fields, blocks = (chunks.key_dim, chunks.gates_dtype, chunks.dtype), directions * chunks.walks * (segments - 1)
+    cuts = chunks.launch(delta_channel_cuts_hopper, fields, blocks, CUT_ARRAYS, **numbers)
+    names, sizes = f"{CHAIN_ARRAYS} gOverlaps", {"sequences": sequences, "segments": segments}
+    return [cuts, chunks.run_recurrences(module, names, scale, (CutSequences(),), directions * segments, **sizes)]
 
 
 def _plan_chunk_gradients(chunks: ChannelChunks, scale: float) -> list[Step]:

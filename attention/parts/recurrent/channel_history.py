@@ -41,8 +41,8 @@ class ChannelHistory:
     @inlined
     def count(self, rows, params, gBeta, seq, head, key_head, sums):
         """How many of the last chunks of a TokenRange count at its end, which is the end of a chunk or of the sequence: until
-        one has been added after which less than 2^LEAST_LOG2 is left of a state. rows, params: the record of `params` and that of the
-        gates' formula. A warpgroup calls this, with a sums of its own."""
+        one has been added after which less than 2^LEAST_LOG2 is left of a state. rows, params: the record of `params` and that
+        of the gates' formula. A warpgroup calls this, with a sums of its own."""
         n = seq.num_chunks()
         count, left = int32(0), float32(0)
         goes_on = n > 0

@@ -47,7 +47,7 @@ class RecurrenceConfig:
     threads: ClassVar[int] = warpgroup.THREADS * 2
 
     @property
-    def fields(self):
+    def fields(self) -> tuple[int, Any, bool]:
         """The fields of the recurrences that the kernel runs."""
         return self.key_dim, self.dtype, self.varlen
 
@@ -55,7 +55,7 @@ class RecurrenceConfig:
         return f"{self.label}, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
 
 
-def recurrence_sizes(everything: bool) -> Iterator[tuple]:
+def recurrence_sizes(everything: bool) -> Iterator[tuple[int, Any, bool]]:
     """The fields of the configurations of a kernel: both padded key dims in bf16; fp16 too if `everything`."""
     return itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
 
@@ -157,6 +157,16 @@ class ChannelRecurrence:
         keys, scores, solutions, chunk_values, states = (tiled(tile, rows=2) for tile in chunk_tiles)
         decays, betas = (tiled(vector, 3, None, 2) for vector in (self.state_decay, self.beta))
         return keys, decays, betas, scores, solutions, tiled(self.values, unit=1), chunk_values, states
+
+    @inlined
+    def drop(self, rings, j, rank):
+        """A warp of the producer: give back what the j-th chunk's step has stored, if that is not wanted."""
+        if rank == SENDER:
+            rings.out.wait(j)
+            rings.out.release(j)
+        elif rank == STATE_SENDER:
+            rings.states.wait(j)
+            rings.states.release(j)
 
 
 @static

@@ -11,17 +11,18 @@ from tiles.launching.arguments import INT, array, record
 
 from .tokens import CHUNK, TokenRange
 
-FORWARD, REVERSE = 0, 1  # directions of gEarlyChunks
-MAX_EARLY = 8  # the most chunks that a block goes through before those of its segment
+FORWARD, REVERSE = 0, 1  # directions of gOverlaps
+MAX_OVERLAP = 8  # the most chunks that a block goes through before those of its segment
 UNCUT = -1.0  # stands for more
 
 
-class Span(NamedTuple):
-    """The tokens of a block. seq: their range; a recurrence in reverse has its chunks in reverse order. early: how many of its
-    first chunks belong to other segments, and are not stored. begins, ends: does it begin, and end, where the recurrence does?"""
+class RecurrenceSpan(NamedTuple):
+    """The tokens of a block. seq: their range; a recurrence in reverse has its chunks in reverse order. overlap: how many of
+    its first chunks belong to other segments, and are not stored. begins, ends: does it begin, and end, where the recurrence
+    does?"""
 
     seq: Any
-    early: Any
+    overlap: Any
     begins: Any
     ends: Any
 
@@ -57,37 +58,37 @@ class WholeSequences:
 
     @inlined
     def forward_span(self, seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, args):
-        """The Span of a block in the order of time. head_sequence: sequence * heads + head."""
-        return Span(seq_layout.sequence_tokens(gCuSeqlens, sequence, length), 0, True, True)
+        """The RecurrenceSpan of a block in the order of time. head_sequence: sequence * heads + head."""
+        return RecurrenceSpan(seq_layout.sequence_tokens(gCuSeqlens, sequence, length), 0, True, True)
 
     @inlined
     def reverse_span(self, seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, args):
-        """The Span of a block from the last token on; see forward_span."""
-        return Span(seq_layout.sequence_tokens(gCuSeqlens, sequence, length).backwards(), 0, True, True)
+        """The RecurrenceSpan of a block from the last token on; see forward_span."""
+        return RecurrenceSpan(seq_layout.sequence_tokens(gCuSeqlens, sequence, length).backwards(), 0, True, True)
 
     @inlined
-    def is_early(self, span, j):
-        """Does the j-th chunk of a Span belong to another segment?"""
+    def is_overlap(self, span, j):
+        """Does the j-th chunk of a RecurrenceSpan belong to another segment?"""
         return False
 
     @inlined
     def load_state(self, gState, tile, at, span):
-        """The transposed state with which a Span begins."""
+        """The transposed state with which a RecurrenceSpan begins."""
         return warpgroup.load(gState, tile, at, aligned=False)
 
     @inlined
     def store_state(self, gState, state, at, span):
-        """Store the transposed state with which a recurrence ends, if this Span does."""
+        """Store the transposed state with which a recurrence ends, if this RecurrenceSpan does."""
         warpgroup.store(gState, state, at, aligned=False)
 
 
 class CutSequences(WholeSequences):
-    """A block has one of the `segments` of a sequence, and begins with the chunks before it that still count there. If these are
-    more than MAX_EARLY, the segment belongs to the block of the one before it, and its own block has nothing to do."""
+    """A block has one of the `segments` of a sequence, and begins with the chunks before it that still count there. If these
+    are more than MAX_OVERLAP, the segment belongs to the block of the one before it, and its own block has nothing to do."""
 
     def params(self):
-        """gEarlyChunks: (direction, sequence times heads, segment): see delta_channel_cuts_hopper.py."""
-        return record(gEarlyChunks=array(3), segments=INT)
+        """gOverlaps: (direction, sequence times heads, segment): see delta_channel_cuts_hopper.py."""
+        return record(gOverlaps=array(3), segments=INT)
 
     def __str__(self):
         return "cut"
@@ -97,37 +98,39 @@ class CutSequences(WholeSequences):
         return divmod(index, args.segments)
 
     @inlined
-    def count_early(self, args, direction, head_sequence, segment):
+    def load_overlap(self, args, direction, head_sequence, segment):
         """How many chunks count across the first token of a segment; less than 0 if they are too many."""
-        return int32(args.gEarlyChunks[direction, head_sequence, segment])
+        return int32(args.gOverlaps[direction, head_sequence, segment])
 
     @inlined
     def forward_span(self, seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, args):
-        bounds, early, end = SegmentBounds(length, args.segments), int32(0), int32(segment + 1)
+        bounds, overlap, end = SegmentBounds(length, args.segments), int32(0), int32(segment + 1)
         if segment > 0:
-            early = self.count_early(args, FORWARD, head_sequence, segment)
-        while end < args.segments and self.count_early(args, FORWARD, head_sequence, end) < 0:
+            overlap = self.load_overlap(args, FORWARD, head_sequence, segment)
+        while end < args.segments and self.load_overlap(args, FORWARD, head_sequence, end) < 0:
             end = int32(end + 1)
-        first_token, end_token = int32(bounds.start(segment) - CHUNK * early), bounds.start(end)
-        if early < 0:
+        first_token, end_token = int32(bounds.start(segment) - CHUNK * overlap), bounds.start(end)
+        if overlap < 0:
             end_token = first_token
-        return Span(TokenRange(first_token, end_token, sequence), early, segment == 0, end == args.segments)
+        return RecurrenceSpan(TokenRange(first_token, end_token, sequence), overlap, segment == 0, end == args.segments)
 
     @inlined
     def reverse_span(self, seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, args):
-        bounds, early, first, end = SegmentBounds(length, args.segments), int32(0), int32(segment), int32(segment + 1)
+        bounds, overlap, first, end = SegmentBounds(length, args.segments), int32(0), int32(segment), int32(segment + 1)
         if end < args.segments:
-            early = self.count_early(args, REVERSE, head_sequence, end)
-        while first > 0 and self.count_early(args, REVERSE, head_sequence, first) < 0:
+            overlap = self.load_overlap(args, REVERSE, head_sequence, end)
+        while first > 0 and self.load_overlap(args, REVERSE, head_sequence, first) < 0:
             first = int32(first - 1)
-        first_token, end_token = bounds.start(first), int32(min(length, bounds.start(end) + CHUNK * early))
-        if early < 0:
+        first_token, end_token = bounds.start(first), int32(min(length, bounds.start(end) + CHUNK * overlap))
+        if overlap < 0:
             first, end_token = int32(1), first_token
-        return Span(TokenRange(first_token, end_token, sequence).backwards(), early, end == args.segments, first == 0)
+        return RecurrenceSpan(
+            TokenRange(first_token, end_token, sequence).backwards(), overlap, end == args.segments, first == 0
+        )
 
     @inlined
-    def is_early(self, span, j):
-        return j < span.early
+    def is_overlap(self, span, j):
+        return j < span.overlap
 
     @inlined
     def load_state(self, gState, tile, at, span):

@@ -10,8 +10,13 @@ from places import OnInterpreter
 from poison import as_on_a_device
 
 import attention
+import tiles
 from attention import reference
+from attention.kernels import delta_channel_cuts_hopper
 from attention.plans import delta_channel_chunks, delta_channel_gradients, delta_gradients
+from tiles import bf16 as tile_dtype
+from tiles import fp32
+from tiles.calls import program
 from tiles.targets import MEDIUM, SMALL
 
 
@@ -146,6 +151,45 @@ def test_large_tiles_as_compiled(as_compiled):
     """The PTX of the kernel of two blocks."""
     as_compiled("sm_90a")
     check(OnInterpreter(), large(20))
+
+
+# ---- segments of few long sequences ------------------------------------------------------------------------------------------
+def cuttable():
+    """A case of five chunks, of which the third makes all that comes before it forgotten, and no other one does."""
+    args = one_head(300)
+    args["decay"] *= 0.01
+    args["decay"][:, 130:170] = -5
+    return args
+
+
+def test_where_sequences_are_cut():
+    """How many chunks before each segment of one chunk count there, and how many after it for what comes before."""
+    args, overlaps, segments = cuttable(), np.zeros((2, 1, 5), f32), 5
+    kernel, shared = delta_channel_cuts_hopper.make(delta_channel_cuts_hopper.Config(64, fp32, tile_dtype))
+    rows = args["decay"], args["k"]
+    launch = tiles.launch(kernel, 2 * (segments - 1), delta_channel_cuts_hopper.Config.threads, shared=shared)
+    launch(args["beta"], overlaps, 300, segments, 1, 1, rows, ())
+    np.testing.assert_array_equal(overlaps[:, 0, 1:], [[-1, -1, 1, 2], [2, 1, -1, -1]])
+
+
+def test_segments(monkeypatch, nothing_known):
+    """Gradients have the same bits: what is left out is below the last one."""
+    args = cuttable()
+    expected = attention.delta_rule_backward(**args)
+    for table in ("GUARDED_CALLS", "REMEMBERED"):
+        monkeypatch.setattr(program, table, program.LruTable(program.ENTRIES))
+    monkeypatch.setattr(delta_channel_gradients, "choose_cuts", lambda *_: 5)
+    for x, y in zip(attention.delta_rule_backward(**args), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_numbers_of_segments(monkeypatch):
+    """As many as fill the GPU, unless they are too short."""
+    monkeypatch.setattr(delta_channel_gradients, "MAX_CUTS", 16)
+    assert delta_channel_gradients.choose_cuts(16, 512, 132) == 8
+    assert delta_channel_gradients.choose_cuts(128, 512, 132) == 1
+    assert delta_channel_gradients.choose_cuts(4, 100, 132) == 6
+    assert delta_channel_gradients.choose_cuts(4, 63, 132) == 1
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
