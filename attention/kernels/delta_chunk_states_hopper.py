@@ -79,10 +79,10 @@ def make(config: Config):
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         v=ring(config.values, outputs.value_stages, readers),
-        x=ring(two_parts.square, outputs.ahead, readers + 1, writers=WARPS),
+        x=ring(two_parts.square, outputs.solutions, readers + 1, writers=WARPS),
         vectors=ring(chunk_vectors.spec, outputs.vector_stages, readers + WARPS + 1, writers=1),
         states=ring(config.state, 1, 1 + CONSUMERS * outputs.state_readers, writers=readers),
-        out=ring(config.values, 1, 1, writers=readers),
+        out=ring(config.values, tiles_of_chunk, 1, writers=readers),
         high=outputs.triangle,
         low=outputs.triangle,
         **outputs.rings(config.key, config.square, CONSUMERS),

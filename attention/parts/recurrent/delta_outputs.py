@@ -23,12 +23,12 @@ WARPS = warpgroup.WARPGROUP
 
 @static
 class StatesAlone:
-    """For gradients of a call that stored nothing. value_stages: chunks in flight of values and queries. ahead: chunks by which
-    the solver may be ahead. vector_stages: chunks whose vectors are in shared memory. triangle: where it computes inverses.
+    """For gradients of a call that stored nothing. value_stages: chunks in flight of values and queries. solutions: how many L
+    are in shared memory, and vector_stages: of how many chunks the vectors. triangle: where the solver computes inverses.
     tiles_of_chunk: how many tiles a chunk has in the ring of results. products: how many a consumer has under way behind that
     for E. state_readers: how many warps of each consumer read the state from shared memory."""
 
-    value_stages, ahead, vector_stages, triangle = 3, 2, 8, TRIANGLE
+    value_stages, solutions, vector_stages, triangle = 3, 2, 8, TRIANGLE
     tiles_of_chunk, products, state_readers = 1, 0, 0
 
     def __str__(self):
@@ -79,7 +79,7 @@ class DeltaOutputs(StatesAlone):
 
     dtype: dtype
     chunk_vectors: ChunkVectors
-    value_stages, vector_stages, triangle = 2, 4, LOWER_TRIANGLE
+    value_stages, solutions, vector_stages, triangle = 2, 1, 4, LOWER_TRIANGLE
     tiles_of_chunk, products, state_readers = 2, 1, WARPS
 
     def __str__(self):
@@ -95,7 +95,7 @@ class DeltaOutputs(StatesAlone):
         readers = consumers * WARPS
         return {
             "q": ring(key, self.value_stages, readers + WARPS),
-            "p": ring(square, self.ahead, readers, writers=WARPS),
+            "p": ring(square, self.value_stages, readers, writers=WARPS),
         }
 
     @inlined
