@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, subtile, warpgroup, zeros
+from ops import divmod, subtile, warpgroup, zeros
 from tiles import bf16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import INT, array
 from tiles.targets import Target
@@ -35,7 +35,6 @@ class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded."""
 
     key_dim: int
-    overlaps_previous = True
 
     @property
     def loaders(self):
@@ -74,7 +73,6 @@ def make(config: Config):
         segments. gLeft: 0 where M_p = 0; without it no M_p is known to be. values: the number of columns of a state, and of
         N."""
         high, low = smem.open()
-        grid.follow()
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
         batch_head, part = divmod(batch_head, parts)
         sequence, head = divmod(batch_head, heads)

@@ -98,7 +98,7 @@ def make(config: Config):
         low=TRIANGLE,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
     )
-    smem, NORM_RINGS = shared(**members, **norm.rings(stages, k_norms=readers + WARPS, q_norms=readers)), len(members)
+    smem, NORM_RINGS = shared(**members, **norm.rings(stages, k_norms=readers, q_norms=readers)), len(members)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(

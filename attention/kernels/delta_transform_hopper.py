@@ -3,13 +3,16 @@ does not depend on states.
 
     A = stril(beta M * K K^T)        T = (I + A)^-1 beta
 
+or if keys are divided by their L2 norms (l2norm.py), with l the inverse norms,
+
+    A = stril(beta l^2 M * K K^T)    T = (I + A)^-1 beta l
+
 with M = exp(b_i - b_j), b the cumulative sum of the chunk's gates. Beside T^T the kernel stores b, the decays exp(b) and
 exp(b_last - b), and if keys are divided by their L2 norms (l2norm.py) the factor of k S, exp(b) times the inverse norm.
 With gates it also stores by how much each chunk multiplies a state at most (delta_recent_chunks.py).
 
 A block is one warpgroup and has some chunks of a head, one after the other. Each of its warps computes the vectors of one chunk
-in four; all four warps invert, while TMA brings the keys of the next chunk. The next launch may begin when all blocks have
-(PDL)."""
+in four; all four warps invert, while TMA brings the keys of the next chunk."""
 
 import functools
 from collections.abc import Iterator
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, exp2, grid, store, subtile, tile_min, warpgroup
+from ops import divmod, exp2, store, subtile, tile_min, warpgroup
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE, inverse_transposed
 from tiles import bf16, inlined, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -31,9 +34,9 @@ from ..parts.recurrent.gates import load_line
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
 
-CTAS_PER_SM = 5
+CTAS_PER_SM = 4
 WARPS = warpgroup.WARPGROUP
-VECTORS = 6  # chunks whose vectors are in shared memory, of which each warp computes one in four
+VECTORS = 2 * WARPS  # chunks whose vectors are in shared memory: two for each warp
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,6 @@ def make(config: Config):
         high=LOWER_TRIANGLE,
         low=LOWER_TRIANGLE,
         out=config.square,
-        **norm.rings(1, k_norms=WARPS),
         **recent.scratch(),
     )
 
@@ -100,9 +102,8 @@ def make(config: Config):
         head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b); gExponents: see above. `group` value heads share a key
         head."""
         tiles = smem.open()
-        grid.release()
         k, vectors, high, low, out = tiles[:5]
-        norm_rings, growths = tiles[5:], tiles[-1]
+        growths = tiles[-1]
         _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, parts)
@@ -128,18 +129,16 @@ def make(config: Config):
             if j + 1 < n:
                 k.fill(j + 1, gK, (seq.batch, seq.chunk_start(j + 1), key_head))
             squares = warpgroup.diagonal(s) if READS_SQUARES else 0.0
-            inverse_norms = norm.publish_squares(norm_rings, 0, j, squares)
+            inverse_norms = norm.invert_squares(squares)
             vector_tile = vectors.wait(j)
-            beta_rows = chunk_vectors.rows(vector_tile, BETA)
-            row_factors = beta_rows * inverse_norms
-            recent.store_growths(growths, squares * row_factors * inverse_norms)
-            a = chunk_vectors.decay_scores(s, vector_tile, norm.load_columns(norm_rings, 0, j), row_factors)
-            t_transposed = norm.scale_columns(inverse_transposed(a, high, low) * beta_rows, norm_rings, 0, j)
+            factors = chunk_vectors.rows(vector_tile, BETA) * inverse_norms
+            recent.store_growths(growths, squares * factors * inverse_norms)
+            a = chunk_vectors.decay_scores(s, vector_tile, 1.0, factors * inverse_norms)
+            t_transposed = inverse_transposed(a, high, low) * factors
             recent.store_exponent(recent_params, chunk, head, growths, vector_tile)
-            norm.release(norm_rings, 0, j)
             if NORMED:
-                factor = chunk_vectors.decay_rows(inverse_norms, vector_tile, DECAY)
-                store(gVectors, factor, (chunk, head, int32(CHUNK * BETA + 16 * warp)))
+                state_factor = chunk_vectors.decay_rows(inverse_norms, vector_tile, DECAY)
+                store(gVectors, state_factor, (chunk, head, int32(CHUNK * BETA + 16 * warp)))
             vectors.release(j)
             warpgroup.send(gTransforms, (chunk, head), out, INPUT(t_transposed))
         warpgroup.store_wait()

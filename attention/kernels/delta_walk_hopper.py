@@ -10,8 +10,8 @@ In a chunk of 64 tokens, with b the cumulative sum of the gates and M = exp(b_i 
 Each chunk waits for the one before it, and no other work hides that: the time is the number of chunks times the latency of
 three dependent products, K S, T (..) and K^T U. So delta_transform_hopper.py has computed T and the decays of all chunks
 before, a block has 64 value columns only, as the columns of a state are independent, and its consumer has a multiprocessor's
-tensor cores almost for itself. A scorer computes tril(M * Q K^T) a few chunks ahead and stores the outputs, and a loader starts
-all TMA loads. Q S and the scores' product run while the consumer rounds the operand of the next dependent product.
+tensor cores almost for itself. A scorer computes tril(M * Q K^T) a few chunks ahead, and a loader starts all TMA loads and
+stores the outputs. Q S and the scores' product run while the consumer rounds the operand of the next dependent product.
 
 The consumer holds the state transposed, 64 x Dk, and U and O as well: the product of one step, rounded, is the left operand of
 the next one without leaving the registers. No exponent is positive, so nothing overflows and no chunk is strong."""
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, store, subtile, truncate, warpgroup, zeros
+from ops import divmod, store, subtile, truncate, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -34,7 +34,8 @@ from ..parts.recurrent.l2norm import ROWS, L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (24, 128, 240), 2: (24, 104, 192)}  # consumers -> registers of a thread of loader, scorer and consumer
+SENDER = 1  # the loader's warp that stores outputs
+REGISTERS = {1: (56, 128, 240), 2: (24, 72, 208)}  # consumers -> registers of a thread of loader, scorer and consumer
 STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
 AHEAD = 2  # chunks by which the scorer may be ahead of the consumer
 WARPS = warpgroup.WARPGROUP
@@ -45,7 +46,7 @@ class Config(NormedDeltaConfig):
     """A kernel's configuration. consumers: warpgroups that have 64 columns of values each."""
 
     consumers: int = field(default=1, kw_only=True)
-    label, overlaps_previous = "walk", True
+    label = "walk"
 
     @property
     def columns(self):
@@ -63,7 +64,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
     if target.has_wgmma:
         for size in delta_sizes(everything):
             for varlen in (False, True) if everything or size[0] == max(KEY_DIMS) else (False,):
-                yield from (Config(*size, gated, varlen, consumers=n) for n in REGISTERS for gated in (False, True))
+                counts = (1,) if varlen else REGISTERS
+                yield from (Config(*size, gated, varlen, consumers=n) for n in counts for gated in (False, True))
         for key_dim, gated in zip(KEY_DIMS, (False, True), strict=True):
             yield from (Config(key_dim, bf16, gated, l2norm=True, consumers=n) for n in REGISTERS)
 
@@ -86,7 +88,7 @@ def make(config: Config):
         t=ring(config.square, stages, READERS),
         vectors=ring(chunk_vectors.spec, stages, ALL_WARPS),
         p=ring(config.square, AHEAD, READERS, writers=WARPS),
-        out=ring(config.values, AHEAD, WARPS, writers=READERS),
+        out=ring(config.values, AHEAD, 1, writers=READERS),
         **norm.rings(stages, q_norms=READERS),
     )
 
@@ -111,7 +113,6 @@ def make(config: Config):
         `first_state`-th on; those before it begin with 0. `group` value heads share a key head; each is `blocks` blocks of
         columns wide."""
         tiles = smem.open()
-        grid.wait()
         q, k, v, t, vectors, p, out = tiles[:7]
         norm_rings = tiles[7:]
         wg = warpgroup.id()
@@ -130,26 +131,27 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, token, head, block))
                     vectors.fill(j, gVectors, (chunk, head))
                     t.fill(j, gTransforms, (chunk, head))
+            elif warpgroup.rank() == SENDER:
+                for j in range(n):
+                    seq_layout.send_rows(gO, out.wait(j), seq, seq.chunk_start(j), head, block)
+                    out.release(j)
         elif wg == SCORER:
             warpgroup.release_registers(SCORER_REGISTERS)
-            for j in range(n + AHEAD):
-                if j < n:
-                    keys = k.wait(j)
-                    seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS + 1)
-                    queries = q.wait(j)
-                    s = warpgroup.mm_ABt(queries, keys)
-                    inverse_norms = norm.inverse_norms(queries, warpgroup.rank(), fenced=False) if NORMED else 1.0
-                    s = warpgroup.wait(s)
-                    k.release(j)
-                    vector_tile = vectors.wait(j)
-                    publish_output_factors(norm_rings, j, vector_tile, inverse_norms * scale)
-                    s = chunk_vectors.decay_scores(s, vector_tile, scale, inverse_norms)
-                    vectors.release(j)
-                    q.release(j)  # behind the fence of the vectors' release, which the loads of queries need, too
-                    warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
-                    p.publish(j)
-                if j >= AHEAD:
-                    state.send_output(gO, out, int32(j - AHEAD), seq, head, block)
+            for j in range(n):
+                keys = k.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j), CONSUMERS + 1)
+                queries = q.wait(j)
+                s = warpgroup.mm_ABt(queries, keys)
+                inverse_norms = norm.inverse_norms(queries, warpgroup.rank(), fenced=False) if NORMED else 1.0
+                s = warpgroup.wait(s)
+                k.release(j)
+                vector_tile = vectors.wait(j)
+                publish_output_factors(norm_rings, j, vector_tile, inverse_norms * scale)
+                s = chunk_vectors.decay_scores(s, vector_tile, scale, inverse_norms)
+                vectors.release(j)
+                q.release(j)  # behind the fence of the vectors' release, which the loads of queries need, too
+                warpgroup.store(p.claim(j), warpgroup.causal(s, 0, 0.0))
+                p.publish(j)
             if segment == segments - 1:
                 for panel in range(CONSUMERS):
                     seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, int32(CONSUMERS * block + panel))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, subtile, warpgroup
+from ops import divmod, subtile, warpgroup
 from tiles import bf16, fp32, ring, shared
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
@@ -36,7 +36,7 @@ class Config(NormedDeltaConfig):
     """A kernel's configuration. consumers: warpgroups that have 64 columns of [N | M] each."""
 
     consumers: int = field(default=1, kw_only=True)
-    label, overlaps_previous = "walk of states", True
+    label = "walk of states"
 
     @property
     def columns(self):
@@ -85,7 +85,6 @@ def make(config: Config):
         gTransforms, gVectors, gExponents: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks
         of columns wide."""
         k, v, t, vectors = smem.open()
-        grid.follow()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
         all_tokens = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)

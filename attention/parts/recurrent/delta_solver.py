@@ -30,14 +30,12 @@ class UTTransform:
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
-        inverse_norms = self.norm.publish_squares(norm_rings, 0, j, warpgroup.diagonal(s) if self.norm.enabled else 0.0)
-        row_factors = warpgroup.load(beta.wait(j), COL_VEC) * inverse_norms
-        a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * row_factors
+        inverse_norms = self.norm.invert_squares(warpgroup.diagonal(s) if self.norm.enabled else 0.0)
+        self.norm.store_norms(norm_rings, 0, j, inverse_norms)
+        factors = warpgroup.load(beta.wait(j), COL_VEC) * inverse_norms * inverse_norms
+        a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * factors
         self.decay.release(exp_b, j)
         self.decay.release(b, j)
-        a = self.norm.scale_columns(a, norm_rings, 0, j)
-        x = inverse_transposed(a, tiles.high, tiles.low)
-        x = self.norm.scale_columns(x * warpgroup.load(beta.wait(j), COL_VEC), norm_rings, 0, j)
-        self.norm.release(norm_rings, 0, j)
+        x = inverse_transposed(a, tiles.high, tiles.low) * (warpgroup.load(beta.wait(j), COL_VEC) * inverse_norms)
         beta.release(j)
         return x

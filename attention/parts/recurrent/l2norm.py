@@ -4,10 +4,11 @@ Kernels of channel decays, whose preparer rewrites the tiles of q and k anyhow, 
 the delta rule leave the tiles as they are and multiply what follows, with l_q and l_k the inverse norms of a chunk's queries
 and keys:
 
-    A = l_k l_k^T * tril(beta K K^T, -1)       T' = l_k T         U' = T' (V - l_k K S) = l_k U
-    O = l_q (Q S + tril(Q K^T) U')             S' = S + K^T U'
+    A' = tril(beta l_k^2 K K^T, -1)            T' = (I + A')^-1 beta l_k = l_k T
+    U' = T' (V - l_k K S) = l_k U              O = l_q (Q S + tril(Q K^T) U')         S' = S + K^T U'
 
-The solver computes l_k, the scorer l_q; both pass them to consumers through rings (`publish`). Q K^T is rounded before it is
+All factors of A' and T' are those of a warp's rows of A'. The solver computes l_k from the diagonal of K K^T, the scorer l_q;
+both pass them to consumers through rings (`publish`). Q K^T is rounded before it is
 multiplied, so this is for bfloat16, which has float32's range."""
 
 from ops import load, row_sum, rsqrt, store, subtile, warpgroup, zeros
@@ -70,30 +71,25 @@ class L2Norm:
         warp's rows."""
         if self.enabled:
             inverse_norms = self.inverse_norms(tile, warpgroup.rank())
-            store(subtile(rings[index].claim(j), ROWS, warpgroup.rank()), inverse_norms)
-            rings[index].publish(j)
+            self.store_norms(rings, index, j, inverse_norms)
             return inverse_norms
         else:
             return 0.0
 
     @inlined
-    def publish_squares(self, rings, index, j, squares):
-        """`publish`, by a warpgroup that has the squares of the norms already."""
+    def invert_squares(self, squares):
+        """The inverse norms of rows whose squares of norms are known; 1 if they are not divided."""
         if self.enabled:
-            inverse_norms = rsqrt(squares + L2NORM_EPSILON)
-            store(subtile(rings[index].claim(j), ROWS, warpgroup.rank()), inverse_norms)
-            rings[index].publish(j)
-            return inverse_norms
+            return rsqrt(squares + L2NORM_EPSILON)
         else:
             return 1.0
 
     @inlined
-    def load_columns(self, rings, index, j):
-        """The inverse norms in the j-th slot of rings[index], for what has a column for each token."""
+    def store_norms(self, rings, index, j, inverse_norms):
+        """Write the inverse norms of a chunk's rows to the j-th slot of rings[index], 16 by each warp."""
         if self.enabled:
-            return load(rings[index].wait(j), ROW_VEC)
-        else:
-            return 1.0
+            store(subtile(rings[index].claim(j), ROWS, warpgroup.rank()), inverse_norms)
+            rings[index].publish(j)
 
     @inlined
     def scale_rows(self, x, inverse_norms):
@@ -107,7 +103,7 @@ class L2Norm:
     def scale_columns(self, x, rings, index, j):
         """What has a column for each token, times their inverse norms in the j-th slot of rings[index]."""
         if self.enabled:
-            return x * self.load_columns(rings, index, j)
+            return x * load(rings[index].wait(j), ROW_VEC)
         else:
             return x
 
