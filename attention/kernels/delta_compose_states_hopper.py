@@ -5,9 +5,6 @@
 [N_p | M_p] is the state after segment p from a state [0 | I] (delta_states_hopper.py, kda_states_hopper.py). Loaders, a
 warpgroup for 64 rows each, split the next matrix M into bf16 high and low parts. Another warpgroup, the composer, keeps the
 transpose of 64 columns of the state and splits it too; three of the four products of the parts give some 16 bits of precision.
-
-A block composes the states before one segment or several. It begins behind the last segment before them that leaves nothing of
-a state (M_p = 0), where the pass before says which do.
 """
 
 import functools
@@ -17,7 +14,7 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, subtile, warpgroup, zeros
+from ops import divmod, subtile, warpgroup
 from tiles import bf16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import INT, array
 from tiles.targets import Target
@@ -66,52 +63,37 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def compose_states(
-        gTransitions: array(4), gLeft: array(2), gInitialState: array(4), gSegmentStates: array(4), blocks: INT, segments: INT,
-        parts: INT, heads: INT, values: INT,
+        gTransitions: array(4), gInitialState: array(4), gSegmentStates: array(4), blocks: INT, segments: INT, heads: INT,
+        values: INT,
     ):  # fmt: skip
-        """The states before the `segments` of a head, for one of `blocks` blocks of columns and one of `parts` parts of the
-        segments. gLeft: 0 where M_p = 0; without it no M_p is known to be. values: the number of columns of a state, and of
-        N."""
+        """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: the number of columns of a
+        state, and of N."""
         high, low = smem.open()
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
-        batch_head, part = divmod(batch_head, parts)
         sequence, head = divmod(batch_head, heads)
-        first_state, first_transition = int32(sequence * segments), int32(sequence * (segments - 1))
+        first_state, first_transition, last = int32(sequence * segments), int32(sequence * (segments - 1)), int32(segments - 1)
         column = int32(COLUMNS * block)
-        size, _ = divmod(int32(segments + parts - 1), parts)
-        begin, end = int32(min(segments, size * part)), int32(min(segments, size * part + size))
-        first, goes_on = begin, begin > 0 and gLeft.shape[0] > 0
-        while goes_on:
-            first = int32(first - 1)
-            goes_on = first > 0 and gLeft[first_transition + first, head] > 0
-        steps = int32(max(end - 1 - first, 0))
         wg = warpgroup.id()
         if wg > 0:
             if SETMAXNREG:
                 warpgroup.release_registers(loader_registers)
-            row_block = int32(wg - 1)
-            for p in range(steps):
-                m = warpgroup.load(
-                    gTransitions, STATE, (first_transition + first + p, head, LOADER_ROWS * row_block, values), aligned=True
-                )
+            part = int32(wg - 1)
+            for p in range(last):
+                m = warpgroup.load(gTransitions, STATE, (first_transition + p, head, LOADER_ROWS * part, values), aligned=True)
                 rounded, high_tile, low_tile = bf16(m), high.claim(p), low.claim(p)
-                warpgroup.store(subtile(high_tile, LOADER_ROWS, row_block), rounded)
-                warpgroup.store(subtile(low_tile, LOADER_ROWS, row_block), m - fp32(rounded))
+                warpgroup.store(subtile(high_tile, LOADER_ROWS, part), rounded)
+                warpgroup.store(subtile(low_tile, LOADER_ROWS, part), m - fp32(rounded))
                 high.publish(p)
                 low.publish(p)
         else:
             if SETMAXNREG:
                 warpgroup.claim_registers(composer_registers)
-            s_t = zeros(STATE)
-            if first == 0:
-                s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
-            for p in range(steps):
-                segment = int32(first + p)
-                if segment >= begin:
-                    warpgroup.store(gSegmentStates, s_t, (first_state + segment, head, 0, column), 3, 2)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
+            for p in range(last):
+                warpgroup.store(gSegmentStates, s_t, (first_state + p, head, 0, column), 3, 2)
                 rounded = bf16(s_t)
                 residual = bf16(s_t - fp32(rounded))
-                n_t = warpgroup.load(gTransitions, STATE, (first_transition + segment, head, 0, column), 3, 2)
+                n_t = warpgroup.load(gTransitions, STATE, (first_transition + p, head, 0, column), 3, 2)
                 high_tile, low_tile = high.wait(p), low.wait(p)
                 m_s = warpgroup.mm_ABt(rounded, high_tile)
                 m_s = warpgroup.mma_ABt(m_s, residual, high_tile)
@@ -119,7 +101,6 @@ def make(config: Config):
                 s_t = warpgroup.wait(m_s) + n_t
                 high.release(p)
                 low.release(p)
-            if end > begin:
-                warpgroup.store(gSegmentStates, s_t, (first_state + end - 1, head, 0, column), 3, 2)
+            warpgroup.store(gSegmentStates, s_t, (first_state + last, head, 0, column), 3, 2)
 
     return compose_states, smem

@@ -17,7 +17,6 @@ chunk, while consumers, of 64 value columns each, update the state with this one
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 
 from numba import cuda
 
@@ -29,10 +28,10 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.channel_config import Config
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.segment_start import choose_start
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 from ..parts.recurrent.two_block_scores import SteppedScores, SteppedTiles
@@ -45,22 +44,9 @@ STAGES = 2  # chunks in flight
 SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
-@dataclass(frozen=True)
-class Config(channel_config.Config):
-    """A kernel's configuration: that of channel_config.py. starts_early: does the scan of a segment begin with the chunks
-    before it that still count, or with a state from memory (segment_start.py)?"""
-
-    starts_early: bool = field(default=False, kw_only=True)
-
-    def __str__(self):
-        return super().__str__() + ", early start" * self.starts_early
-
-
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    for config in channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0)):
-        yield config
-        yield replace(config, starts_early=True)
+    return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
 
 
 @functools.cache
@@ -74,8 +60,6 @@ def make(config: Config):
     square, KEY = st(CHUNK, CHUNK, INPUT), config.key
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
     channel_gates, PARAMS, BETA = config.limited_gates, config.limited_gates.params(), config.beta
-    start = choose_start(config.starts_early, config.history, CONSUMERS + config.preparers)
-    ROWS = start.params()
     smem = shared(
         q=ring(config.key, STAGES, readers + WARPS),
         k=ring(config.key, STAGES, readers + WARPS),
@@ -93,7 +77,6 @@ def make(config: Config):
         rates=channel_gates.rates,
         normalized=ring(FLAG, 1, WARPS, writers=WARPS),
         reads=config.key if IN_PLACE else st(16, 16, INPUT),
-        row_sums=start.sums,
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), SteppedScores(config.key_dim, INPUT)
@@ -139,20 +122,17 @@ def make(config: Config):
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
         group: INT, scale: FLOAT,
-        params: PARAMS, rows: ROWS,
+        params: PARAMS,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
-        its own. gInitialState: the state before each segment, or with an early start before each sequence. `group` value heads
-        share a key head; each is `blocks` blocks of columns wide."""
-        tiles = smem.open()
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums = tiles[:12]
-        biases, rates, normalized, reads, row_sums = tiles[12:]
+        its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
+        columns wide."""
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized, reads = (
+            smem.open()
+        )
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
-        segment_seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        sequence_start, _, _ = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        key_head, _ = divmod(head, group)
-        seq, early = start.extend(rows, params, gBeta, sequence_start, segment_seq, head, key_head, row_sums)
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
         n = seq.num_chunks()
         if wg == PREPARER:
             if SETMAXNREG:
@@ -227,8 +207,7 @@ def make(config: Config):
                 sum_gates(g, gate_sums, constants, seq, 0, warp)
             if wg == CONSUMERS - 1:
                 normalize(q, k, normalized, 0, n, warp)
-            slot, is_first = sequence * segments + segment, seq.start == sequence_start
-            s_t = start.load_state(gInitialState, STATE, sequence, slot, head, column, is_first)
+            s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
                 s_t = decay.decay_state(s_t, state_factor, not strong)
@@ -251,8 +230,7 @@ def make(config: Config):
                 flag.release(j)
                 o = warpgroup.wait(warpgroup.mma_ABt(o, u, p.wait(j))) * scale
                 p.release(j)
-                if j >= early:
-                    state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)
+                state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)
             warpgroup.store_wait()
             if segment == segments - 1:
                 warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)

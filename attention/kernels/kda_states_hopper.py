@@ -2,8 +2,7 @@
 itself: kda_hopper.py without queries and outputs.
 
 A segment takes a state S to M S + N. The scan starts from [0 | I], where v is 0 in the columns of I (TMA writes zeros for
-these), and so ends with [N | M]. delta_compose_states_hopper.py composes these. Chunks that no longer count at the segment's
-end are left out (channel_history.py); M is 0 then."""
+these), and so ends with [N | M]. delta_compose_states_hopper.py composes these."""
 
 import functools
 import itertools
@@ -12,9 +11,9 @@ from collections.abc import Iterator
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_index, divmod, equal, subtile, truncate, warpgroup, where, zeros
+from ops import col_index, divmod, equal, truncate, warpgroup, where, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts
-from tiles import fp32, inlined, ring, rt, shared, st, sv
+from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
@@ -70,8 +69,6 @@ def make(config: Config):
     readers = CONSUMERS * WARPS
     decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.limited_gates
     PARAMS, BETA = channel_gates.params(), config.beta
-    history = config.history
-    ROWS = history.params()
     smem = shared(
         k=ring(config.key, STAGES, readers + WARPS),
         k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
@@ -85,7 +82,6 @@ def make(config: Config):
         block_decays=decay.block_decays,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
-        row_sums=sv((CONSUMERS + config.preparers) * history.sums.length, fp32),
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
@@ -105,22 +101,17 @@ def make(config: Config):
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
-        gFinalState: array(4), gLeft: array(2), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT,
-        scanned_segments: INT, heads: INT, group: INT, values: INT,
-        params: PARAMS, rows: ROWS,
+        gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned_segments: INT,
+        heads: INT, group: INT, values: INT,
+        params: PARAMS,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of v
-        and N. gLeft: 1 where something may be left of the state before the segment, else 0. `group` value heads share a key
-        head; each is `blocks` blocks of columns wide."""
-        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates, row_sums = smem.open()
+        and N. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)
-        segment_seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-        (key_head, _), own_sums = divmod(head, group), subtile(row_sums, history.sums.length, wg)
-        n = history.count(rows, params, gBeta, segment_seq, head, key_head, own_sums)
-        seq, is_left = segment_seq.keep(n), n == segment_seq.num_chunks()
-        if not is_left and COLUMNS * CONSUMERS * block >= values:
-            n = int32(0)  # M alone, which is 0
+        seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+        n = seq.num_chunks()
         if wg == PREPARER:
             if SETMAXNREG:
                 warpgroup.release_registers(preparer_registers)
@@ -170,10 +161,8 @@ def make(config: Config):
             if SETMAXNREG:
                 warpgroup.claim_registers(consumer_registers)
             column = int32(COLUMNS * (CONSUMERS * block + wg))
-            s_t = zeros(STATE)
-            if is_left:
-                identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
-                s_t = where(identity, 1.0, s_t)
+            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
+            s_t = where(identity, 1.0, zeros(STATE))
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
                 s_t = decay.decay_state(s_t, state_factor, not strong)
@@ -189,9 +178,6 @@ def make(config: Config):
                 s_t = decay.decay_state(s_t, state_factor, not strong)
                 state_decay.release(j)
                 flag.release(j)
-            slot = sequence * scanned_segments + segment
-            warpgroup.store(gFinalState, s_t, (slot, head, 0, column), 3, 2)
-            if block == 0 and wg == 0 and warpgroup.rank() == 0:
-                gLeft[slot, head] = float32(1 if is_left else 0)
+            warpgroup.store(gFinalState, s_t, (sequence * scanned_segments + segment, head, 0, column), 3, 2)
 
     return scan, smem

@@ -33,6 +33,7 @@ from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from ..parts.recurrent.two_block_scores import RoundedEndScores, ScoreTiles
+from ..parts.recurrent.walk_segments import EarlyChunks
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
 WARPS = warpgroup.WARPGROUP
@@ -96,6 +97,8 @@ def make(config: Config):
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
     block_scores = RoundedEndScores(config.key_dim, INPUT)
+    early_chunks = EarlyChunks(config.history, seq_layout)
+    EARLY = early_chunks.params()
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -110,6 +113,7 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
+        row_sums=early_chunks.history.sums,
     ).per_warpgroup(chunk_order.block_workers)
 
     @inlined
@@ -148,12 +152,17 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order_args: ORDER, heads: INT,
-        group: INT, scale: FLOAT, params: PARAMS,
+        group: INT, scale: FLOAT, params: PARAMS, early_args: EARLY,
     ):  # fmt: skip
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
-        and exp(b_last). order_args: see chunk_order.py. heads: of keys, each of which `group` value heads share."""
-        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates = smem.open()
-        chunks = chunk_order.begin(seq_layout, gCuSeqlens, length, heads, group, order_args)
+        and exp(b_last). order_args: see chunk_order.py; early_args: walk_segments.py. heads: of keys, each of which `group`
+        value heads share."""
+        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums = smem.open()
+        if cuda.blockIdx.x < early_args.counts:
+            early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
+            return
+        block_index = int32(cuda.blockIdx.x - early_args.counts)
+        chunks = chunk_order.begin(block_index, seq_layout, gCuSeqlens, length, heads, group, order_args)
         n, chunk, warp = chunks.n, chunks.locate(int32(0)), warpgroup.rank()
         rings, arrays = (q, g), (gQ, gGates)
         decayed_arrays = gQueries, gDecayedKeys, gStateDecays

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import columns, compute_now, hstack, load, subtile, warpgroup
+from ops import columns, compute_now, hstack, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -26,6 +26,7 @@ from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
+from ..parts.recurrent.walk_segments import locate_part
 
 CONSUMER, SENDER, LOADER = range(3)  # warpgroups
 WATCHER = 1  # the loader's warp that waits for what the grid before stores
@@ -174,17 +175,17 @@ def make(config: Config):
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, scale: FLOAT, order_args: ORDER,
+        gEarlyChunks: array(2), length: INT, blocks: INT, segments: INT, heads: INT, scale: FLOAT, order_args: ORDER,
     ):  # fmt: skip
-        """The outputs of a sequence, and the state after it. gQueries .. gStateDecays: of each chunk and head, as
-        kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order_args: see chunk_order.py. Each of the value
-        `heads` is `blocks` blocks of columns wide."""
+        """The outputs of a part of a sequence, and after the last one the state. gQueries .. gStateDecays: of each chunk and
+        head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. gEarlyChunks, segments: see
+        walk_segments.py; order_args: chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
         tiles = smem.open()
         decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()
-        block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
-        seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-        n = seq.num_chunks()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
+        part = locate_part(seq_layout, gEarlyChunks, gCuSeqlens, length, sequence, head, segment, segments)
+        seq, n = part.seq, part.seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
             first = seq_layout.chunk_index(seq.start, sequence, length)
@@ -201,14 +202,20 @@ def make(config: Config):
                 chunk_order.watch_items(tiles[5:], order_args, int32(heads * sequence + head), n)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
-            for j in range(n):
+            for j in range(min(part.early, n)):
+                out.wait(j)
+                out.release(j)
+            for j in range(part.early, n):
                 state.send_output(gO, out, j, seq, head, block)
-            seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
+            if part.is_last:
+                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             column = COLUMNS * block
             rings = decayed, v, state_decays, out
-            s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
+            s_t = zeros(STATE)
+            if part.is_first:
+                s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
             if n > 0:
                 s_t, d, o = read_first_state(rings, s_t, seq.remaining(0), scale)
                 for j in range(n - 1):
@@ -217,6 +224,7 @@ def make(config: Config):
                 s_t, o = add_chunk(solved, s_t, d, o, int32(n - 1))
                 warpgroup.store_transposed(out.claim(n - 1), INPUT(o))
                 out.publish(n - 1)
-            warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
+            if part.is_last:
+                warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
 
     return walk, smem

@@ -63,26 +63,39 @@ def count_late_blocks(head_sequences: int, walk_blocks: int, processors: int, co
 
 @watched_function
 def gains_beside(
-    head_sequences: int, chunks: int, late_blocks: int, processors: int, block_workers: int, costs: ChunkCosts
+    head_sequences: int,
+    chunks: int,
+    late_blocks: int,
+    processors: int,
+    block_workers: int,
+    costs: ChunkCosts,
+    min_gain: float = MIN_GAIN,
 ) -> bool:
-    """Do both launches take less time if the walk runs beside the first one? chunks: of each sequence."""
+    """Do both launches take less time, by `min_gain` of it, if the walk runs beside the first one? chunks: of each sequence."""
     if late_blocks <= 0 or head_sequences * -(-chunks // ITEM_CHUNKS) < ROUNDS * block_workers * processors:
         return False
     first_items, walk = ROUNDS * ITEM_CHUNKS * block_workers * costs.chunk, chunks * costs.walk
     beside = first_items + max(walk, head_sequences * chunks * costs.chunk_beside / late_blocks)
-    return beside < (1 - MIN_GAIN) * (head_sequences * chunks * costs.chunk / processors + walk)
+    return beside < (1 - min_gain) * (head_sequences * chunks * costs.chunk / processors + walk)
 
 
 def schedule_chunks(
-    problem: Problem, walk_blocks: int, costs: ChunkCosts, resident_ctas: int, scratch: ScratchAllocator, block_workers: int = 2
+    problem: Problem,
+    walk_blocks: int,
+    costs: ChunkCosts,
+    resident_ctas: int,
+    scratch: ScratchAllocator,
+    block_workers: int = 2,
+    min_gain: float = MIN_GAIN,
 ) -> ChunkSchedule:
     """The schedule of a problem. walk_blocks: of the walk. resident_ctas: for how many blocks of one warpgroup the GPU has room
-    in the first launch. block_workers: the workers of a block there that has a multiprocessor to itself."""
+    in the first launch. block_workers: the workers of a block there that has a multiprocessor to itself. min_gain: see
+    gains_beside."""
     length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
     head_sequences, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
     late_blocks = count_late_blocks(head_sequences, walk_blocks, processors, costs)
-    if is_varlen(problem) or not gains_beside(head_sequences, chunks, late_blocks, processors, block_workers, costs):
+    if is_varlen(problem) or not gains_beside(head_sequences, chunks, late_blocks, processors, block_workers, costs, min_gain):
         parts = count_parts(head_sequences, length * batch // sequences // CHUNK, resident_ctas)
         return ChunkSchedule(intern_value(HeadMajor), head_sequences * parts, {"parts": parts}, {})
     args = {

@@ -24,15 +24,18 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from .chunk_schedule import ChunkCosts, count_parts, count_stored_chunks, schedule_chunks
+from .chunk_schedule import MIN_GAIN, ChunkCosts, count_parts, count_stored_chunks, schedule_chunks
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
-MIN_OCCUPANCY = 0.45  # the least part of the multiprocessors that a walk with decays of channels must fill: it has no segments
-MIN_LONG_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 64  # that, if sequences have so many chunks: it may run beside the launch before it
+# The least part of the multiprocessors that a walk with decays of channels must fill, if sequences have more than so many
+# chunks. It may be one block a head and 64 columns; with fewer chunks it is faster than other launches nevertheless
+MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 64
+EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays of channels
+MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
 WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk with decays of channels takes
 # Microseconds of a chunk of the walk, by consumers in a block; of a chunk of the pass that computes states, likewise; of a step
@@ -52,8 +55,8 @@ def serves_channel_walk(problem: Problem) -> bool:
     """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
     (blocks, chunks), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
     nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
-    occupancy = MIN_LONG_OCCUPANCY if chunks >= MIN_LONG_CHUNKS and not is_varlen(problem) else MIN_OCCUPANCY
-    return serves_walk(problem) and blocks >= occupancy * machine(problem.device).processors and nbytes <= MAX_SCRATCH_BYTES
+    fills = chunks <= MIN_LONG_CHUNKS or blocks >= MIN_OCCUPANCY * machine(problem.device).processors
+    return serves_walk(problem) and fills and nbytes <= MAX_SCRATCH_BYTES
 
 
 def _count_blocks(problem: Problem) -> tuple[int, int]:
@@ -187,24 +190,16 @@ def composes_states(segments: int, arrays: Arrays) -> bool:
 
 
 def compose_states(
-    problem: Problem,
-    transitions: Operand,
-    initial_state: Operand | None,
-    segments: int,
-    scratch: ScratchAllocator,
-    left: Operand | None = None,
+    problem: Problem, transitions: Operand, initial_state: Operand | None, segments: int, scratch: ScratchAllocator
 ) -> tuple[Step, Operand]:
-    """(the launch that composes the states before each segment of all transitions [N | M], these states). left: 0 for each
-    segment and head where M is 0, if that is known."""
+    """(the launch that composes the states before each segment of all transitions [N | M], these states)"""
     heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
     width, segment_states = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
-    config, parts = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS)), segments if left else 1
+    config = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS))
     step = kernel_for(delta_compose_states_hopper, config, problem.device).bind(
-        sequences * heads * parts * width,
+        sequences * heads * width,
         blocks=width,
         segments=segments,
-        parts=parts,
-        gLeft=left,
         heads=heads,
         values=columns,
         gTransitions=transitions,
@@ -212,6 +207,14 @@ def compose_states(
         gSegmentStates=segment_states,
     )
     return step, segment_states
+
+
+@watched_function
+def count_walk_segments(walk_blocks: int, chunks: int, processors: int) -> int:
+    """The segments of each sequence in a walk with decays of channels: as many as fill the GPU, if a block then walks fewer
+    chunks. walk_blocks: of a segment of all sequences. chunks: of each sequence."""
+    segments = max(1, min(processors // walk_blocks, chunks)) if walk_blocks else 1
+    return segments if -(-chunks // segments) + EARLY_CHUNKS < chunks else 1
 
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
@@ -231,12 +234,23 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
-    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch)
+    segments = count_walk_segments(walk_blocks, _count_blocks(problem)[1], machine(problem.device).processors)
+    min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
+    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
+    segments = 1 if schedule.order.overlaps else segments
+    sequences, early_chunks, counts = problem.extents["sequences"], None, 0
+    if segments > 1:
+        early_chunks, counts = scratch(sequences * segments, heads), sequences * heads * (segments - 1)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
-        schedule.blocks,
+        schedule.blocks + counts,
         length=length,
+        segments=segments,
+        counts=counts,
+        gEarlyChunks=early_chunks,
+        gGateRows=gates,
+        gKeyRows=arrays["gK"],
         heads=key_heads,
         group=heads // key_heads,
         scale=scale,
@@ -250,10 +264,12 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     walk_arrays = {name: arrays[name] for name in WALK_ARRAYS} | factors
     walk_config = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen, schedule.order)
     walk = kernel_for(kda_walk_hopper, walk_config, problem.device).bind(
-        walk_blocks,
+        walk_blocks * segments,
         length=length,
         blocks=width,
+        segments=segments,
         heads=heads,
+        gEarlyChunks=early_chunks,
         scale=scale,
         gSolved=solved,
         gStateDecays=state_decays,

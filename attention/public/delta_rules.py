@@ -19,7 +19,6 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
-from tiles.launching.lengths import watched_function
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
 from ..kernels import delta_compose_states_hopper, delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper
@@ -88,10 +87,8 @@ DELTA_STATES = Schema(
 
 NO_RAW_RECORD = "return_chunk_states: takes decays and beta, not what a layer projects, and no qk_l2norm"
 
-# The times of both passes over segments with decays of channels, for Dk 128. The first one and the composition take half of
-# the time with which slow gates have them scan all chunks and compose all segments: models' gates leave them little to do
-CHANNEL_COSTS = recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.35, compose=0.375, extra_launches=0.5)
-EARLY_CHUNKS = 2  # the chunks before a segment that a scan begins with, for models' gates
+# the times of both passes over segments with decays of channels, for Dk 128
+CHANNEL_COSTS = recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5)
 
 
 @suggests_argument_names
@@ -267,15 +264,6 @@ def final_states(
     return _final_states(None, (k, v, beta, decay, cu_seqlens, initial_state, skipped, None), (family,))
 
 
-@watched_function
-def count_early_segments(blocks: int, chunks: int, processors: int) -> int:
-    """The segments for each sequence whose scans begin with chunks before them: as many as fill the GPU, if a block then scans
-    fewer chunks. blocks: the thread blocks of a segment of all sequences. chunks: of each sequence."""
-    segments = max(1, min(processors // blocks, chunks)) if blocks else 1
-    scanned_chunks = -(-chunks // segments) + EARLY_CHUNKS
-    return segments if segments > 1 and scanned_chunks < chunks else 1
-
-
 @program(DELTA_STATES)
 def _final_states(problem: Problem, family: str | None) -> Plan:
     """The Plan of a call of final_states. The schema's `state` is a result."""
@@ -327,31 +315,24 @@ def _plan_channels(
     problem: Problem, arrays: dict, scale: float, raw: RawOptions, scratch: recurrent_chunks.ScratchAllocator
 ) -> list[Step]:
     """The launches with decays of channels. There is one, or three if sequences are cut into segments: the first computes how
-    each segment changes a state, the second the state before each segment, the third the outputs. For short sequences that
-    does not pay; one launch may then begin each segment with the chunks before it that still count (segment_start.py)."""
+    each segment changes a state, the second the state before each segment, the third the outputs."""
     batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     processors, chunks_per_sequence = machine(problem.device).processors, length * batch // sequences // CHUNK
     padded = pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
     costs = CHANNEL_COSTS._replace(compose=CHANNEL_COSTS.compose * padded / max(delta_compose_states_hopper.KEY_DIMS))
     segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, chunks_per_sequence, processors, costs)
-    rows, steps = {"gGateRows": arrays["gGates"], "gKeyRows": arrays["gK"]}, []
-    if segments == 1:
-        segments = count_early_segments(sequences * heads * -(-width // 2), chunks_per_sequence, processors)
-        if segments > 1:
-            arrays, options = arrays | rows, {"segments": segments, "scale": scale}
-            return [_scan_chunks(problem, arrays, columns, kda_hopper, segments, raw, starts_early=True, **options)]
-    else:
+    steps = []
+    if segments > 1:
         scanned_segments, both_columns = segments - 1, columns + key_dim  # of [N | M]
         transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
-        left = scratch(sequences * scanned_segments, heads)
-        inputs |= {"gFinalState": transitions, "gLeft": left} | rows
+        inputs["gFinalState"] = transitions
         grid = {"segments": segments, "scanned_segments": scanned_segments}
         steps.append(
             _scan_chunks(problem, inputs, both_columns, kda_states_hopper, scanned_segments, raw, values=columns, **grid)
         )
-        compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch, left)
+        compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
         steps.append(compose)
         arrays = arrays | {"gInitialState": segment_states}
     return [*steps, _scan_chunks(problem, arrays, columns, kda_hopper, segments, raw, segments=segments, scale=scale)]
@@ -364,12 +345,10 @@ def _scan_chunks(
     module: Any,
     grid_segments: int,
     raw: RawOptions = NOT_RAW,
-    starts_early: bool = False,
     **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. raw: the formulas that the kernel applies to raw inputs. starts_early: see kda_hopper.py. numbers: its further
-    arguments."""
+    columns. raw: the formulas that the kernel applies to raw inputs. numbers: its further arguments."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     fits_one_wave = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
@@ -378,7 +357,6 @@ def _scan_chunks(
     dtype, varlen = DTYPES[problem.dtype], is_varlen(problem)
     options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
     if module in (kda_hopper, kda_states_hopper):
-        options |= {"starts_early": True} if starts_early else {}
         config = module.Config(padded, consumers, DTYPES[gates.form.dtype], dtype, varlen, **options)
     else:
         config = module.Config(padded, dtype, gates is not None, varlen, consumers=consumers, **options)

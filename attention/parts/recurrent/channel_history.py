@@ -15,6 +15,7 @@ from .gate_formulas import BetaFormula
 from .gates import FLOOR, LOG2_E, clamp_gates
 
 LEAST_LOG2 = -56.0  # of a state less is left than 2^-32 of fp32's last bit
+MAX_CHUNKS = 4  # to count one takes as long as to scan it
 
 
 @static
@@ -40,32 +41,32 @@ class ChannelHistory:
 
     @inlined
     def count(self, rows, params, gBeta, seq, head, key_head, sums):
-        """How many of the last chunks of a TokenRange count at its end, which is the end of a chunk or of the sequence: until
-        one has been added after which less than 2^LEAST_LOG2 is left of a state. rows, params: the record of `params` and that
-        of the gates' formula. A warpgroup calls this, with a sums of its own."""
+        """How many of the last chunks of a TokenRange count at its end, which is the end of a chunk: until one has been added
+        after which less than 2^LEAST_LOG2 is left of a state, or all; -1 if that takes more than MAX_CHUNKS. rows, params: the
+        record of `params` and that of the gates' formula. A warpgroup calls this, with a vector `sums` of its own."""
         n = seq.num_chunks()
         count, left = int32(0), float32(0)
         goes_on = n > 0
         while goes_on:
             count = int32(count + 1)
             left = float32(left + self._log2_norm(rows, params, gBeta, seq, n - count, head, key_head, sums))
-            goes_on = left > LEAST_LOG2 and count < n
-        return count
+            goes_on = left > LEAST_LOG2 and count < min(n, MAX_CHUNKS)
+        return int32(-1) if left > LEAST_LOG2 and count < n else count
 
     @inlined
     def _log2_norm(self, rows, params, gBeta, seq, j, head, key_head, sums):
         """The sum over the tokens of the j-th chunk of log2 of their norms."""
         tile, token = rt(16, self.key_dim, fp32), seq.chunk_start(j)
         at = seq.batch, token, head, 0
-        x = fp32(warpgroup.load(truncate(rows.gGateRows, 1, seq.end), rt(16, self.key_dim, self.gates), at, 1, 3))
+        gate_rows = truncate(rows.gGateRows, 1, seq.end)
+        x = fp32(warpgroup.load(gate_rows, rt(16, self.key_dim, self.gates), at, 1, 3, aligned=True))
         gates = clamp_gates(self.channel_gates.compute_rows(x, params, head))
         norms = row_max(where(less(col_index(tile), float32(rows.gGateRows.shape[3])), gates, FLOOR)) * LOG2_E
         if not self.normalized:
-            keys_at = seq.batch, token, key_head, 0
-            keys = fp32(warpgroup.load(truncate(rows.gKeyRows, 1, seq.end), rt(16, self.key_dim, self.dtype), keys_at, 1, 3))
-            beta = self.beta.compute(
-                warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
-            )
-            norms = norms + log2(maximum(abs(beta * row_sum(keys * keys) - 1.0), 1.0))
+            at = seq.batch, token, key_head, 0
+            key_rows = truncate(rows.gKeyRows, 1, seq.end)
+            keys = fp32(warpgroup.load(key_rows, rt(16, self.key_dim, self.dtype), at, 1, 3, aligned=True))
+            betas = warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
+            norms = norms + log2(maximum(abs(self.beta.compute(betas) * row_sum(keys * keys) - 1.0), 1.0))
         is_token = less(warpgroup.row_index(tile.col_vec), float32(seq.remaining(j)))
         return warpgroup.reduce_sum(tile_sum(where(is_token, norms, 0.0)), sums)

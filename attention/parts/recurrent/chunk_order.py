@@ -19,7 +19,6 @@ far."""
 
 from typing import Any, NamedTuple
 
-from numba import cuda
 from numpy import int32
 
 from ops import block, count_up, divmod, grid, reset_count, stores_done, warpgroup
@@ -171,9 +170,9 @@ class HeadMajor:
         return ""
 
     @inlined
-    def begin(self, seq_layout, gCuSeqlens, length, heads, group, args):
-        """The chunks of this block. heads: of keys. args: `params`."""
-        _, part, head, sequence = block_coord(cuda.blockIdx.x, 1, args.parts, heads * group)
+    def begin(self, block_index, seq_layout, gCuSeqlens, length, heads, group, args):
+        """The chunks of this block. block_index: among those that have chunks. heads: of keys. args: `params`."""
+        _, part, head, sequence = block_coord(block_index, 1, args.parts, heads * group)
         key_head, _ = divmod(head, group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, part, args.parts)
         return SegmentChunks(seq.num_chunks(), seq_layout.chunk_index(seq.start, sequence, length), head, key_head, seq)
@@ -213,8 +212,8 @@ class ChunkMajor(HeadMajor):
         return "chunk-major"
 
     @inlined
-    def begin(self, seq_layout, gCuSeqlens, length, heads, group, args):
-        worker, items = int32(self.block_workers * cuda.blockIdx.x + warpgroup.id()), args.rounds
+    def begin(self, block_index, seq_layout, gCuSeqlens, length, heads, group, args):
+        worker, items = int32(self.block_workers * block_index + warpgroup.id()), args.rounds
         if worker >= args.early_workers:
             late = int32(args.workers - args.early_workers)
             left, _ = divmod(int32(args.items - args.workers * args.rounds + args.workers - 1 - worker), late)
