@@ -39,13 +39,12 @@ def three(gX: array(2), gOut: array(2)):
 machine_code = loaded_code.machine_code  # the `gpu` of these tests makes none
 
 
-def copying(*kernels, prepare_next=None, shared_bytes=None):
-    """A program of these kernels, one behind the other. shared_bytes: of each."""
+def copying(*kernels, prepare_next=None):
+    """A program of these kernels, one behind the other."""
 
     @program(COPIES, prepare_next=prepare_next)
     def copies(problem) -> Plan:
-        plans = [SimpleNamespace(nbytes=n, blocks=1) for n in shared_bytes or [0] * len(kernels)]
-        bound = [launching.Kernel(x, 32, plan, 0) for x, plan in zip(kernels, plans)]
+        bound = [launching.Kernel(x, 32, SimpleNamespace(nbytes=0, blocks=1), 0) for x in kernels]
         return Plan([x.bind(1, gX=problem["x"], gOut=problem["out"]) for x in bound])
 
     return copies
@@ -99,7 +98,7 @@ def test_numba_takes_kernels_in_the_order_they_were_asked_for(gpu, monkeypatch):
     assert done.wait(60) and order == [two, three]
 
 
-def test_of_a_call_kernels_with_the_most_shared_memory_are_compiled_first(gpu, monkeypatch):
+def test_of_a_call_kernels_with_the_most_code_are_compiled_first(gpu, monkeypatch):
     """The linker takes the longest for them. Those of the next call come behind all of them."""
     order, prepared = [], threading.Event()
 
@@ -109,7 +108,7 @@ def test_of_a_call_kernels_with_the_most_shared_memory_are_compiled_first(gpu, m
         return Compiled(b"", "k", "")
 
     def prepare_next(arrays, *_):
-        copying(three, shared_bytes=[3000]).prepare({"x": arrays["x"].form, "out": arrays["out"].form}, (), "bshd")
+        copying(three).prepare({"x": arrays["x"].form, "out": arrays["out"].form}, (), "bshd")
         prepared.set()
 
     monkeypatch.setattr(loaded_code, "machine_code", machine_code)
@@ -117,8 +116,9 @@ def test_of_a_call_kernels_with_the_most_shared_memory_are_compiled_first(gpu, m
     monkeypatch.setattr(loaded_code.cache, "load", lambda name: None)
     monkeypatch.setattr(loaded_code.cache, "store", lambda *_: None)
     monkeypatch.setattr(loaded_code, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(loaded_code, "estimate_size", {one: 1000, two: 2000, three: 3000}.get)
     gpu.count = 18
-    called(copying(one, two, prepare_next=prepare_next, shared_bytes=[1000, 2000]))
+    called(copying(one, two, prepare_next=prepare_next))
     assert prepared.wait(60) and order == [two, one, three]
 
 

@@ -16,7 +16,8 @@ FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[2] / "ops"]  # dige
 # which say how kernels are launched, interpreted, kept and looked at, and not what they compile to
 APART = {f"tiles/{folder}" for folder in "calls emulator inspect interpreter launching profile testing".split()}
 APART |= {
-    f"tiles/{file}.py" for file in "__main__ doctor draw values compiling/cache compiling/cache_files compiling/sass".split()
+    f"tiles/{file}.py"
+    for file in "__main__ doctor draw values compiling/cache compiling/cache_files compiling/code_size compiling/sass".split()
 }
 
 

@@ -2,11 +2,10 @@
 
 Numba types and lowers one kernel at a time, because that is Python; NVVM and the linker run in other threads. So kernels that
 are loaded inside `compile_together` take the time of all their Python, and of the last one's linking. Numba takes a call's
-kernels before those of its gradients (`prepare_next` of program.py), and of a call those with the most shared memory first:
-they take the linker up to ten times as long as those without, which is then over when Numba is."""
+kernels before those of its gradients (`prepare_next` of program.py), and of a call those with the most code first: they take
+the linker up to ten times as long as others, which is then over when Numba is."""
 
 import contextlib
-import operator
 import threading
 import warnings
 import weakref
@@ -16,6 +15,7 @@ from concurrent.futures import Future
 from cuda.bindings import driver
 
 from ..compiling import cache, digest
+from ..compiling.code_size import estimate_size
 from ..compiling.compiler import CompileError, compile_kernel, title
 from .devices import Device, check, uncaptured
 
@@ -82,12 +82,12 @@ _last_turn.is_over.set()
 
 
 class Batch:
-    """Kernels that are loaded at the same time. futures: of all of them. requests: (bytes of shared memory, arguments of
-    `_compile_and_load` but for the turn) of those that nobody compiles yet."""
+    """Kernels that are loaded at the same time. futures: of all of them. requests: the arguments of `_compile_and_load` but for
+    the turn, of those that nobody compiles yet."""
 
     def __init__(self) -> None:
         self.futures: list[Future] = []
-        self.requests: list[tuple[int, tuple]] = []
+        self.requests: list[tuple] = []
 
     def __bool__(self) -> bool:
         return bool(self.futures)
@@ -95,7 +95,9 @@ class Batch:
     def start(self) -> None:
         """Compile what was requested, in a thread for each kernel."""
         requests, self.requests = self.requests, []
-        for _, (future, kernel, *rest) in sorted(requests, key=operator.itemgetter(0), reverse=True):
+        if len(requests) > 1:
+            requests.sort(key=lambda request: estimate_size(request[1]), reverse=True)
+        for future, kernel, *rest in requests:
             request = future, _next_turn(), kernel, *rest
             threading.Thread(target=_compile_and_load, args=request, name=f"tiles: {title(kernel)}").start()
 
@@ -133,7 +135,7 @@ def load(kernel, signature, gpu: Device, shared_bytes: int = 0, later: bool = Fa
     if later and batch is not None and not future.done():
         batch.futures.append(future)
         if is_new:
-            batch.requests.append((shared_bytes, (future, kernel, signature, gpu)))
+            batch.requests.append((future, kernel, signature, gpu))
         return None
     if batch is not None:  # a thread that compiles this kernel may wait for one of the batch
         batch.start()
