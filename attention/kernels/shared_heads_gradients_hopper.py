@@ -215,7 +215,7 @@ def make(config: Config):
                     dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
                     tiles = q_tile, v_tile, output_gate.dout_tile(do_tile, decayed_dos, turn), s_tile
                     dz_tile, scales = output_gate.claim(dzs, slot), (scale, product_scale)
-                    gate_args = v_tile, dz_tile, d
+                    gate_args = v_tile, dz_tile, gD, d
                     if decay.is_strong(b_last) > 0.0:
                         dp_sum, dots = decay.add_strong_scores(
                             dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args

@@ -210,9 +210,13 @@ class HeadOutputGate:
 
     @inlined
     def load_d(self, gD, head, column):
-        """D, as HeadRows.load_d, for the first consumer."""
-        if self.gated and self.skip:
-            return load(gD, ROW_VEC if self.skip == "column" else COL_VEC, (head, int32(COLUMNS * column)))
+        """D of a head for each row of the first consumer; of columns their place, as `put_outputs` loads those when registers
+        are free."""
+        at = head, int32(COLUMNS * column)
+        if self.gated and self.skip == "head":
+            return load(gD, COL_VEC, at)
+        else:
+            return at
 
     @inlined
     def claim(self, dzs, slot):
@@ -222,12 +226,15 @@ class HeadOutputGate:
     @inlined
     def put_outputs(self, o, b, gate_args):
         """The first consumer: y of a head's rows, if there is a z, which waits in the tile of dz until registers are free. o:
-        exp(-b) times what the states and the chunk give y. gate_args: (V, that tile, D)."""
+        exp(-b) times what the states and the chunk give y. gate_args: (V, that tile, the array D, what `load_d`
+        returned)."""
         if self.gated:
-            v_tile, dz_tile, d = gate_args
+            v_tile, dz_tile, gD, d = gate_args
             y = self.decay.decay(o, b)
-            if self.skip:
+            if self.skip == "head":
                 y = y + self.load_rows(v_tile) * d
+            elif self.skip:
+                y = y + self.load_rows(v_tile) * load(gD, ROW_VEC, d)
             warpgroup.store(dz_tile, y)
 
     @inlined
