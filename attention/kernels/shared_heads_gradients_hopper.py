@@ -29,7 +29,7 @@ these stores. A warp of the producer does."""
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from numba import cuda
 from numpy import int32
@@ -55,7 +55,8 @@ STAGES = 3  # heads whose V, dO and states are in flight
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gates: one of GATE_KINDS. skip: one of SKIPS. partial:
     are dQ and dK float32, to be added over the blocks that share the value heads of a key head? varlen: are sequences packed
-    (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too? gated: are outputs multiplied by silu(z)?"""
+    (cu_seqlens)? with_gates: are the sums for the gates' gradients stored, too? gated: are outputs multiplied by silu(z)?
+    keys_ahead: are Q and K of a block's next chunk loaded during the one before, in place of one more head's states?"""
 
     key_dim: int
     dtype: dtype
@@ -65,11 +66,13 @@ class Config:
     varlen: bool = False
     with_gates: bool = True
     gated: bool = False
+    keys_ahead: bool = False
     threads, overlaps_previous = warpgroup.THREADS * (CONSUMERS + 1), True
 
     def __str__(self):
         size, gates = f"Dk {self.key_dim} {self.dtype}", f"gates by {self.gates}" * bool(self.gates)
         flags = f"D by {self.skip}" * bool(self.skip), "z" * self.gated, "partial" * self.partial, "varlen" * self.varlen
+        flags += ("keys ahead" * self.keys_ahead,)
         return ", ".join(filter(None, (size, gates, "gradients of gates" * self.with_gates, *flags)))
 
 
@@ -83,9 +86,12 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             for varlen, partial in itertools.product((False, True), repeat=2) if everything else ((False, False),):
                 steps = gates == "step"
                 for skip in SKIPS if everything and steps else ("head" * steps,):
-                    yield Config(key_dim, input_dtype, gates, skip, partial, varlen, bool(gates))
+                    config = Config(key_dim, input_dtype, gates, skip, partial, varlen, bool(gates))
+                    yield config
+                    if not varlen:
+                        yield replace(config, keys_ahead=True)
                     if steps and input_dtype is bf16 and not varlen:
-                        yield Config(key_dim, input_dtype, gates, skip, partial, varlen, True, gated=True)
+                        yield from (replace(config, gated=True, keys_ahead=ahead) for ahead in (False, True))
 
 
 @functools.cache
@@ -99,17 +105,18 @@ def make(config: Config):
     ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
     DQK = array(4, fp32 if config.partial else INPUT)
     WEIGHTED_V, Z = (VALUE if used else st(16, 16, INPUT) for used in (decay.factored, config.gated))
+    KEY_STAGES, STATE_STAGES = 1 + config.keys_ahead, STAGES - config.keys_ahead
     VALUE_STAGES, DOUT_READERS = STAGES - config.gated, warpgroup.WARPGROUP * (1 + config.gated)
     GATE_SUMS, TWO_ROWS = sv(CHUNK * (1 + decay.weighted), fp32), sv(2 * CHUNK, fp32)
     STATE_READERS = warpgroup.WARPGROUP + STATE_WARPS * config.with_gates
     smem = shared(
-        q=ring(KEY, 1, WARPS),
-        k=ring(KEY, 1, WARPS),
+        q=ring(KEY, KEY_STAGES, WARPS),
+        k=ring(KEY, KEY_STAGES, WARPS),
         v=ring(VALUE, VALUE_STAGES, WARPS),
         do=ring(VALUE, VALUE_STAGES, WARPS),
         z=ring(Z, VALUE_STAGES if config.gated else 1, warpgroup.WARPGROUP),
-        s=ring(STATE, STAGES, STATE_READERS),
-        ds=ring(STATE, STAGES, STATE_READERS),
+        s=ring(STATE, STATE_STAGES, STATE_READERS),
+        ds=ring(STATE, STATE_STAGES, STATE_READERS),
         sums=ring(GATE_SUMS, STAGES, WARPS),
         decayed_dos=ring(VALUE, 1 + decay.factored, DOUT_READERS, writers=warpgroup.WARPGROUP),
         weighted_vs=ring(WEIGHTED_V, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),

@@ -27,8 +27,9 @@ from .recurrent_gradients import choose_gate, count_chunk_indices, plan_gate_sum
 # ms; by the walk, whose dQ and dK of each head would go through memory in float32, 0.740, 0.710, 0.689
 MIN_GROUP = 2
 # Times in units of that of a block of 64 columns of a head in a chunk: of each chunk, whose Q and K a thread block loads, and
-# dQ and dK it stores; of each chunk more if these are partial sums
-CHUNK_COST, PARTIAL_COST = 1.5, 2.5
+# dQ and dK it stores; of each chunk more if these are partial sums; of each chunk if the block loads the Q and K of several
+# ahead, for which there is one stage of states less, so that each block of columns takes AHEAD_FACTOR times as long
+CHUNK_COST, PARTIAL_COST, AHEAD_COST, AHEAD_FACTOR = 1.5, 2.5, 0.3, 1.04
 
 
 def serves_shared_heads(problem: Problem, vector_bytes: int) -> bool:
@@ -49,22 +50,31 @@ def serves_linear_shared_heads(problem: Problem, arrays: Arrays, vector_bytes: i
 
 class BlockWork(NamedTuple):
     """The work that thread blocks divide. key_heads: of all sequences. chunks: of each, on average. blocks: of 64 columns of
-    the value heads of a key head. resident_ctas: how many thread blocks the GPU runs at once."""
+    the value heads of a key head. resident_ctas: how many thread blocks the GPU runs at once. ahead: does a block that goes
+    through several chunks load Q and K ahead?"""
 
     key_heads: int
     chunks: int
     blocks: int
     resident_ctas: int
+    ahead: bool = True
 
     def time(self, parts: int, shares: int) -> float:
         """The time if each sequence's chunks are in `parts` parts, and the value heads of each key head in `shares`."""
         waves = math.ceil(self.key_heads * parts * shares / self.resident_ctas)
-        chunk = math.ceil(self.blocks / shares) + CHUNK_COST + (PARTIAL_COST if shares > 1 else 0)
-        return waves * math.ceil(self.chunks / parts) * chunk
+        chunk = math.ceil(self.blocks / shares) + (PARTIAL_COST if shares > 1 else 0)
+        if self.loads_keys_ahead(parts):
+            return waves * (CHUNK_COST + math.ceil(self.chunks / parts) * (AHEAD_FACTOR * chunk + AHEAD_COST))
+        return waves * math.ceil(self.chunks / parts) * (chunk + CHUNK_COST)
+
+    def loads_keys_ahead(self, parts: int) -> bool:
+        """Do blocks, of which each has one of so many parts of a sequence's chunks, load Q and K ahead?"""
+        return self.ahead and parts < self.chunks
 
     def choose_parts(self, shares: int) -> int:
-        """The parts that take the shortest time with so many shares. Rather many blocks that go through a chunk each, which
-        wait for a free multiprocessor, than a few that go through several: 0.366 for 0.379 ms, 0.360 for 0.386."""
+        """The parts that take the shortest time with so many shares. If that is the same, rather many blocks that go through a
+        chunk each, which wait for a free multiprocessor, than a few that go through several: 0.366 for 0.379 ms, 0.360 for
+        0.386, without Q and K ahead."""
         numbers = sorted({math.ceil(self.chunks / n) for n in range(1, self.chunks + 1)}, reverse=True)
         return min(numbers, key=lambda parts: self.time(parts, shares))
 
@@ -83,6 +93,12 @@ def choose_shares(*work: int) -> int:
 def choose_parts(shares: int, *work: int) -> int:
     """BlockWork.choose_parts, for the fields of a BlockWork as `work`."""
     return BlockWork(*work).choose_parts(shares)
+
+
+@watched_function
+def loads_keys_ahead(parts: int, *work: int) -> bool:
+    """BlockWork.loads_keys_ahead, for the fields of a BlockWork as `work`."""
+    return BlockWork(*work).loads_keys_ahead(parts)
 
 
 class GateInputs(NamedTuple):
@@ -149,15 +165,20 @@ def plan_shared_heads(
         buffers[name] = stored_states = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
         steps += scan.store_states(stored_states, states, scratch)
     work = BlockWork(
-        sequences * key_heads, -(-chunks // sequences), heads // key_heads * width, machine(problem.device).processors
+        sequences * key_heads,
+        -(-chunks // sequences),
+        heads // key_heads * width,
+        machine(problem.device).processors,
+        not is_varlen(problem),
     )
     shares = choose_shares(*work)
     partial, names = shares > 1, ("dq", "dk")
     outputs = {name: scratch(batch, length, key_heads * shares, key_dim) if partial else arrays[name] for name in names}
     skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate.kind, skip, partial, is_varlen(problem)
-    config = intern_value(shared_heads_gradients_hopper.Config, *form, "gQueryDots" in extra_arrays, gated)
     parts = choose_parts(shares, *work)
+    flags = "gQueryDots" in extra_arrays, gated, bool(loads_keys_ahead(parts, *work))
+    config = intern_value(shared_heads_gradients_hopper.Config, *form, *flags)
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_GRADIENTS)  # dQ, dK are stored by rows
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
     steps += [
