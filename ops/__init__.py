@@ -42,7 +42,7 @@ from .elementwise.functions import (
 from .elementwise.masks import causal, left_fill, lower_fill, outside_fill, right_fill, tril, triu, upper_fill
 from .elementwise.order_of_computation import compute_now
 from .for_attention.online_softmax import lazy_maximum, rescale
-from .for_attention.taylor_features import taylor
+from .for_attention.taylor_features import taylor, taylor_gradients
 from .for_attention.triangular_inverse import inverse_unit_lower
 from .matmul.mma import mma_AB, mma_ABt, mma_AtB, mma_AtBt
 from .matmul.unzipped import mma_AB_unzipped, mma_ABt_unzipped, rezipped, unzipped
@@ -101,7 +101,7 @@ __all__ = [
     "rasterize", "raw", "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill",
     "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus",
     "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh",
-    "taylor", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose",
+    "taylor", "taylor_gradients", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose",
     "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group",
     "warp_index", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip

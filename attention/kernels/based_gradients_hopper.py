@@ -11,8 +11,8 @@ where S = sum f(k)^T v of earlier chunks and dS = sum f(q)^T w dO of later ones,
 division it is left out.
 
 The first walk goes from the first chunk to the last. It holds S as forward does, computes O and the sums of weights again, and
-stores w and -w dO . O for the second walk, which goes from the last chunk to the first and holds dS. Gradients of features are
-written and read by the same warp."""
+stores w and -w dO . O for the second walk, which goes from the last chunk to the first and holds dS. Gradients of features stay
+in registers."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import float32
+from numpy import float32, int32
 
 from ops import (
     finish_sum,
@@ -40,8 +40,8 @@ from ops import (
     where,
     zeros,
 )
-from ops.for_attention.taylor_features import BASE, FEATURES, HALF
-from tiles import bf16, fp16, fp32, ring, rt, shared, st
+from ops.for_attention.taylor_features import BASE, HALF
+from tiles import bf16, fp16, fp32, ring, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
@@ -79,8 +79,7 @@ class Config(BasedTiles):
     def shared_memory(self, **extra_tiles):
         """The shared memory of a walk: that of both walks, and `extra_tiles`."""
         key, value = ring(self.key, STAGES), ring(self.value, STAGES)
-        gradients = st(CHUNK, FEATURES, self.dtype, width=BASE * self.dtype.itemsize)  # in panels of one product each
-        return shared(q=key, k=key, v=value, do=value, state=self.features, features=self.features, df=gradients, **extra_tiles)
+        return shared(q=key, k=key, v=value, do=value, state=self.features, features=self.features, **extra_tiles)
 
     @property
     def weighted_tiles(self):
@@ -112,7 +111,7 @@ class BasedQueryGradients(Config):
             """dq of one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head. Writes
             w and -w dO . O of each chunk, gVectors. gInitialState, gInitialZ: before each segment."""
             tiles = smem.open()
-            q, k, v, do, state, features, gradients = tiles
+            q, k, v, do, state, features = tiles
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
@@ -129,7 +128,6 @@ class BasedQueryGradients(Config):
                     seq_layout.zero_other_rows(keys, seq.remaining(j))
                     seq_layout.zero_other_rows(values, seq.remaining(j))
                     queries = warpgroup.load(q.wait(j), X) * scale
-                    q.release(j)
                     if NORMALIZE:
                         s = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
                         p = warpgroup.tril(taylor_weights(s), 0, 0.0)
@@ -142,13 +140,18 @@ class BasedQueryGradients(Config):
                         inside = less(warpgroup.row_index(SCORES.col_vec), float32(seq.remaining(j)))
                         warpgroup.store(gVectors, where(inside, w, 0.0), (chunk, head, 0), cols=2)
                         warpgroup.store(gVectors, where(inside, 0.0 - dots * w, 0.0), (chunk, head, CHUNK), cols=2)
+                    queries = warpgroup.load(q.wait(j), X) * scale  # again, or what features share would stay in registers
+                    q.release(j)
+                    dq = walk.differentiate_features(douts, state, queries, 1.0)
                     s = warpgroup.mm_ABt(queries, keys)  # computed again: kept beside o, registers would spill
                     dp = warpgroup.mm_ABt(douts, values)
                     s, dp = warpgroup.wait(s, newer=1), warpgroup.wait(dp)
                     if NORMALIZE:
                         dp = dp - dots
-                    ds = INPUT(warpgroup.tril(fma(dp, s, dp), 0, 0.0))
-                    dq = mma_AB(zeros(SQUARE), ds, keys) + walk.differentiate_features(douts, state, gradients, queries, 1.0)
+                    # 0, as LLVM cannot know: it would keep the comparisons of P's diagonal in registers
+                    diagonal = int32(min(seq.remaining(j), 0))
+                    ds = INPUT(warpgroup.tril(fma(dp, s, dp), diagonal, 0.0))
+                    dq = mma_AB(dq, ds, keys)
                     if NORMALIZE:
                         dq = (dq - mma_ABt(z, queries, INPUT(zz)) * dots) * w
                     dq = dq * scale
@@ -202,7 +205,7 @@ class BasedKeyGradients(Config):
             gDState and gDZ, the gradients of the state after each segment, the last one first; and the gradients of the state
             before the sequence."""
             tiles = smem.open()
-            q, k, v, do, state, features, gradients = tiles[:7]
+            q, k, v, do, state, features = tiles[:6]
             sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
             n = seq.num_chunks()
             if warpgroup.id() == LOADER:
@@ -233,10 +236,11 @@ class BasedKeyGradients(Config):
                         dp, n_later = dp + dnormalizers, n_later + tile_sum(dnormalizers)
                     ds = INPUT(warpgroup.triu(fma(dp, s, dp), 0, 0.0))
                     dk = mma_AB(zeros(SQUARE), ds, queries)
-                    p, row = INPUT(warpgroup.triu(taylor_weights(s), 0, 0.0)), warpgroup.load(keys, X)
+                    p = INPUT(warpgroup.triu(taylor_weights(s), int32(min(seq.remaining(j), 0)), 0.0))  # 0, as for queries
+                    row = warpgroup.load(keys, X)
                     dv = warpgroup.mma_ABt(warpgroup.mm_AB(p, douts), taylor(row, 0.5), state)
                     walk.store_rows(gDV, warpgroup.wait(dv), seq, token, head)
-                    dk = dk + walk.differentiate_features(values, state, gradients, row, 0.5)
+                    dk = dk + walk.differentiate_features(values, state, row, 0.5)
                     if NORMALIZE:
                         dk = dk + mma_ABt(z, row, INPUT(zz))
                     walk.store_rows(gDK, dk, seq, token, head)

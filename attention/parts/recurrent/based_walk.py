@@ -4,14 +4,13 @@ that compute gradients do alike. A consumer warpgroup computes, and another one 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from numba import cuda
 from numpy import int32
 
-from ops import divmod, subtile, truncate, warpgroup, zeros
-from ops.for_attention.taylor_features import BASE, FEATURES, HALF
+from ops import divmod, hstack, subtile, taylor_gradients, truncate, warpgroup, zeros
+from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles import dtype, fp32, inlined, rt, st, static
 
-from .taylor_sums import SQUARE, TaylorGradients
+from .taylor_sums import SQUARE
 from .tokens import CHUNK, COLUMNS, SequenceLayout
 
 LOADER, THREADS, CTAS_PER_SM = 1, 2 * warpgroup.THREADS, 2  # LOADER: the index of the loading warpgroup
@@ -53,16 +52,6 @@ class BasedWalk:
     seq_layout: SequenceLayout
     loads_vectors: bool
 
-    @property
-    def rows(self):
-        """A warp's 16 rows of Q or K."""
-        return rt(16, BASE, self.dtype)
-
-    @property
-    def products(self):
-        """The way back from features to rows."""
-        return TaylorGradients(self.dtype)
-
     @inlined
     def load_chunks(self, tiles, arrays, seq, n, head, group, gVectors=None, first_chunk=0):
         """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO. gVectors: of all chunks. first_chunk: the index
@@ -79,18 +68,18 @@ class BasedWalk:
                 tiles.vectors.fill(j, gVectors, (int32(first_chunk + seq.chunk_number(j)), head))
 
     @inlined
-    def differentiate_features(self, rows, state, tile, x, squares):
-        """The gradients of a warp's rows x from those of their features, which are the product of `rows` and the state.
-        squares: the factor of squares in features. tile: shared memory for the gradients of features."""
-        for n in range(FEATURES // PANEL):
-            df = warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n)))
-            warpgroup.store(subtile(tile, CHUNK, 0, PANEL, n), self.dtype(df))
-        cuda.syncwarp()  # lanes read what others wrote
-        dx = fp32(warpgroup.load(subtile(tile, CHUNK, 0, BASE, HALF + 1), self.rows))
-        for d in range(HALF + 1):
-            df = warpgroup.load(subtile(tile, CHUNK, 0, BASE, d), self.rows)
-            dx = dx + self.products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
-        return dx
+    def multiply_panel(self, rows, state, n):
+        """The n-th panel of the gradients of features, the product of `rows` and the state, rounded."""
+        return self.dtype(warpgroup.wait(warpgroup.mm_AB(rows, subtile(state, CHUNK, 0, PANEL, n))))
+
+    @inlined
+    def differentiate_features(self, rows, state, x, squares):
+        """The gradients of a warp's rows x from those of their features, the product of `rows` and the state. squares:
+        the factor of squares in features."""
+        df = hstack(self.multiply_panel(rows, state, 0), self.multiply_panel(rows, state, 1))
+        df = hstack(df, hstack(self.multiply_panel(rows, state, 2), self.multiply_panel(rows, state, 3)))
+        df = hstack(df, self.multiply_panel(rows, state, 4))
+        return taylor_gradients(df, x, squares)
 
     @inlined
     def store_rows(self, gX, x, seq, token, head):
