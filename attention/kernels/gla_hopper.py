@@ -33,7 +33,7 @@ from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from ..parts.recurrent.two_block_scores import QueryScores, QueryTiles
+from ..parts.recurrent.two_block_scores import QueryScores, QueryScoreTiles
 
 REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight
@@ -135,7 +135,7 @@ def make(config: Config):
     def open_tiles(queries, keys, residual, gates, to_start):
         """The tiles of a strong chunk whose blocks have references."""
         near = subtile(viewed(gates, NEAR_AND_MORE), CHUNK, 1) if IN_PLACE else viewed(gates, KEY)
-        return QueryTiles(queries, keys, residual, near, to_start)
+        return QueryScoreTiles(queries, keys, residual, near, to_start)
 
     @inlined
     def factor_blocks(queries, keys, residual, gates, sums, to_start, warp):

@@ -179,15 +179,15 @@ def make(config: Config):
                         store(block_scores.query_rows(p.claim(j), warp), scores)
                         a = a * beta
                     release_sums(gate_sums, g, j)
-                    decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
+                    decay.fill_scored(rings, arrays, j + 1, n, seq, head, key_head)
                 else:
                     decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, False)
                     publish_decays(published, j)
                     release_sums(gate_sums, g, j)
                     warpgroup.sync()
-                    decay.fill(rings, arrays, j + 1, n, seq, head, key_head, block)
-                    a = warpgroup.wait(warpgroup.mm_ABt(decayed_keys, keys)) * beta
-                    query_scores = warpgroup.wait(warpgroup.mm_ABt(queries, keys))
+                    decay.fill_scored(rings, arrays, j + 1, n, seq, head, key_head)
+                    a, query_scores = warpgroup.mm_ABt(decayed_keys, keys), warpgroup.mm_ABt(queries, keys)
+                    a, query_scores = warpgroup.wait(a, newer=1) * beta, warpgroup.wait(query_scores)
                     warpgroup.store(p.claim(j), warpgroup.causal(query_scores, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)
@@ -196,6 +196,7 @@ def make(config: Config):
                 inverse = inverse_transposed(a, high, low)  # a has beta in each branch: wgmma's registers would be joined here
                 warpgroup.store(solved, inverse * beta)
                 t.publish(j)  # a load under way would be waited for at each fence
+                decay.fill_values(v, gV, j + 1, n, seq, head, block)  # there is one stage, which consumers have given back
                 beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
             if SETMAXNREG:

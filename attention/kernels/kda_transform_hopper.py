@@ -32,7 +32,7 @@ from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
-from ..parts.recurrent.two_block_scores import RoundedEndScores, ScoreTiles
+from ..parts.recurrent.two_block_scores import RowScores, ScoreTiles
 from ..parts.recurrent.walk_segments import EarlyChunks
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
@@ -92,11 +92,11 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, IN_PLACE, SCORES = config.dtype, config.gates is fp32, rt(16, CHUNK, fp32)
     COL_VEC, seq_layout, chunk_order = SCORES.col_vec, SequenceLayout(config.varlen), config.order
-    decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.channel_gates, config.beta
+    decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.limited_gates, config.beta
     PARAMS, ORDER = channel_gates.params(), chunk_order.params()
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
-    block_scores = RoundedEndScores(config.key_dim, INPUT)
+    block_scores = RowScores(config.key_dim, INPUT)
     early_chunks = EarlyChunks(config.history, seq_layout)
     EARLY = early_chunks.params()
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
@@ -114,6 +114,7 @@ def make(config: Config):
         biases=channel_gates.biases,
         rates=channel_gates.rates,
         row_sums=early_chunks.history.sums,
+        roots=block_scores.roots,
     ).per_warpgroup(chunk_order.block_workers)
 
     @inlined
@@ -157,7 +158,7 @@ def make(config: Config):
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
         and exp(b_last). order_args: see chunk_order.py; early_args: walk_segments.py. heads: of keys, each of which `group`
         value heads share."""
-        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums = smem.open()
+        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
         if cuda.blockIdx.x < early_args.counts:
             early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
             return
@@ -214,9 +215,9 @@ def make(config: Config):
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
             else:
                 tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
-                block_scores.factor(tiles, block_sums, references, warp)
+                block_scores.factor(tiles, roots, block_sums, references, warp)
                 warpgroup.sync()
-                products = block_scores.issue(tiles, references.mild)
+                products = block_scores.issue(tiles, roots, references, warp)
                 send_decayed(decayed, decayed_arrays, at, warp)
                 scores, a = block_scores.finish(products, warp)
                 scores = INPUT(warpgroup.causal(scores, 0, 0.0))

@@ -2,6 +2,7 @@
 lane has a column to itself."""
 
 import functools
+import math
 
 import numpy as np
 
@@ -102,9 +103,13 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
     x = np.where(x < least, np.float32(least if below is None else below), x)
+    sums = np.cumsum(x, axis=0, dtype=np.float32)
     if fall is not None:
-        x = np.concatenate([_limit_fall(x[i : i + GROUP], np.float32(fall)) for i in range(0, len(x), GROUP)])
-    current_warp().write(target, np.cumsum(x, axis=0, dtype=np.float32))
+        exceeds = (sums[GROUP - 1 :: GROUP] - sums[::GROUP] < -fall).any(axis=0)
+        x = np.diff(sums[:, exceeds], axis=0, prepend=np.float32(0))
+        limited = [_limit_fall(x[i : i + GROUP], np.float32(fall)) for i in range(0, len(x), GROUP)]
+        sums[:, exceeds] = np.cumsum(np.concatenate(limited), axis=0, dtype=np.float32)
+    current_warp().write(target, sums)
 
 
 def _limit_fall(x, fall):
@@ -155,30 +160,34 @@ def _(target, source, least, function, y, z, below, fall):
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
 
-            def store_sums(start, elements, so_far):
-                """Running sums of rows from `start` on."""
-                sums = []
-                for i, x in enumerate(elements, start):
-                    so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
-                    sums.append(so_far)
-                return sums
-
             so_far, ahead = b.real(0), load_batch(0)
-            group, group_sums = [], []
+            lowest_fall, group_first = b.real(0), None
             for start in range(0, source.rows, at_once):
                 # the next ones are loaded before these are stored, for a load waits for no store
                 arrived, ahead = ahead, load_batch(start + at_once)
-                sums = store_sums(start, arrived, so_far)
-                so_far = sums[-1]
-                if has_fall:
-                    group, group_sums = group + arrived, group_sums + sums
-                    if len(group) == GROUP:  # once more, where sums fall by too much
-                        first, group_start = group_sums[0], start + at_once - GROUP
-                        exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(so_far, first), fall), b.real(0))
-                        later = functools.partial(_cut_elements, b, group[1:], fall)
-                        (so_far,) = b.choose(exceeds, lambda: store_sums(group_start + 1, later(), first)[-1:], [so_far])
-                        group, group_sums = [], []
+                for i, x in zip(batch(start), arrived, strict=True):
+                    so_far = b.fadd(so_far, x)
+                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
+                    if i % GROUP == 0:
+                        group_first = so_far
+                if has_fall and (start + at_once) % GROUP == 0:
+                    group_fall = b.fsub(so_far, group_first)
+                    lowest_fall = b.select(b.fcmp_ordered("<", group_fall, lowest_fall), group_fall, lowest_fall)
+            if has_fall:
+                with b.if_then(b.fcmp_ordered("<", b.fadd(lowest_fall, fall), b.real(0))):
+                    limit_falls(column_index)
+
+        def limit_falls(column_index):
+            """Overwrite the sums of a column by those of elements that `_limit_fall` cuts off."""
+            before, so_far = b.real(0), b.real(0)
+            for start in range(0, source.rows, GROUP):
+                places = [_at(b, target, target_address, i, column_index) for i in range(start, start + GROUP)]
+                sums = [load_elements(b, fp32, 1, place)[0] for place in places]
+                elements = [b.fsub(x, y) for x, y in zip(sums, [before, *sums], strict=False)]
+                for place, x in zip(places, [elements[0], *_cut_elements(b, elements[1:], fall)], strict=True):
+                    so_far = b.fadd(so_far, x)
+                    store_elements(b, fp32, [so_far], place)
+                before = sums[-1]
 
         _each_column(b, source.cols, column)
 
@@ -186,15 +195,17 @@ def _(target, source, least, function, y, z, below, fall):
 
 
 def _cut_elements(b, elements, fall):
-    """The later elements of a group, as `_limit_fall` cuts them off where they add up to less than -fall."""
+    """The later elements of a group, as `_limit_fall` cuts them off."""
     share = b.fmul(fall, b.real(-1 / (GROUP - 1)))
-    count, sum_cut = b.real(0), fall
+    count, rest, total = b.real(0), fall, fall
     for x in elements:
         is_low = b.fcmp_ordered("<", x, share)
         count = b.fadd(count, b.select(is_low, b.real(1), b.real(0)))
-        sum_cut = b.fadd(sum_cut, b.select(is_low, share, x))
+        rest = b.fadd(rest, b.select(is_low, share, x))
+        total = b.fadd(total, x)
     inverse = b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", count, effect=False)
-    least = b.fsub(share, b.fmul(sum_cut, inverse))
+    least = b.fsub(share, b.fmul(rest, inverse))
+    least = b.select(b.fcmp_ordered("<", total, b.real(0)), least, b.real(-math.inf))
     return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
 

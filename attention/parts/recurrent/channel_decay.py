@@ -145,6 +145,23 @@ class ChannelDecay(WarpChannels):
             q.fill(j, gQ, (seq.batch, seq.chunk_start(j), key_head))
 
     @inlined
+    def fill_scored(self, rings, arrays, j, n, seq, head, key_head):
+        """Have TMA load the queries, keys and gates of the j-th of a sequence's n chunks, if there is one."""
+        (q, k, _, g), (gQ, gK, _, gGates) = rings, arrays
+        if j < n:
+            token = seq.chunk_start(j)
+            g.fill(j, gGates, (seq.batch, token, head))
+            k.fill(j, gK, (seq.batch, token, key_head))
+            q.fill(j, gQ, (seq.batch, token, key_head))
+
+    @inlined
+    def fill_values(self, v, gV, j, n, seq, head, block):
+        """Have TMA load the values of the j-th of a sequence's n chunks, if there is one."""
+        if j < n:
+            for c in range(self.consumers):
+                v.fill(self.consumers * j + c, gV, (seq.batch, seq.chunk_start(j), head, self.consumers * block + c))
+
+    @inlined
     def fill_keys(self, rings, arrays, j, n, seq, head, key_head, block):
         """Have TMA load the keys, values and gates of the j-th of a sequence's n chunks, if there is one."""
         (k, v, g), (gK, gV, gGates) = rings, arrays
