@@ -50,7 +50,7 @@ class BothRecurrences:
 
     @inlined
     def finish_queries(self, o, memory, j):
-        """Q S, finished."""
+        """Wait for Q S, and give the queries back."""
         return o
 
     @inlined
