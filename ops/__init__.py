@@ -101,9 +101,9 @@ __all__ = [
     "rasterize", "raw", "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill",
     "row_index", "row_max", "row_min", "row_prod", "row_sum", "rows", "rsqrt", "shift_rows", "sigmoid", "silu", "softplus",
     "sqrt", "store", "store_unordered", "store_wait", "store_widened", "stores_done", "subtile", "swap_layout", "tanh",
-    "taylor", "taylor_gradients", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add", "tma_store", "transpose",
-    "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack", "wait_count", "wait_group",
-    "warp_index", "warpgroup", "where", "zeros", "zipped",
+    "taylor", "taylor_gradients", "tile_all", "tile_any", "tile_max", "tile_min", "tile_prod", "tile_sum", "tma_add",
+    "tma_store", "transpose", "tril", "triu", "truncate", "turned", "unzipped", "upper_fill", "viewed", "vstack",
+    "wait_count", "wait_group", "warp_index", "warpgroup", "where", "zeros", "zipped",
 ]  # fmt: skip
 
 _refuse_others()

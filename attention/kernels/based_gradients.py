@@ -1,11 +1,5 @@
 """Two kernels of Based's gradients, before and after those of linear attention: one writes the features of queries and keys
-(ops.taylor), the other computes the gradients of queries and keys from those of their features. For a row x and the gradients
-df of its features f, whose column 16 d + i is c x_i x_(i + d), with indices modulo 16 and c = 1 where d > 0, and whose last
-columns are x,
-
-    dx_i = df_(144 + i) + sum over d of c (df_(16 d + i) x_(i + d) + df_(16 d + i - d) x_(i - d))
-
-Rows are rotated by products with permutations, which are exact."""
+(ops.taylor), the other computes the gradients of queries and keys from those of their features (ops.taylor_gradients)."""
 
 import functools
 import itertools
@@ -15,14 +9,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, load, store, taylor, truncate, warp_index
-from ops.for_attention.taylor_features import BASE, HALF
+from ops import divmod, load, store, taylor, taylor_gradients, truncate, warp_index
+from ops.for_attention.taylor_features import BASE, FEATURES
 from tiles import bf16, dtype, fp16, rt
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
-
-from ..parts.recurrent.taylor_sums import SQUARE, TaylorGradients
 
 WARPS = 4  # of a block
 TOKENS = WARPS * BASE  # of a block
@@ -74,7 +66,6 @@ class BasedFeatureGradients:
     def make(config: "BasedFeatureGradients"):
         """(kernel, shared memory) of a configuration."""
         INPUT, VARLEN, X = config.dtype, config.varlen, rt(BASE, BASE, config.dtype)
-        products = TaylorGradients(INPUT)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def differentiate(
@@ -88,11 +79,8 @@ class BasedFeatureGradients:
             token = int32(TOKENS * tile + BASE * warp_index())
             end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
             x = load(truncate(gX, 1, end), X, (batch, token, head, 0), 1, 3) * scale
-            total = load(gDFeatures, SQUARE, (batch, token, head, BASE * (HALF + 1)), 1, 3, True)
-            for d in range(HALF + 1):
-                df = load(gDFeatures, X, (batch, token, head, int32(BASE * d)), 1, 3, True)
-                total = total + products.differentiate(df, x, d) * (squares if d == 0 else 1.0)
-            store(gDX, INPUT(total * scale), (batch, token, head, 0), 1, 3)
+            df = load(gDFeatures, rt(BASE, FEATURES, INPUT), (batch, token, head, 0), 1, 3, True)
+            store(gDX, INPUT(taylor_gradients(df, x, squares) * scale), (batch, token, head, 0), 1, 3)
 
         return differentiate, None
 

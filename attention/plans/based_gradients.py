@@ -21,7 +21,7 @@ from .recurrent_chunks import Arrays, Costs, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads
 from .token_loop_gradients import plan_linear_gradients
 
-GRADIENT_COSTS = Costs(two_consumers=1, first_pass=0.3, compose=0.15, extra_launches=3)
+GRADIENT_COSTS = Costs(two_consumers=1, first_pass=0.4, compose=0.3, extra_launches=3)
 SQUARES = {"q": 1.0, "k": 0.5}  # what squares among features are multiplied by
 
 

@@ -1,5 +1,5 @@
-"""Sums of Taylor features (ops.taylor) in the registers of a warp, and the gradients of rows from those of features. For rows x
-of 16 numbers with weights w, the sum of the features of a Taylor series consists of
+"""Sums of Taylor features (ops.taylor) in the registers of a warp. For rows x of 16 numbers with weights w, the sum of the
+features of a Taylor series consists of
 
     n = sum w        z = sum w x        Z = sum w x^T x
 
@@ -12,7 +12,6 @@ from ops import (
     fma,
     less,
     load,
-    mma_ABt,
     row_index,
     row_sum,
     store,
@@ -22,7 +21,7 @@ from ops import (
     zeros,
 )
 from ops.for_attention.taylor_features import BASE, HALF
-from tiles import dtype, fp32, inlined, rt, static
+from tiles import fp32, inlined, rt
 
 SQUARE = rt(BASE, BASE, fp32)
 COL_VEC, ROW_VEC = SQUARE.col_vec, SQUARE.row_vec
@@ -85,26 +84,3 @@ def store_sums(gZ, sequence, head, n, z, zz, squares, unused):
 def taylor_weights(s):
     """1 + s + s^2 / 2"""
     return fma(s, fma(s, 0.5, 1.0), 1.0)
-
-
-@static
-class TaylorGradients:
-    """The way back from features of this dtype to rows."""
-
-    dtype: dtype
-
-    @inlined
-    def _rotate(self, x, d):
-        """A tile whose column i is x's column i + d, modulo 16: the product with a permutation, which is exact. d: from 0 to
-        16."""
-        offset = col_index(SQUARE) - row_index(SQUARE) - d
-        return mma_ABt(zeros(SQUARE), x, self.dtype(equal(offset, 0.0) + equal(offset, -float(BASE))))
-
-    @inlined
-    def differentiate(self, df, x, d):
-        """What rows x have from the gradients df of the d-th 16 of their features:
-
-        dx_i = df_i x_(i + d) + df_(i - d) x_(i - d), with indices modulo 16."""
-        if d == HALF:  # the rest of these columns has the 1 and nothing
-            df = where(less(col_index(SQUARE), HALF), df, 0.0)
-        return fp32(df) * self._rotate(x, d) + self._rotate(df, BASE - d) * self._rotate(x, BASE - d)
