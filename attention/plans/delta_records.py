@@ -130,11 +130,14 @@ def record_fields(q: Any, v: Any, decay: Any, cu_seqlens: Any, layout: str) -> s
 
 
 def _count(v: Any, cu_seqlens: Any, layout: str) -> tuple[int, int, bool]:
-    """(the number of sequences times heads, the length of each sequence, are they packed?)"""
-    batch, *tokens_and_heads, _ = v.shape
+    """(the number of sequences times heads, the length of each sequence, are they packed?); zeros for arrays of other ranks,
+    which the program refuses."""
+    packed, shape, ends = cu_seqlens is not None, tuple(getattr(v, "shape", ())), tuple(getattr(cu_seqlens, "shape", ()))
+    if len(shape) != 4 or (packed and len(ends) != 1):
+        return 0, 0, packed
+    batch, *tokens_and_heads, _ = shape
     length, heads = reversed(tokens_and_heads) if layout == "bhsd" else tokens_and_heads
-    packed = cu_seqlens is not None
-    return heads * (cu_seqlens.shape[0] - 1 if packed else batch), length, packed
+    return heads * (ends[0] - 1 if packed else batch), length, packed
 
 
 def _processors(ordinal: int | None) -> int:

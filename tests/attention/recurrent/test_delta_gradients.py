@@ -283,6 +283,8 @@ def test_where_there_are_no_records():
         forward(delta_case(5), qk_l2norm=True)
     with pytest.raises(ValueError, match="^memory: must be one of"):
         forward(delta_case(5), memory="none")
+    with pytest.raises(TypeError, match="^cu_seqlens: must be an array"):
+        forward(delta_case(5), cu_seqlens=[0, 5])
     with pytest.raises(TypeError, match="^chunk_states: must be what delta_rule"):
         attention.delta_rule_backward(**delta_case(5), chunk_states=np.zeros(3))
     (*_, record), stored = with_record(OnInterpreter(), delta_case(5))
