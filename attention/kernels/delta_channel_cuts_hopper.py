@@ -19,8 +19,8 @@ from ..parts.recurrent.channel_gates import choose_channel_gates
 from ..parts.recurrent.channel_history import ChannelHistory
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import PLAIN_BETA
-from ..parts.recurrent.segment_cuts import FORWARD, MAX_OVERLAP, UNCUT, SegmentBounds
-from ..parts.recurrent.tokens import CHUNK, TokenRange
+from ..parts.recurrent.segment_cuts import FORWARD, UNCUT, SegmentBounds
+from ..parts.recurrent.tokens import TokenRange
 
 DIRECTIONS = 2
 
@@ -73,10 +73,10 @@ def make(config: Config):
         segment = int32(segment + 1)
         token = SegmentBounds(length, segments).start(segment)
         if direction == FORWARD:
-            seq = TokenRange(int32(max(0, token - CHUNK * MAX_OVERLAP)), token, sequence)
+            seq = TokenRange(int32(0), token, sequence)
             overlap = history.count(rows, formula, gBeta, seq, head, key_head, sums)
         else:
-            seq = TokenRange(token, int32(min(length, token + CHUNK * MAX_OVERLAP)), sequence)
+            seq = TokenRange(token, int32(length), sequence)
             overlap = history.count(rows, formula, gBeta, seq.backwards(), head, key_head, sums)
         if warpgroup.rank() == 0:
             gOverlaps[direction, head_sequence, segment] = float32(overlap) if overlap < seq.num_chunks() else float32(UNCUT)

@@ -57,13 +57,12 @@ GRADIENT_ARRAYS = (
 CUT_ARRAYS = "gBeta gOverlaps gGateRows gKeyRows"
 ROW_ARRAYS, STRONG_ARRAYS = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlocks"
 MIN_CUT_CHUNKS, MIN_SEGMENT_CHUNKS = 64, 16  # the least chunks of a sequence that is cut into segments, and of a segment
-MAX_CUTS = 1  # the most segments: more are not timed yet
 
 
 @watched_function
 def choose_cuts(blocks: int, chunks: int, processors: int) -> int:
     """The number of segments of each sequence: as many as fill the GPU. blocks: of whole sequences. chunks: of a sequence."""
-    segments = min(processors // blocks, chunks // MIN_SEGMENT_CHUNKS, MAX_CUTS)
+    segments = min(processors // blocks, chunks // MIN_SEGMENT_CHUNKS)
     if segments < 2 or chunks < MIN_CUT_CHUNKS:
         return 1
     return -(-chunks // -(-chunks // segments))

@@ -12,8 +12,7 @@ from tiles.launching.arguments import INT, array, record
 from .tokens import CHUNK, TokenRange
 
 FORWARD, REVERSE = 0, 1  # directions of gOverlaps
-MAX_OVERLAP = 8  # the most chunks that a block goes through before those of its segment
-UNCUT = -1.0  # stands for more
+UNCUT = -1.0  # stands for more chunks across the edge of a segment than a block counts, or for all of the sequence
 
 
 class RecurrenceSpan(NamedTuple):
@@ -84,7 +83,8 @@ class WholeSequences:
 
 class CutSequences(WholeSequences):
     """A block has one of the `segments` of a sequence, and begins with the chunks before it that still count there. If these
-    are more than MAX_OVERLAP, the segment belongs to the block of the one before it, and its own block has nothing to do."""
+    are more than channel_history.py counts, the segment belongs to the block of the one before it, and its own block has
+    nothing to do."""
 
     def params(self):
         """gOverlaps: (direction, sequence times heads, segment): see delta_channel_cuts_hopper.py."""

@@ -183,9 +183,8 @@ def test_segments(monkeypatch, nothing_known):
         np.testing.assert_array_equal(x, y)
 
 
-def test_numbers_of_segments(monkeypatch):
+def test_numbers_of_segments():
     """As many as fill the GPU, unless they are too short."""
-    monkeypatch.setattr(delta_channel_gradients, "MAX_CUTS", 16)
     assert delta_channel_gradients.choose_cuts(16, 512, 132) == 8
     assert delta_channel_gradients.choose_cuts(128, 512, 132) == 1
     assert delta_channel_gradients.choose_cuts(4, 100, 132) == 6
