@@ -149,25 +149,6 @@ def _take_maps_by_value(function, cc):
         cgutils.get_or_insert_named_metadata(module, "nvvm.annotations").add(note)
 
 
-_STRUCT = re.compile(r"\{(?:float|i32)(?:, (?:float|i32)){7,}\}")
-
-
-@functools.cache
-def _name_of(struct):
-    """A long struct's name: {float, float, ..., i32} -> %"16 float, 1 i32"."""
-    parts = itertools.groupby(struct[1:-1].split(", "))
-    return f'%"{", ".join(f"{len(list(run))} {part}" for part, run in parts)}"'
-
-
-def _with_names(text):
-    """LLVM's text of a module, with names for long structs. Otherwise the struct of a tile is written out in each instruction
-    that takes one of its registers: that was five sixths of the text, and NVVM took three times as long."""
-    structs = {}
-    text = _STRUCT.sub(lambda match: structs.setdefault(match[0], _name_of(match[0])), text)
-    head, gap, functions = text.partition("\n\n")
-    return "\n".join([head, *(f"{name} = type {struct}" for struct, name in structs.items())]) + gap + functions
-
-
 _texts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # the text of each module: kernels share their helpers
 
 
@@ -175,7 +156,7 @@ def _text(module):
     """LLVM's text of a module. Its instructions are not needed afterwards and are freed here: as they refer to each other, the
     garbage collector would take ten times as long."""
     if module not in _texts:
-        _texts[module] = _with_names(str(module))
+        _texts[module] = faster_llvmlite.name_structs(str(module))
         for function in module.functions:
             for block in function.blocks:
                 for instruction in block.instructions:

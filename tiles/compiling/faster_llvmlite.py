@@ -1,9 +1,48 @@
 """llvmlite with less to do: its instructions are made and printed without what most of them have no use for. While
-tiles/compiling/compiler.py compiles, these stand in its place; the text of a module stays the same, letter by letter.
+tiles/compiling/compiler.py compiles, these stand in its place. The text of a module stays the same, letter by letter, but for
+long structs, which have names.
 
-A kernel has some 20,000 instructions, and two in five take a tile apart into registers or put it together."""
+A kernel has some 20,000 instructions, and two in five take a tile apart into registers or put it together. Otherwise the
+struct of a tile would be written out in each of them: that was five sixths of the text, and NVVM took three times as long."""
+
+import functools
+import itertools
+import re
 
 from llvmlite.ir import instructions, values
+
+_STRUCT = re.compile(r"\{(?:float|i32)(?:, (?:float|i32)){7,}\}")
+_NAME = re.compile(r'%"\d+ (?:float|i32)[^"]*"')
+_structs: dict[str, str] = {}  # name: struct
+
+
+@functools.cache
+def _name_of(struct):
+    """A long struct's name: {float, float, ..., i32} -> %"16 float, 1 i32"."""
+    parts = itertools.groupby(struct[1:-1].split(", "))
+    name = f'%"{", ".join(f"{len(list(run))} {part}" for part, run in parts)}"'
+    _structs[name] = struct
+    return name
+
+
+def name_structs(text):
+    """LLVM's text of a module, with names for long structs."""
+    text = _STRUCT.sub(lambda match: _name_of(match[0]), text)
+    head, gap, functions = text.partition("\n\n")
+    return (
+        "\n".join([head, *(f"{name} = type {_structs[name]}" for name in dict.fromkeys(_NAME.findall(text)))]) + gap + functions
+    )
+
+
+@functools.cache
+def _short(text):
+    """A type's text, with names for long structs."""
+    return _STRUCT.sub(lambda match: _name_of(match[0]), text)
+
+
+def _typed(value):
+    """A value with its type, as operands are printed."""
+    return f"{_short(str(value.type))} {value.get_reference()}"
 
 
 def _init_instruction(self, parent, typ, opname, operands, name="", flags=()):
@@ -52,39 +91,35 @@ def _init_insert(self, parent, agg, elem, indices, name=""):
 def _operation(x):
     left, right = x.operands
     flags = "".join([f" {flag}" for flag in x.flags])
-    return f"{x.get_reference()} = {x.opname}{flags} {x.type} {left.get_reference()}, {right.get_reference()}"
+    return f"{x.get_reference()} = {x.opname}{flags} {_short(str(x.type))} {left.get_reference()}, {right.get_reference()}"
 
 
 def _comparison(x):
     left, right = x.operands
     flags = "".join([f" {flag}" for flag in x.flags])
-    return f"{x.get_reference()} = {x.opname}{flags} {x.op} {left.type} {left.get_reference()}, {right.get_reference()}"
+    return f"{x.get_reference()} = {x.opname}{flags} {x.op} {_typed(left)}, {right.get_reference()}"
 
 
 def _extract(x):
-    struct, indices = x.aggregate, ", ".join(map(str, x.indices))
-    return f"{x.get_reference()} = extractvalue {struct.type} {struct.get_reference()}, {indices}"
+    return f"{x.get_reference()} = extractvalue {_typed(x.aggregate)}, {', '.join(map(str, x.indices))}"
 
 
 def _insert(x):
-    struct, part, indices = x.aggregate, x.value, ", ".join(map(str, x.indices))
-    operands = f"{struct.type} {struct.get_reference()}, {part.type} {part.get_reference()}"
-    return f"{x.get_reference()} = insertvalue {operands}, {indices}"
+    return f"{x.get_reference()} = insertvalue {_typed(x.aggregate)}, {_typed(x.value)}, {', '.join(map(str, x.indices))}"
 
 
 def _load(x):
     (pointer,), align = x.operands, "" if x.align is None else f", align {x.align}"
-    return f"{x.get_reference()} = load {x.type}, {pointer.type} {pointer.get_reference()}{align}"
+    return f"{x.get_reference()} = load {_short(str(x.type))}, {_typed(pointer)}{align}"
 
 
 def _store(x):
     (value, pointer), align = x.operands, "" if x.align is None else f", align {x.align}"
-    return f"store {value.type} {value.get_reference()}, {pointer.type} {pointer.get_reference()}{align}"
+    return f"store {_typed(value)}, {_typed(pointer)}{align}"
 
 
 def _cast(x):
-    (value,) = x.operands
-    return f"{x.get_reference()} = {x.opname} {value.type} {value.get_reference()} to {x.type}"
+    return f"{x.get_reference()} = {x.opname} {_typed(x.operands[0])} to {_short(str(x.type))}"
 
 
 TEXTS = {  # how an instruction of a class is printed, unless it has metadata
