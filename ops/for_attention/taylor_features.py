@@ -47,7 +47,7 @@ def rotate_row(b, left, right):
     t, quad = lanes.in_quad(b)
 
     def rotated(pairs):
-        """Its columns moved by `pairs` pairs: a lane gives the half that is wanted."""
+        """The row with its columns moved by `pairs` pairs: a lane gives the half that is wanted."""
         if pairs % QUAD == 0:
             return (right, left) if pairs else (left, right)
         wraps = b.icmp_unsigned("<", t, b.u32(pairs))
@@ -130,10 +130,10 @@ def _(df, x, squares):
 
         def differentiate(row):
             """The gradients of a row's four numbers."""
-            own = registers[row], registers[row + 2]
-            numbers, dx = floats(*own), floats(blocks[4 * (HALF + 1) + row], blocks[4 * (HALF + 1) + row + 2])
-            moved = [[None] * 4 for _ in range(QUAD + 1)]  # what moves to the right by so many pairs: low, high of both halves
-            for d, rotated in enumerate(rotate_row(b, *own)):
+            row_registers = registers[row], registers[row + 2]
+            numbers, dx = floats(*row_registers), floats(blocks[4 * (HALF + 1) + row], blocks[4 * (HALF + 1) + row + 2])
+            terms = [[None] * 4 for _ in range(QUAD + 1)]  # what moves to the right by so many pairs: low, high of both halves
+            for d, rotated in enumerate(rotate_row(b, *row_registers)):
                 block = floats(blocks[4 * d + row], blocks[4 * d + row + 2])
                 if d == 0:
                     dx = [b.fadd(g, b.fmul(twice, b.fmul(h, y))) for g, h, y in zip(dx, block, numbers, strict=True)]
@@ -143,14 +143,14 @@ def _(df, x, squares):
                     dx[k] = b.fadd(dx[k], b.fmul(block[k], other[k]))
                     # by an odd distance low numbers become high ones, high ones low ones of the next pair
                     pairs, place = ((d + k % 2) // 2, k ^ 1) if d % 2 else (d // 2, k)
-                    moved[pairs][place] = add(moved[pairs][place], b.fmul(block[k], numbers[k]))
-            total = moved[QUAD - 1]
+                    terms[pairs][place] = add(terms[pairs][place], b.fmul(block[k], numbers[k]))
+            total = terms[QUAD - 1]
             for pairs in range(QUAD - 2, -1, -1):
-                total = [add(u, v) for u, v in zip(moved[pairs], move(*total), strict=True)]
+                total = [add(u, v) for u, v in zip(terms[pairs], move(*total), strict=True)]
             for k in range(4):
                 dx[k] = b.fadd(dx[k], total[k])
-                if moved[QUAD][k ^ 2] is not None:  # by half of the columns
-                    dx[k] = b.fadd(dx[k], moved[QUAD][k ^ 2])
+                if terms[QUAD][k ^ 2] is not None:  # by half of the columns
+                    dx[k] = b.fadd(dx[k], terms[QUAD][k ^ 2])
             return dx
 
         upper, lower = differentiate(0), differentiate(1)
