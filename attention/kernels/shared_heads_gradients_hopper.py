@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, grid, row_sum, truncate, warpgroup, zeros
+from ops import divmod, grid, row_sum, store_wait, truncate, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -122,7 +122,7 @@ def make(config: Config):
         weighted_vs=ring(WEIGHTED_V, 1, warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP),
         query_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
         key_dots=ring(TWO_ROWS, 2, 1, writers=warpgroup.WARPGROUP),
-        out=ring(VALUE, 1, 1, writers=warpgroup.WARPGROUP),
+        out=ring(VALUE, 2 - config.gated, 1, writers=warpgroup.WARPGROUP),
         dzs=ring(Z, 1, 1, writers=warpgroup.WARPGROUP),
     )
 
@@ -182,10 +182,12 @@ def make(config: Config):
                     head, column = divmod(int32(first + block), width)
                     token = seq.chunk_start(part + parts * i)
                     chunk, at = seq_layout.chunk_index(token, sequence, length), (seq.batch, token, int32(first + block))
-                    output_gate.send(dzs, slot, gDZ, (seq.batch, token, head, column))
-                    head_rows.send(outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width)
                     place = ChunkPlace(chunk, head, sequence, token, seq)
-                    seq_layout.send_chunk(out, slot, gDV, gTailDV, place, column)
+                    output_gate.send(dzs, slot, gDZ, (seq.batch, token, head, column))
+                    seq_layout.store_chunk(gDV, gTailDV, place, out.wait(slot), column)
+                    head_rows.send(outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width)
+                    store_wait()  # for the tile, whose fence would have waited for the sums
+                    out.release(slot)
             elif decay.with_gates:
                 for slot in range(n * chunks):
                     i, block = divmod(int32(slot), n)
@@ -221,8 +223,7 @@ def make(config: Config):
                     s_tile = s.wait(slot)
                     dq = warpgroup.mma_AB(dq, decayed_do, s_tile)
                     tiles = q_tile, v_tile, output_gate.dout_tile(do_tile, decayed_dos, turn), s_tile
-                    dz_tile, scales = output_gate.claim(dzs, slot), (scale, product_scale)
-                    gate_args = v_tile, dz_tile, gD, d
+                    scales, gate_args = (scale, product_scale), (v_tile, z, dzs, slot, gD, d)
                     if decay.is_strong(b_last) > 0.0:
                         dp_sum, dots = decay.add_strong_scores(
                             dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args
@@ -239,7 +240,6 @@ def make(config: Config):
                     dq = warpgroup.wait(dq)
                     decay.give_back(weighted_vs, slot)
                     output_gate.give_back_own(decayed_dos, turn)
-                    output_gate.put_gradient(dzs, slot, dz_tile, do_tile, z)
                     v.release(slot)
                     do.release(slot)
                     s.release(slot)

@@ -11,7 +11,6 @@ from ops import (
     load,
     row_sum,
     sigmoid,
-    silu,
     store,
     subtile,
     tile_sum,
@@ -124,7 +123,7 @@ class HeadDecay:
     @inlined
     def add_scores(self, dp_sum, p, decayed_do, tiles, b, weighted_vs, slot, scale, output_gate, gate_args):
         """(dp_sum + dO' V'^T of a head, the row sums of q * dq or None). tiles: its (Q, V, dO, S^T). output_gate, gate_args:
-        see HeadOutputGate.put_outputs."""
+        see HeadOutputGate.put_gradient."""
         q_tile, v_tile, _, s_tile = tiles
         if self.with_gates:
             o = warpgroup.mm_ABt(q_tile, s_tile)
@@ -132,7 +131,7 @@ class HeadDecay:
             dp_sum = warpgroup.mma_ABt(dp_sum, decayed_do, weighted_v)
             o = warpgroup.wait(warpgroup.mma_AB(o, p, weighted_v))
             dots = row_sum(o * fp32(decayed_do)) * scale
-            output_gate.put_outputs(o, b, gate_args)
+            output_gate.put_gradient(o, b, gate_args)
         else:
             dp_sum, dots = warpgroup.mma_ABt(dp_sum, decayed_do, self.wait(weighted_vs, slot, v_tile)), None
         return warpgroup.wait(dp_sum), dots
@@ -145,7 +144,7 @@ class HeadDecay:
             o = warpgroup.wait(warpgroup.mm_ABt(q_tile, s_tile))
             dots = row_sum(o * fp32(decayed_do)) * scales[0]
             weighted_p = output_gate.weigh_scores(p, b, sums, slot)
-            output_gate.put_strong_outputs(o, b, weighted_p, gate_args)
+            output_gate.put_strong_gradient(o, b, weighted_p, gate_args)
         dp = warpgroup.wait(warpgroup.mm_ABt(do_tile, v_tile))
         if self.weighted:
             dp = dp * exp2(self.load_cols(sums, slot, 0) - self.load_cols(sums, slot, 1))
@@ -162,9 +161,8 @@ class HeadDecay:
 
 
 @inlined
-def silu_derivative(z):
-    """silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z)."""
-    s = sigmoid(z)
+def silu_derivative(z, s):
+    """silu'(z) = s (1 + z (1 - s)). s: sigmoid(z)."""
     return s * (z * (1.0 - s) + 1.0)
 
 
@@ -190,10 +188,13 @@ class HeadOutputGate:
 
     @inlined
     def load_dout(self, do_tile, z, slot):
-        """The first consumer's rows of dy, or of dO."""
+        """The first consumer's rows of dy, or of dO. With z it leaves dO silu'(z) in place of z."""
         dout = fp32(warpgroup.load(do_tile, self.tile_type, fenced=not self.decay.factored))
         if self.gated:
-            dout = dout * silu(fp32(warpgroup.load(z.wait(slot), self.tile_type, fenced=False)))
+            rows = self.load_rows(z.wait(slot))
+            s = sigmoid(rows)
+            warpgroup.store(z.wait(slot), dout * silu_derivative(rows, s))
+            dout = dout * (rows * s)
         return dout
 
     @inlined
@@ -210,7 +211,7 @@ class HeadOutputGate:
 
     @inlined
     def load_d(self, gD, head, column):
-        """D of a head for each row of the first consumer; of columns their place, as `put_outputs` loads those when registers
+        """D of a head for each row of the first consumer; of columns their place, as `put_gradient` loads those when registers
         are free."""
         at = head, int32(COLUMNS * column)
         if self.gated and self.skip == "head":
@@ -219,30 +220,17 @@ class HeadOutputGate:
             return at
 
     @inlined
-    def claim(self, dzs, slot):
-        """The first consumer: the slot-th tile of dz."""
-        return dzs.claim(slot) if self.gated else 0
-
-    @inlined
-    def put_outputs(self, o, b, gate_args):
-        """The first consumer: y of a head's rows, if there is a z, which waits in the tile of dz until registers are free. o:
-        exp(-b) times what the states and the chunk give y. gate_args: (V, that tile, the array D, what `load_d`
-        returned)."""
+    def put_gradient(self, o, b, gate_args):
+        """The first consumer: dz of a head's rows, if there is a z. o: exp(-b) times what the states and the chunk give y.
+        gate_args: (V, the ring of z, that of dz, the head's slot in both, the array D, what `load_d` returned)."""
         if self.gated:
-            v_tile, dz_tile, gD, d = gate_args
+            v_tile, z, dzs, slot, gD, d = gate_args
             y = self.decay.decay(o, b)
             if self.skip == "head":
                 y = y + self.load_rows(v_tile) * d
             elif self.skip:
                 y = y + self.load_rows(v_tile) * load(gD, ROW_VEC, d)
-            warpgroup.store(dz_tile, y)
-
-    @inlined
-    def put_gradient(self, dzs, slot, dz_tile, do_tile, z):
-        """The first consumer: dz of a head's rows, in place of y."""
-        if self.gated:
-            dz = self.load_rows(dz_tile) * self.load_rows(do_tile) * silu_derivative(self.load_rows(z.wait(slot)))
-            warpgroup.store(dz_tile, dz)
+            warpgroup.store(dzs.claim(slot), y * self.load_rows(z.wait(slot)))
             dzs.publish(slot)  # its fence is that of loads, too
             z.release(slot)
 
@@ -254,11 +242,11 @@ class HeadOutputGate:
             return self.decay.dtype(fp32(p) * weights)
 
     @inlined
-    def put_strong_outputs(self, o, b, weighted_p, gate_args):
-        """put_outputs of a strong chunk. o: Q S; weighted_p: see weigh_scores."""
+    def put_strong_gradient(self, o, b, weighted_p, gate_args):
+        """put_gradient of a strong chunk. o: Q S; weighted_p: see weigh_scores."""
         if self.gated:
             o = warpgroup.wait(warpgroup.mma_AB(self.decay.decay(o, b), weighted_p, gate_args[0]))
-            self.put_outputs(o, 0.0, gate_args)
+            self.put_gradient(o, 0.0, gate_args)
 
     @inlined
     def load_rows(self, tile):
