@@ -24,8 +24,8 @@ class rt:
     """A register tile of one warp: rows and cols multiples of 16; cols (rows in column layout) of 32 for fp8 and int8. layout:
     "row", where a lane's pairs of elements lie side by side, "col", its transpose, where they lie one below the other, or
     "line", of one row, a multiple of 64 columns, which the lanes have run by run (see tiles/layout.py). A line goes to and from
-    memory and shared vectors, and through maps and running sums; it has no vectors. dtype: fp32, fp16 or bf16; tf32, fp8 and int8 for operands of products, int32
-    for sums of products of int8.
+    memory and shared vectors, and through maps and running sums; it has no vectors. dtype: fp32, fp16 or bf16; tf32, fp8 and
+    int8 for operands of products, int32 for sums of products of int8.
 
     A warpgroup's 64 x n tile is four of them, one a warp, in the order of its warps."""
 
