@@ -139,13 +139,13 @@ def divided(a, inverse):
 def inverse_transposed(a, high, low):
     """The warps' rows, rt(16, 64, fp32), of (I + A)^-T, where A is the part below the diagonal of `a`, the warps' rt(16, 64,
     fp32); the rest is not looked at. high, low: shared TRIANGLEs, lower ones or not, for the warpgroup to use. Its warps meet
-    twice. Factors have 16 bits, sums are fp32."""
+    twice, without a fence: neither wgmma nor TMA reads what they store there. Factors have 16 bits, sums are fp32."""
     inverse = inverse_unit_lower(warpgroup.diagonal_block(a))
     parts = split(-inverse)
-    warpgroup.sync()
+    warpgroup.sync(fenced=True)
     store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))
     store_parts(subtile(high, 64, 0, 16, 2), subtile(low, 64, 0, 16, 2), divided(columns(a, 16, 2), parts))
-    warpgroup.sync()
+    warpgroup.sync(fenced=True)
     d = warpgroup.on_diagonal(transpose(inverse))
     x0 = columns(d, BASE, 0)
     first = split(x0)
