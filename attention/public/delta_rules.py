@@ -139,9 +139,10 @@ def delta_rule(
     memory: what forward stores for the backward pass. "states": in training, by torch's autograd or JAX's, what gradients read
     of each chunk of 64 tokens, in q's dtype: the state before it, the errors v - S^T k of its tokens, the inverse of its UT
     transform, and its beta and decays; with decays of channels also its scores and its decayed queries and keys. On Hopper, for
-    Dk and Dv up to 128, and where heads of sequences are more than an eighth of the multiprocessors. With H = Hk and Dk = Dv =
-    128 that is 4/3 as large as q, k and v, with decays of channels 5/2. "recompute": nothing, and the backward pass computes it
-    again. return_chunk_states: return it, too, as a named tuple for delta_rule_backward.
+    Dk and Dv up to 128, and where that is faster: where heads of sequences are more than half of the multiprocessors, or an
+    eighth if sequences are packed or channels have decays. With H = Hk and Dk = Dv = 128 it is 4/3 as large as q, k and v, with
+    decays of channels 5/2. "recompute": nothing, and the backward pass computes it again. return_chunk_states: return it, too,
+    as a named tuple for delta_rule_backward.
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True what gradients

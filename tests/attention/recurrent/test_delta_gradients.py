@@ -235,7 +235,7 @@ def test_records_for_few_heads_as_compiled(as_compiled, monkeypatch, nothing_kno
     assert relative_rms(out, want) < 0.01 and relative_rms(state, last) < 0.005
 
 
-def test_which_records():
+def test_which_records(monkeypatch):
     """None where both recurrences run side by side as fast as one; that of few heads where a walk in one segment would leave
     multiprocessors idle."""
     fields = lambda batch, length, heads, cu_seqlens=None: delta_records.choose_fields(
@@ -245,6 +245,10 @@ def test_which_records():
     assert fields(1, 32768, 32) == fields(2, 512, 32) == delta_records.SEGMENTED
     assert fields(1, 256, 32) == delta_records.ONE_WALK and fields(1, 32768, 16) == delta_records.SEGMENTED
     assert delta_records.pays(32, 132) and not delta_records.pays(16, 132)
+    monkeypatch.setattr(delta_records, "_processors", lambda _: 4)
+    v = np.zeros((1, 512, 2, 16), bf16)
+    assert delta_records.choose_record("states", v, v, None, None, "bshd", None) == ""
+    assert delta_records.choose_record("states", v, v, None, np.zeros(3), "bshd", None) == delta_records.ONE_WALK
 
 
 def test_records_as_compiled(as_compiled):
