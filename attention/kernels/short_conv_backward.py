@@ -3,10 +3,11 @@
     dz_t = act'(z_t) dy_t        dx_t = sum_i weight[:, W - 1 - i] dz_(t+i)
     dweight[:, W - 1 - i] = sum_t dz_t x_(t-i)        dbias = sum_t dz_t
 
-z is computed again. A warp walks along its tokens, and is three tokens ahead of those whose dx it stores: dx needs dz of later
-ones. Therefore it adds up dz of three tokens behind its own, and not of its own first three, which the warp before it has,
-unless a sequence begins with them. The sums are stored, and sum_blocks adds those of all blocks in their order: there are no
-atomic additions."""
+z is computed again. A warp walks along the tokens of a block, and is three tokens ahead of those whose dx it stores: dx needs
+dz of later ones. Therefore it adds up dz of three tokens behind the block's, and not of the block's first three, which the
+block before has, unless a sequence begins with them. A warp has several blocks, far from each other: blocks that run at the
+same time are neighbours, and lie in few pages of memory. It stores the sums of all its blocks, and sum_warps adds those of all
+warps in their order: there are no atomic additions."""
 
 import functools
 from collections.abc import Iterator
@@ -20,23 +21,23 @@ from ops import block as thread_block
 from ops import col_sum, divmod, grid, load, store, truncate, warp_index, zeros
 from tiles import fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array
+from tiles.launching.arrays import ALIGNMENT
 from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.short_conv import (
     LINE,
     MAX_LAG,
-    STEP,
+    ROWS,
     WIDTHS,
     ConvConfig,
-    Convolution,
     PreviousTokens,
     TokenBlocks,
     conv_space,
     find_panel,
 )
 
-SUMS = rt(16, 64, fp32)  # blocks and channels whose sums a warp adds at once
+SUMS = rt(16, 64, fp32)  # warps and channels whose sums a warp adds at once
 SUM_WARPS = 8
 
 
@@ -46,18 +47,19 @@ class Config(ConvConfig):
     the final window, which is added to dx of a sequence's last tokens?"""
 
     window: bool = False
-    max_tokens = 1024  # a block computes dz of three tokens that another one computes, too, and stores its sums
+    max_tokens = 1024
 
     @property
     def ctas_per_sm(self) -> int:
         """How many thread blocks an SM is to hold: as many as leave each thread 128 registers, 168, or 255."""
-        return 2 if not self.aligned else 3 if not self.silu or (self.bias and self.varlen) else 4
+        by_elements = self.vector_bytes < ALIGNMENT
+        return 8 if by_elements and self.bias and self.varlen else 12 if by_elements or self.varlen else 16
 
     def __str__(self):
         return super().__str__() + ", window" * self.window
 
     def make(self):
-        """(kernel of gradients, None: it uses no shared memory)."""
+        """(kernel of gradients, its shared memory)."""
         return make_gradients(self)
 
 
@@ -87,13 +89,13 @@ class WalkState(NamedTuple):
 
 @dataclass(frozen=True)
 class SumConfig:
-    """The kernel that adds the blocks' sums. width: of the convolution."""
+    """The kernel that adds the warps' sums. width: of the convolution."""
 
     width: int
     threads, overlaps_previous = LANES * SUM_WARPS, True
 
     def __str__(self):
-        return f"sums of blocks, width {self.width}"
+        return f"sums of warps, width {self.width}"
 
     def make(self):
         """(kernel that adds partial sums, its shared memory)."""
@@ -116,9 +118,11 @@ def make(config: Config | SumConfig):
 
 
 def make_gradients(config: Config):
-    """(kernel, shared memory: None) of dx, the gradient of the window before it, and the sums of each block."""
-    INPUT, WIDTH, BIAS, WINDOW = config.dtype, config.width, config.bias, config.window
-    conv, token_blocks = Convolution(WIDTH, config.silu, BIAS, INPUT, config.aligned), TokenBlocks(config.varlen)
+    """(kernel, shared memory) of dx, the gradient of the window before it, and the sums of each warp."""
+    INPUT, WIDTH, BIAS, WINDOW, STAGES = config.dtype, config.width, config.bias, config.window, config.stages
+    conv = config.conv
+    token_blocks, smem = TokenBlocks(config.varlen), shared(x=config.tiles, dy=config.tiles)
+    NEWER = 2 * (STAGES - 2)  # groups of copies: of x and of dy
 
     @inlined
     def add(sums, x, previous, dz):
@@ -157,6 +161,20 @@ def make_gradients(config: Config):
         conv.store_window(gDInitialState, dx, block, token, col)
 
     @inlined
+    def store_quad(dx_rows, x, dy, gDState, block, t, col, state, sums, taps):
+        """Store dx of four tokens from t on. x, dy: Quads of the four tokens that are three behind them."""
+        window_start = int32(block.last - WIDTH + 1)
+        state, sums, dx = advance(state, sums, TokenLines(x.a, dy.a), taps)
+        store_dx(dx_rows, dx, gDState, block, window_start, int32(t), col)
+        state, sums, dx = advance(state, sums, TokenLines(x.b, dy.b), taps)
+        store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 1), col)
+        state, sums, dx = advance(state, sums, TokenLines(x.c, dy.c), taps)
+        store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 2), col)
+        state, sums, dx = advance(state, sums, TokenLines(x.d, dy.d), taps)
+        store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 3), col)
+        return state, sums
+
+    @inlined
     def store_sum(gSums, total, index, tap, col):
         store(gSums, total, (index, tap, col), 1, 2, False)
 
@@ -164,72 +182,70 @@ def make_gradients(config: Config):
     def short_conv_backward(
         gDOut: array(3, INPUT), gX: array(3, INPUT), gWeight: array(2), gBias: array(2), gInitialState: array(3, INPUT),
         gDState: array(3), gDX: array(3, INPUT), gDInitialState: array(3), gSums: array(3), gCuSeqlens: ENDS,
-        length: INT, tokens: INT, blocks: INT, count: INT, panels: INT,
+        length: INT, tokens: INT, blocks: INT, panels: INT, count: INT,
     ):  # fmt: skip
-        """A warp has one of `count` blocks of `tokens` tokens and one of the `panels` of channels. gSums (block of tokens,
-        W + 1, channel): of the gradients of the weights and the bias."""
-        index, col = find_panel(panels)
-        if index >= count:
-            return
-        block = token_blocks.find(index, tokens, blocks, length, gCuSeqlens)
+        """A warp has every so many-th of `count` blocks of `tokens` tokens, and one of the `panels` of channels. gSums (warp of
+        a panel, W + 1, channel): of the gradients of the weights and the bias."""
+        x_tiles, dy_tiles = smem.open()
+        warp, col = find_panel(panels)
         taps, zero_line = conv.load_taps(gWeight, gBias, col), zeros(LINE)
-        sums = zero_sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
-        read_end = int32(min(block.last, block.end + MAX_LAG))
-        x_rows, dy_rows, dx_rows = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
-        state = WalkState(conv.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line))
-        a = load_token(x_rows, dy_rows, block, 0, col)
-        b = load_token(x_rows, dy_rows, block, 1, col)
-        c = load_token(x_rows, dy_rows, block, 2, col)
-        d = load_token(x_rows, dy_rows, block, 3, col)
-        state, sums, dx3 = advance(state, sums, a, taps)
-        a = load_token(x_rows, dy_rows, block, 4, col)
-        state, sums, dx2 = advance(state, sums, b, taps)
-        b = load_token(x_rows, dy_rows, block, 5, col)
-        state, sums, dx1 = advance(state, sums, c, taps)
-        c = load_token(x_rows, dy_rows, block, 6, col)
-        if block.start > block.first:
-            sums = zero_sums
-        elif gDInitialState.shape[0] > 0:
-            store_window_gradient(gDInitialState, dx3, gDState, block, -3, col)
-            store_window_gradient(gDInitialState, dx2, gDState, block, -2, col)
-            store_window_gradient(gDInitialState, dx1, gDState, block, -1, col)
-        window_start = int32(block.last - WIDTH + 1)
-        for t in range(block.start, block.end, STEP):
-            ahead = int32(t + MAX_LAG + STEP - block.start)
-            state, sums, dx = advance(state, sums, d, taps)
-            d = load_token(x_rows, dy_rows, block, ahead, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, int32(t), col)
-            state, sums, dx = advance(state, sums, a, taps)
-            a = load_token(x_rows, dy_rows, block, ahead + 1, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 1), col)
-            state, sums, dx = advance(state, sums, b, taps)
-            b = load_token(x_rows, dy_rows, block, ahead + 2, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 2), col)
-            state, sums, dx = advance(state, sums, c, taps)
-            c = load_token(x_rows, dy_rows, block, ahead + 3, col)
-            store_dx(dx_rows, dx, gDState, block, window_start, int32(t + 3), col)
-        store_sum(gSums, sums.lag0, index, WIDTH - 1, col)
-        store_sum(gSums, sums.lag1, index, WIDTH - 2, col)
+        sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
+        for index in range(warp, count, gSums.shape[0]):
+            block = token_blocks.find(int32(index), tokens, blocks, length, gCuSeqlens)
+            end, behind = conv.count_tiles(block), int32(block.start + MAX_LAG)
+            read_end = int32(min(block.last, block.end + MAX_LAG))
+            x_rows, dy_rows, dx_rows = truncate(gX, 1, read_end), truncate(gDOut, 1, read_end), truncate(gDX, 1, block.end)
+            for j in range(STAGES - 1):
+                conv.fill(x_tiles, int32(j), end, x_rows, block, behind, col)
+                conv.fill(dy_tiles, int32(j), end, dy_rows, block, behind, col)
+            a, b = load_token(x_rows, dy_rows, block, 0, col), load_token(x_rows, dy_rows, block, 1, col)
+            c, sums_before = load_token(x_rows, dy_rows, block, 2, col), sums
+            state = WalkState(
+                conv.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line)
+            )
+            state, sums, dx3 = advance(state, sums, a, taps)
+            state, sums, dx2 = advance(state, sums, b, taps)
+            state, sums, dx1 = advance(state, sums, c, taps)
+            if block.start > block.first:
+                sums = sums_before
+            elif gDInitialState.shape[0] > 0:
+                store_window_gradient(gDInitialState, dx3, gDState, block, -3, col)
+                store_window_gradient(gDInitialState, dx2, gDState, block, -2, col)
+                store_window_gradient(gDInitialState, dx1, gDState, block, -1, col)
+            for j in range(end):
+                x, dy = x_tiles.wait_warp(int32(j), NEWER), dy_tiles.wait_warp(int32(j), NEWER)
+                conv.fill(x_tiles, int32(j + STAGES - 1), end, x_rows, block, behind, col)
+                conv.fill(dy_tiles, int32(j + STAGES - 1), end, dy_rows, block, behind, col)
+                t = int32(block.start + ROWS * j)
+                state, sums = store_quad(
+                    dx_rows, conv.load_quad(x, 0), conv.load_quad(dy, 0), gDState, block, t, col, state, sums, taps
+                )
+                state, sums = store_quad(
+                    dx_rows, conv.load_quad(x, 4), conv.load_quad(dy, 4), gDState, block, t + 4, col, state, sums, taps
+                )
+            token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
+            cuda.syncwarp()  # all lanes have read the tiles that the next block overwrites
+        store_sum(gSums, sums.lag0, warp, WIDTH - 1, col)
+        store_sum(gSums, sums.lag1, warp, WIDTH - 2, col)
         if WIDTH > 2:
-            store_sum(gSums, sums.lag2, index, WIDTH - 3, col)
+            store_sum(gSums, sums.lag2, warp, WIDTH - 3, col)
         if WIDTH > 3:
-            store_sum(gSums, sums.lag3, index, WIDTH - 4, col)
+            store_sum(gSums, sums.lag3, warp, WIDTH - 4, col)
         if BIAS:
-            store_sum(gSums, sums.bias, index, WIDTH, col)
-        token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
+            store_sum(gSums, sums.bias, warp, WIDTH, col)
 
-    return short_conv_backward, None
+    return short_conv_backward, smem
 
 
 def make_sums(config: SumConfig):
-    """(kernel, shared memory) of the sums over all blocks of tokens."""
+    """(kernel, shared memory) of the sums over all warps of a panel."""
     WIDTH = config.width
     smem = shared(parts=sv(SUMS.cols * SUM_WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def sum_blocks(gSums: array(3), gDWeight: array(2), gDBias: array(1), count: INT):
+    def sum_warps(gSums: array(3), gDWeight: array(2), gDBias: array(1), count: INT):
         """gDWeight (channel, W) and gDBias (channel). A thread block has 64 channels of a row of the sums; a warp adds those of
-        every 8th 16 blocks of tokens."""
+        every 8th 16 warps."""
         (parts,) = smem.open()
         grid.wait()
         panel, tap = divmod(cuda.blockIdx.x, WIDTH + 1)
@@ -243,4 +259,4 @@ def make_sums(config: SumConfig):
             elif gDBias.shape[0] > 0:
                 store(gDBias, total, (col,), cols=0)
 
-    return sum_blocks, smem
+    return sum_warps, smem

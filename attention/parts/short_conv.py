@@ -1,8 +1,8 @@
 """What the kernels of short convolutions share: which tokens of which sequence a warp computes, and what it keeps of them.
 
-A warp has 128 channels, four of each lane, and computes its tokens one after the other, so the tokens before one are in
-registers: each is loaded once, by an access of 256 adjacent bytes. Four tokens are on their way from memory while a warp
-computes the four before them."""
+A thread block is one warp. It has 128 channels, four of each lane, and computes its tokens one after the other, so the tokens
+before one are in registers: each is loaded once, by accesses to 256 adjacent bytes. Tiles of eight tokens are on their way to
+shared memory while it computes (cp.async), and it reads them row by row."""
 
 import itertools
 from collections.abc import Iterator
@@ -12,14 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 from numba import cuda
 from numpy import int32
 
-from ops import divmod, fma, load, sigmoid, store, warp_index, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
+from ops import divmod, fma, load, load_row, sigmoid, store, zeros
+from tiles import bf16, dtype, fp16, fp32, inlined, pipeline, rt, st, static
+from tiles.launching.arrays import ALIGNMENT
 from tiles.layout import LANES
 
 from .sequences import sequence_of_block
 
-CHANNELS, WARPS, STEP = 128, 4, 4  # of a warp; of a block; tokens that are loaded together
-THREADS = LANES * WARPS
+CHANNELS, ROWS = 128, 8  # of a warp; tokens of a tile
+VECTORS = 16, 8, 2  # bytes that are copied at once
 WIDTHS = (2, 3, 4)
 MAX_LAG = WIDTHS[-1] - 1  # tokens before one that a convolution reads at most
 LINE = rt(1, CHANNELS, fp32, "line")
@@ -27,25 +28,36 @@ LINE = rt(1, CHANNELS, fp32, "line")
 
 @dataclass(frozen=True)
 class ConvConfig:
-    """A kernel's configuration. width: of the convolution. silu: does SiLU follow? bias: is one added? dtype: of the tokens.
-    aligned: do addresses and strides allow accesses of 16 bytes? varlen: are sequences packed (cu_seqlens)? max_tokens: of
-    a block of tokens."""
+    """A kernel's configuration. width: of the convolution. has_silu: does SiLU follow? bias: is one added? dtype: of the
+    tokens. vector_bytes: one of VECTORS, of which addresses and strides are multiples. varlen: are sequences packed
+    (cu_seqlens)? stages: tiles of an array in shared memory. max_tokens: of a block of tokens."""
 
     width: int
-    silu: bool
+    has_silu: bool
     bias: bool
     dtype: dtype
-    aligned: bool = True
+    vector_bytes: int = ALIGNMENT
     varlen: bool = False
-    threads, max_tokens = THREADS, 64
+    threads, stages, max_tokens = LANES, 3, 64
 
     @property
     def ctas_per_sm(self) -> int:
         """How many thread blocks an SM runs at a time, which bounds the registers of a thread."""
         raise NotImplementedError
 
+    @property
+    def conv(self) -> "Convolution":
+        """What the kernel computes of a token."""
+        return Convolution(self.width, self.has_silu, self.bias, self.dtype, self.vector_bytes)
+
+    @property
+    def tiles(self) -> pipeline:
+        """The tiles of an array in shared memory."""
+        return pipeline(st(ROWS, CHANNELS, self.dtype), self.stages, 1)
+
     def __str__(self):
-        flags = {"silu": self.silu, "bias": self.bias, "unaligned": not self.aligned, "varlen": self.varlen}
+        by = "" if self.vector_bytes == ALIGNMENT else f"by {self.vector_bytes} bytes"
+        flags = {"silu": self.has_silu, "bias": self.bias, by: by, "varlen": self.varlen}
         return ", ".join([f"width {self.width} {self.dtype}", *[name for name, enabled in flags.items() if enabled]])
 
 
@@ -55,9 +67,10 @@ SomeConfig = TypeVar("SomeConfig", bound=ConvConfig)
 def conv_space(make_config: type[SomeConfig], everything: bool) -> Iterator[SomeConfig]:
     """The configurations of the widest convolution of bf16; with `everything` all others, too."""
     widths, dtypes = (WIDTHS, (bf16, fp16)) if everything else (WIDTHS[-1:], (bf16,))
-    flags = (True, False), (False, True), (True, False) if everything else (True,), (False, True)
-    for width, input_dtype, (silu, bias, aligned, varlen) in itertools.product(widths, dtypes, itertools.product(*flags)):
-        yield make_config(width, silu, bias, input_dtype, aligned, varlen)
+    sizes = VECTORS if everything else VECTORS[:1]
+    for width, input_dtype, has_silu, bias in itertools.product(widths, dtypes, (True, False), (False, True)):
+        for vector_bytes, varlen in itertools.product(sizes, (False, True)):
+            yield make_config(width, has_silu, bias, input_dtype, vector_bytes, varlen)
 
 
 class TokenBlock(NamedTuple):
@@ -109,8 +122,17 @@ class TokenBlocks:
 @inlined
 def find_panel(panels):
     """(which block of tokens this warp has, its first channel)."""
-    index, panel = divmod(cuda.blockIdx.x * WARPS + warp_index(), panels)
+    index, panel = divmod(cuda.blockIdx.x, panels)
     return index, int32(CHANNELS * panel)
+
+
+class Quad(NamedTuple):
+    """The lines of four tokens that follow one another."""
+
+    a: Any
+    b: Any
+    c: Any
+    d: Any
 
 
 class Taps(NamedTuple):
@@ -138,13 +160,18 @@ class PreviousTokens(NamedTuple):
 
 @static
 class Convolution:
-    """The convolution of the last `width` tokens. silu, bias, dtype, aligned: see ConvConfig."""
+    """The convolution of the last `width` tokens. has_silu, bias, dtype, vector_bytes: see ConvConfig."""
 
     width: int
-    silu: bool
+    has_silu: bool
     bias: bool
     dtype: dtype
-    aligned: bool
+    vector_bytes: int
+
+    @property
+    def aligned(self):
+        """Does a lane load and store its part of a line by one access?"""
+        return self.vector_bytes == ALIGNMENT
 
     @property
     def line(self):
@@ -168,6 +195,23 @@ class Convolution:
     def load(self, gX, batch, token, col):
         """Load the warp's channels of a token, in the dtype of the tokens."""
         return load(gX, self.line, (batch, int32(token), col), 1, 2, self.aligned)
+
+    @inlined
+    def count_tiles(self, block):
+        """How many tiles the block's tokens are."""
+        return int32(max(0, block.end - block.start + ROWS - 1) // ROWS)
+
+    @inlined
+    def fill(self, tiles, j, end, gX, block, first, col):
+        """Start copying tile j of `end`, the first of which begins with token `first`. gX: the array up to the block's last
+        token; what lies beyond is 0."""
+        tiles.fill(j, gX, (block.batch, int32(first + ROWS * j), col), 1, 2, end, self.vector_bytes)
+
+    @inlined
+    def load_quad(self, tile, row):
+        """The Quad of a tile from this row on."""
+        a, b = load_row(tile, self.line, row, False), load_row(tile, self.line, row + 1, False)
+        return Quad(a, b, load_row(tile, self.line, row + 2, False), load_row(tile, self.line, row + 3, False))
 
     @inlined
     def store(self, gX, value, batch, token, col):
@@ -222,7 +266,7 @@ class Convolution:
     @inlined
     def activation_gradient(self, z, dy):
         """dz = silu'(z) dy, and silu'(z) = s (1 + z (1 - s)), where s = sigmoid(z); without SiLU dz = dy."""
-        if not self.silu:
+        if not self.has_silu:
             return dy
         s = sigmoid(z)
         return dy * s * (z * (1.0 - s) + 1.0)
