@@ -34,14 +34,13 @@ class Config:
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """All kinds of gates, of GPUs whose chunk kernels cut sequences into long segments; packed sequences of one, or of all if
-    `everything`."""
+    """Gates, a formula and steps, of GPUs whose chunk kernels cut sequences into long segments, and gates of packed sequences;
+    with `everything` all formulas, steps without softplus, and packed sequences of all."""
     if target.has_wgmma:
-        gates = TokenGate(), *[FormulaGate(False, x) for x in FORMULAS], Mamba2Gate(), Mamba2Gate(softplus=True)
-        yield from map(Config, gates)
-        yield Config(gates[0], True)
-        if everything:
-            yield from (Config(gate, True) for gate in gates[1:])
+        gates = TokenGate(), *[FormulaGate(False, x) for x in FORMULAS], Mamba2Gate(softplus=True), Mamba2Gate()
+        for gate in gates if everything else (gates[0], gates[1], gates[-2]):
+            yield Config(gate)
+        yield from (Config(gate, True) for gate in (gates if everything else gates[:1]))
 
 
 @functools.cache
