@@ -306,8 +306,9 @@ def _gradient_problems() -> Iterator[tuple[str, Callable]]:
         packed = functools.partial(_recurrent, member, 1, sum(ragged), "gradients", ragged, **members[member])
         yield f"{member} gradients packed 16384", packed
     for member, length in itertools.product(("delta rule", "gated delta rule"), (8192, 32768)):
-        name = f"{member} gradients B 1 S {length} H 16/32"
-        yield name, functools.partial(_recurrent, member, 1, length, "gradients", key_heads=16)
+        for what in ("gradients", "training"):
+            name = f"{member} {what} B 1 S {length} H 16/32"
+            yield name, functools.partial(_recurrent, member, 1, length, what, key_heads=16)
     for key_heads in (2, 8, 16):
         name = f"simple GLA gradients B 8 S 2048 H {key_heads}/32"
         yield name, functools.partial(_recurrent, "simple GLA", 8, 2048, "gradients", key_heads=key_heads)
