@@ -131,6 +131,14 @@ def test_equal_scores_and_least_features(place, dim):
     check(place, args)
 
 
+def test_scores_that_are_nearly_equal():
+    """The larger one alone has the gradient of the largest score, however close the other is."""
+    args = case(130, heads=1, key_dim=80)
+    args["k"][:, 1::2] = args["k"][:, ::2]
+    args["q"][..., 0], args["k"][:, ::2, :, 0], args["k"][:, 1::2, :, 0] = 2**-9, 1, 1 + 2**-7
+    check(OnInterpreter(), args)
+
+
 @pytest.mark.parametrize("neighbour", [0, 2])
 def test_packed_sequences_among_poison(place, monkeypatch, neighbour):
     """Each sequence has the gradients that it has by itself, among others that are NaN: so are the sums over all tokens then.
