@@ -5,7 +5,7 @@ and dV of every chunk are stored, and delta_channel_gradients_hopper.py reads th
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
@@ -24,9 +24,8 @@ from ..parts.recurrent.delta_channel_recurrences import (
     RecurrenceConfig,
     StateGradientRecurrence,
     StateRecurrence,
-    recurrence_sizes,
+    recurrence_configs,
 )
-from ..parts.recurrent.segment_cuts import CutSequences, WholeSequences
 from ..parts.recurrent.tokens import COLUMNS, ChunkPlace, send_tile
 
 REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first because it takes longer; number of recurrences
@@ -34,22 +33,15 @@ REVERSE, DIRECTIONS = 0, 2  # the reverse recurrence, whose blocks come first be
 
 @dataclass(frozen=True)
 class Config(RecurrenceConfig):
-    """A kernel's configuration, whose fields are those of RecurrenceConfig. spans: which tokens a block has."""
+    """A kernel's configuration, whose fields are those of RecurrenceConfig."""
 
-    spans: WholeSequences = field(default=WholeSequences())
     label = "recurrences"
-
-    def __str__(self):
-        return ", ".join(filter(None, (super().__str__(), str(self.spans))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of all sizes; packed sequences are not cut."""
+    """The configurations of all sizes."""
     if target.has_wgmma:
-        for size in recurrence_sizes(everything):
-            yield (config := Config(*size))
-            if not config.varlen:
-                yield Config(*size, spans=CutSequences())
+        yield from recurrence_configs(Config, everything)
 
 
 @functools.cache

@@ -3,14 +3,13 @@
 delta_channel_inverse_hopper.py stored of each chunk in forward. delta_channel_gradients_hopper.py reads dS."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import warpgroup
+from ops import divmod, warpgroup
 from tiles import shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
@@ -23,9 +22,9 @@ from ..parts.recurrent.delta_channel_recurrences import (
     ChunkFactors,
     RecurrenceConfig,
     StateGradientRecurrence,
-    recurrence_sizes,
+    recurrence_configs,
 )
-from ..parts.recurrent.tokens import COLUMNS, ChunkPlace, block_coord, send_tile
+from ..parts.recurrent.tokens import COLUMNS, ChunkPlace, send_tile
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,15 @@ class Config(RecurrenceConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of all sizes."""
     if target.has_wgmma:
-        yield from itertools.starmap(Config, recurrence_sizes(everything))
+        yield from recurrence_configs(Config, everything)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     recurrence = StateGradientRecurrence(*config.fields)
-    layout, STATE = recurrence.reverse_layout, recurrence.state
+    layout, spans, STATE = recurrence.reverse_layout, config.spans, recurrence.state
+    SPANS = spans.params()
     KEYS, DECAYS, BETAS, SCORES, SOLUTIONS, VALUES, _, STATES = recurrence.arguments()
     smem = shared(**recurrence.rings())
 
@@ -54,14 +54,19 @@ def make(config: Config):
         gDecayedQ: KEYS, gReadKeys: KEYS, gWriteKeys: KEYS, gB: DECAYS, gChunkBeta: BETAS, gDOut: VALUES, gScores: SCORES,
         gSolutions: SOLUTIONS, gStateGradients: STATES, gDV: VALUES, gLastState: array(4), gFirstState: array(4),
         gTailDOut: VALUES, gTailDV: VALUES, gCuSeqlens: ENDS, length: INT, blocks: INT, heads: INT, scale: FLOAT,
+        span_args: SPANS,
     ):  # fmt: skip
         """A block has 64 columns of a head of a sequence, which is `blocks` blocks of columns wide. gDecayedQ .. gChunkBeta,
         gScores, gSolutions: see ChunkFactors. gStateGradients: dS of each chunk and head, transposed, as gLastState and
-        gFirstState are, the gradients of the states after and before the sequence. gTailDOut, gTailDV: see packed_tails.py."""
+        gFirstState are, the gradients of the states after and before the sequence. gTailDOut, gTailDV: see packed_tails.py.
+        span_args: see segment_cuts.py."""
         rings = smem.open()
-        block, _, head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
-        seq = layout.segment_tokens(gCuSeqlens, sequence, length, 0, 1)
-        n = seq.num_chunks()
+        index, block = divmod(cuda.blockIdx.x, blocks)
+        index, segment = spans.split(index, span_args)
+        sequence, head = divmod(index, heads)
+        span_of = gCuSeqlens, sequence, length, index, segment, span_args
+        span = spans.reverse_span(layout, *span_of)
+        seq, n = span.seq, span.seq.num_chunks()
         if warpgroup.id() == PRODUCER:
             rank, first_chunk = warpgroup.rank(), layout.chunk_index(seq.start, sequence, length)
             factors = ChunkFactors(gDecayedQ, gReadKeys, gWriteKeys, gB, gChunkBeta, gScores, gSolutions)
@@ -69,17 +74,19 @@ def make(config: Config):
                 place = ChunkPlace(int32(first_chunk + seq.chunk_number(j)), head, sequence, seq.chunk_start(j), seq)
                 if rank == LOADER:
                     recurrence.fill(rings, j, factors, (gDOut, gTailDOut), place, block)
+                elif spans.is_overlap(span, j):
+                    recurrence.drop(rings, j, rank)
                 elif rank == SENDER:
                     layout.send_chunk(rings.out, j, gDV, gTailDV, place, block)
                 elif rank == STATE_SENDER:
                     send_tile(rings.states, j, gStateGradients, (place.chunk, head, block))
         else:
             state_coord = sequence, head, int32(COLUMNS * block), 0
-            ds_t = warpgroup.load(gLastState, STATE, state_coord, aligned=False)
+            ds_t = spans.load_state(gLastState, STATE, state_coord, span)
             if n > 0:
                 from_outputs = recurrence.multiply_first_outputs(rings)
                 for j in range(n):
                     ds_t, from_outputs = recurrence.advance(ds_t, from_outputs, j, int32(n - 1), rings, scale)
-            warpgroup.store(gFirstState, ds_t, state_coord, aligned=False)
+            spans.store_state(gFirstState, ds_t, state_coord, span)
 
     return walk, smem

@@ -13,8 +13,9 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
-from ..kernels import delta_channel_inverse_hopper, delta_channel_outputs_hopper
+from ..kernels import delta_channel_cuts_hopper, delta_channel_inverse_hopper, delta_channel_outputs_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.segment_cuts import CutSequences
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_walk import count_parts
 from .packed_tails import plan_tails
@@ -27,6 +28,8 @@ STATES = "gErrors gStates"  # E and S
 INVERSE_ARRAYS = f"{FACTORS} gQ gK gBeta gGates gTailQ gTailK gTailGates gCuSeqlens"
 OUTPUT_ARRAYS = f"{FACTORS} {STATES} gV gInitialState gO gFinalState gTailV gTailO gCuSeqlens"
 INPUTS_WITH_TAILS, OUTPUTS_WITH_TAILS = (("gQ", "gK"), ("gV",), ("gGates",)), (("gO",),)
+MIN_CUT_CHUNKS, MIN_SEGMENT_CHUNKS = 64, 16  # the least chunks of a sequence that is cut into segments, and of a segment
+MIN_CUT_DIRECTIONS = 2  # the least recurrences side by side of which sequences are cut: one alone is not timed yet
 PART_CHUNKS = 8  # the least chunks of a packed sequence of average length for each of its thread blocks
 
 
@@ -35,6 +38,15 @@ def count_packed_parts(sequences: int, heads: int, chunks: int, resident_ctas: i
     """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
     many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
     return max(1, min(resident_ctas // (sequences * heads), chunks), math.ceil(chunks / sequences / PART_CHUNKS))
+
+
+@watched_function
+def choose_cuts(blocks: int, chunks: int, processors: int) -> int:
+    """The number of segments of each sequence: as many as fill the GPU. blocks: of whole sequences. chunks: of a sequence."""
+    segments = min(processors // blocks, chunks // MIN_SEGMENT_CHUNKS)
+    if segments < 2 or chunks < MIN_CUT_CHUNKS:
+        return 1
+    return -(-chunks // -(-chunks // segments))
 
 
 class ChannelChunks:
@@ -52,6 +64,7 @@ class ChannelChunks:
         assert gates is not None
         self.dtype, self.gates_dtype = DTYPES[problem.dtype], DTYPES[gates.form.dtype]
         self.buffers: Arrays = arrays | {"gCuSeqlens": problem["cu_seqlens"]}
+        self.buffers |= {"gKeyRows": arrays["gK"], "gGateRows": gates}
         for name in ("gInitialState", "gFinalState", "gLastState", "gFirstState"):
             state = arrays.get(name)
             self.buffers[name] = state and state.permuted(SWAP_STATE_AXES)
@@ -91,14 +104,29 @@ class ChannelChunks:
         numbers = {"parts": parts, "heads": key_heads, "group": self.group}
         return self.launch(delta_channel_inverse_hopper, fields, self.walks * parts, INVERSE_ARRAYS, **numbers)
 
-    def run_recurrences(
-        self, module: Any, names: str, scale: float, spans: tuple = (), copies: int = 1, **numbers: float
-    ) -> Step:
-        """A launch of a recurrence. names: of its arrays. spans: the last field of its configuration, if it has one. copies: as
-        many blocks for each 64 columns, of two directions or of segments."""
-        numbers |= {"blocks": self.blocks, "heads": self.problem.extents["heads"], "scale": scale}
-        fields = self.key_dim, self.dtype, self.varlen, *spans
-        return self.launch(module, fields, copies * self.walks * self.blocks, names, **numbers)
+    def run_recurrences(self, module: Any, names: str, scale: float, directions: int = 1, **numbers: float) -> list[Step]:
+        """The launches of a recurrence, or of two in as many `directions`; of segments of sequences where there are few. names:
+        of its arrays."""
+        heads, length = self.problem("heads", "seqlen")
+        fields, blocks = (self.key_dim, self.dtype, self.varlen), directions * self.walks * self.blocks
+        numbers |= {"blocks": self.blocks, "heads": heads, "scale": scale}
+        segments = 1
+        if not self.varlen and directions >= MIN_CUT_DIRECTIONS:
+            segments = choose_cuts(blocks, -(-length // CHUNK), machine(self.problem.device).processors)
+        if segments == 1:
+            return [self.launch(module, fields, blocks, names, **numbers)]
+        self.buffers["gOverlaps"] = self.scratch(delta_channel_cuts_hopper.DIRECTIONS, self.walks, segments)
+        cuts = self.launch(
+            delta_channel_cuts_hopper,
+            (self.key_dim, self.gates_dtype, self.dtype),
+            delta_channel_cuts_hopper.DIRECTIONS * self.walks * (segments - 1),
+            "gBeta gOverlaps gGateRows gKeyRows",
+            segments=segments,
+            heads=heads,
+            group=self.group,
+        )
+        fields = (*fields, CutSequences())
+        return [cuts, self.launch(module, fields, segments * blocks, f"{names} gOverlaps", segments=segments, **numbers)]
 
 
 def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -107,4 +135,4 @@ def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch
     chunks = ChannelChunks(problem, arrays, scratch)
     copy_tails, copy_back = plan_tails(problem, chunks.buffers, scratch, INPUTS_WITH_TAILS, OUTPUTS_WITH_TAILS)
     outputs = chunks.run_recurrences(delta_channel_outputs_hopper, OUTPUT_ARRAYS, scale)
-    return [*copy_tails, chunks.invert(), outputs, *copy_back]
+    return [*copy_tails, chunks.invert(), *outputs, *copy_back]

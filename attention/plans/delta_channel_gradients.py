@@ -11,16 +11,13 @@ of strong chunks again, which decay too much for that."""
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.devices import machine, persistent
-from tiles.launching.lengths import watched_function
 
 from ..kernels import (
     delta_channel_block_gradients_hopper,
     delta_channel_chains_hopper,
-    delta_channel_cuts_hopper,
     delta_channel_gradients_hopper,
     delta_channel_state_gradients_hopper,
 )
-from ..parts.recurrent.segment_cuts import CutSequences
 from ..parts.recurrent.tokens import CHUNK
 from .delta_channel_chunks import FACTORS, STATES, ChannelChunks, count_packed_parts
 from .delta_records import BY_CHANNEL, record_buffers
@@ -54,18 +51,7 @@ GRADIENT_ARRAYS = (
     f"{STATES} gQ gK gDOut gGates gChunkBeta gDV gStateGradients gDQ gDK gDBeta gDGates gTailQ gTailK gTailDOut gTailDV "
     "gTailGates gTailDQ gTailDK gTailDGates gCuSeqlens"
 )
-CUT_ARRAYS = "gBeta gOverlaps gGateRows gKeyRows"
 ROW_ARRAYS, STRONG_ARRAYS = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlocks"
-MIN_CUT_CHUNKS, MIN_SEGMENT_CHUNKS = 64, 16  # the least chunks of a sequence that is cut into segments, and of a segment
-
-
-@watched_function
-def choose_cuts(blocks: int, chunks: int, processors: int) -> int:
-    """The number of segments of each sequence: as many as fill the GPU. blocks: of whole sequences. chunks: of a sequence."""
-    segments = min(processors // blocks, chunks // MIN_SEGMENT_CHUNKS)
-    if segments < 2 or chunks < MIN_CUT_CHUNKS:
-        return 1
-    return -(-chunks // -(-chunks // segments))
 
 
 def plan_delta_channel_gradients(
@@ -83,33 +69,17 @@ def plan_delta_channel_gradients(
     if heads > key_heads:
         head_extents = problem("batch", "seqlen", "heads", "key_dim")
         buffers |= {name: scratch(*head_extents, dtype=problem.dtype) for name in ("gDQ", "gDK")}
-    buffers |= {"gQueryRows": arrays["q"], "gKeyRows": arrays["k"], "gGateRows": arrays["decay"]}
+    buffers["gQueryRows"] = arrays["q"]
     copy_tails, finish = plan_tails(problem, buffers, scratch, inputs, RESULTS_WITH_TAILS, beta_gradient=arrays["dbeta"])
     if heads > key_heads:
         finish += [step for name, x in (("gDQ", "dq"), ("gDK", "dk")) for step in sum_heads(problem, buffers[name], arrays[x])]
     if stored:
-        steps = [chunks.run_recurrences(delta_channel_state_gradients_hopper, REVERSE_ARRAYS, scale)]
+        steps = chunks.run_recurrences(delta_channel_state_gradients_hopper, REVERSE_ARRAYS, scale)
     else:
-        steps = [chunks.invert(), *_plan_recurrences(chunks, scale)]
+        directions, numbers = delta_channel_chains_hopper.DIRECTIONS, {"sequences": problem.extents["sequences"]}
+        both = chunks.run_recurrences(delta_channel_chains_hopper, CHAIN_ARRAYS, scale, directions, **numbers)
+        steps = [chunks.invert(), *both]
     return [*copy_tails, *steps, *_plan_chunk_gradients(chunks, scale), *finish]
-
-
-def _plan_recurrences(chunks: ChannelChunks, scale: float) -> list[Step]:
-    """The launches of both recurrences, of segments of sequences where there are few."""
-    length, heads, sequences = chunks.problem("seqlen", "heads", "sequences")
-    directions, segments = delta_channel_chains_hopper.DIRECTIONS, 1
-    if not chunks.varlen:
-        processors, blocks = machine(chunks.problem.device).processors, directions * chunks.walks * chunks.blocks
-        segments = choose_cuts(blocks, -(-length // CHUNK), processors)
-    module = delta_channel_chains_hopper
-    if segments == 1:
-        return [chunks.run_recurrences(module, CHAIN_ARRAYS, scale, copies=directions, sequences=sequences)]
-    chunks.buffers["gOverlaps"] = chunks.scratch(directions, chunks.walks, segments)
-    numbers = {"segments": segments, "heads": heads, "group": chunks.group}
-    fields, blocks = (chunks.key_dim, chunks.gates_dtype, chunks.dtype), directions * chunks.walks * (segments - 1)
-    cuts = chunks.launch(delta_channel_cuts_hopper, fields, blocks, CUT_ARRAYS, **numbers)
-    names, sizes = f"{CHAIN_ARRAYS} gOverlaps", {"sequences": sequences, "segments": segments}
-    return [cuts, chunks.run_recurrences(module, names, scale, (CutSequences(),), directions * segments, **sizes)]
 
 
 def _plan_chunk_gradients(chunks: ChannelChunks, scale: float) -> list[Step]:

@@ -15,8 +15,8 @@ others in the gaps between them. What a step computes goes through rings to warp
 consumer waits for no fence. S and dS are transposed in registers and in memory."""
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 from numpy import int32
@@ -27,6 +27,7 @@ from tiles.launching.arguments import tiled
 
 from .delta_chunks import KEY_DIMS, TwoParts
 from .gates import ROW_VEC
+from .segment_cuts import CutSequences, WholeSequences
 from .tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMER, PRODUCER = 0, 1  # warpgroups of a thread block
@@ -38,11 +39,12 @@ FENCED = True  # no fence at a synchronisation or a release, because another one
 @dataclass(frozen=True)
 class RecurrenceConfig:
     """The configuration of a kernel of these recurrences. key_dim: the channels of keys, padded. varlen: are sequences packed
-    (cu_seqlens)?"""
+    (cu_seqlens)? spans: which tokens a block has."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
+    spans: WholeSequences = field(default=WholeSequences())
     label: ClassVar[str] = ""
     threads: ClassVar[int] = warpgroup.THREADS * 2
 
@@ -52,12 +54,16 @@ class RecurrenceConfig:
         return self.key_dim, self.dtype, self.varlen
 
     def __str__(self):
-        return f"{self.label}, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
+        size = f"{self.label}, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
+        return ", ".join(filter(None, (size, str(self.spans))))
 
 
-def recurrence_sizes(everything: bool) -> Iterator[tuple[int, Any, bool]]:
-    """The fields of the configurations of a kernel: both padded key dims in bf16; fp16 too if `everything`."""
-    return itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,), (False, True))
+def recurrence_configs(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
+    """The configurations of a kernel, `config`: both padded key dims in bf16; fp16 too if `everything`. Packed sequences are
+    not cut."""
+    for key_dim, input_dtype in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+        yield from (config(key_dim, input_dtype, varlen) for varlen in (False, True))
+        yield config(key_dim, input_dtype, spans=CutSequences())
 
 
 class ChunkFactors(NamedTuple):
@@ -197,6 +203,10 @@ class NoOutputRing:
     def store(self, o, rings, j, scale):
         """Pass O to the producer, while the state's product runs."""
 
+    @inlined
+    def drop(self, rings, j, rank):
+        """A warp of the producer: give back O of the j-th chunk, if it is not wanted."""
+
 
 class ChunkOutputRing(NoOutputRing):
     """O^T = scale (S^T (exp(b) Q)^T + U^T P^T), through a ring."""
@@ -226,6 +236,12 @@ class ChunkOutputRing(NoOutputRing):
         rings.p.release(j)
         warpgroup.store_transposed(rings.outputs.claim(j), o)
         rings.outputs.publish(j, FENCED)
+
+    @inlined
+    def drop(self, rings, j, rank):
+        if rank == OUTPUT_SENDER:
+            rings.outputs.wait(j)
+            rings.outputs.release(j)
 
 
 @static

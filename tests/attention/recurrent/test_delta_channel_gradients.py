@@ -172,23 +172,35 @@ def test_where_sequences_are_cut():
     np.testing.assert_array_equal(overlaps[:, 0, 1:], [[-1, -1, 1, 2], [2, 1, -1, -1]])
 
 
-def test_segments(monkeypatch, nothing_known):
-    """Gradients have the same bits: what is left out is below the last one."""
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_segments(monkeypatch, nothing_known, is_stored):
+    """Gradients and outputs have the same bits: what is left out is below the last one."""
     args = cuttable()
-    expected = attention.delta_rule_backward(**args)
+    inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
+
+    def results():
+        if not is_stored:
+            return attention.delta_rule_backward(**args)
+        out, state, record = attention.delta_rule(**inputs, return_state=True, return_chunk_states=True)
+        return out, state, *record, *attention.delta_rule_backward(**args, chunk_states=record)
+
+    expected = results()
     for table in ("GUARDED_CALLS", "REMEMBERED"):
         monkeypatch.setattr(program, table, program.LruTable(program.ENTRIES))
-    monkeypatch.setattr(delta_channel_gradients, "choose_cuts", lambda *_: 5)
-    for x, y in zip(attention.delta_rule_backward(**args), expected, strict=True):
-        np.testing.assert_array_equal(x, y)
+    monkeypatch.setattr(delta_channel_chunks, "MIN_CUT_DIRECTIONS", 1)
+    monkeypatch.setattr(delta_channel_chunks, "choose_cuts", lambda *_: 5)
+    for x, y in zip(results(), expected, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            np.testing.assert_array_equal(x, y)
 
 
 def test_numbers_of_segments():
     """As many as fill the GPU, unless they are too short."""
-    assert delta_channel_gradients.choose_cuts(16, 512, 132) == 8
-    assert delta_channel_gradients.choose_cuts(128, 512, 132) == 1
-    assert delta_channel_gradients.choose_cuts(4, 100, 132) == 6
-    assert delta_channel_gradients.choose_cuts(4, 63, 132) == 1
+    assert delta_channel_chunks.choose_cuts(16, 512, 132) == 8
+    assert delta_channel_chunks.choose_cuts(128, 512, 132) == 1
+    assert delta_channel_chunks.choose_cuts(4, 100, 132) == 6
+    assert delta_channel_chunks.choose_cuts(4, 63, 132) == 1
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
