@@ -44,10 +44,11 @@ SUM_WARPS = 8
 @dataclass(frozen=True)
 class Config(ConvConfig):
     """A configuration of the kernel that computes dx and the partial sums of dweight and dbias. window: is there a gradient of
-    the final window, which is added to dx of a sequence's last tokens?"""
+    the final window, which is added to dx of a sequence's last tokens? releases: may the blocks of the sums' kernel begin as
+    soon as there is room?"""
 
     window: bool = False
-    max_tokens = 1024
+    max_tokens, releases = 1024, False
 
     @property
     def ctas_per_sm(self) -> int:
@@ -89,13 +90,13 @@ class WalkState(NamedTuple):
 
 @dataclass(frozen=True)
 class SumConfig:
-    """The kernel that adds the warps' sums. width: of the convolution."""
+    """The kernel that adds the warps' sums. rows: of a warp's sums, which are the taps and, where there is one, the bias."""
 
-    width: int
+    rows: int
     threads, overlaps_previous = LANES * SUM_WARPS, True
 
     def __str__(self):
-        return f"sums of warps, width {self.width}"
+        return f"sums of warps, {self.rows} rows"
 
     def make(self):
         """(kernel that adds partial sums, its shared memory)."""
@@ -108,7 +109,7 @@ def space(target: Target, everything: bool) -> Iterator[ConvConfig | SumConfig]:
         yield config
         if everything or config.varlen:
             yield replace(config, window=True)
-    yield from map(SumConfig, WIDTHS if everything else WIDTHS[-1:])
+    yield from map(SumConfig, (*WIDTHS, WIDTHS[-1] + 1) if everything else WIDTHS[-1:])
 
 
 @functools.cache
@@ -120,7 +121,7 @@ def make(config: Config | SumConfig):
 def make_gradients(config: Config):
     """(kernel, shared memory) of dx, the gradient of the window before it, and the sums of each warp."""
     INPUT, WIDTH, BIAS, WINDOW, STAGES = config.dtype, config.width, config.bias, config.window, config.stages
-    conv = config.conv
+    conv, RELEASES = config.conv, config.releases
     token_blocks, smem = TokenBlocks(config.varlen), shared(x=config.tiles, dy=config.tiles)
     NEWER = 2 * (STAGES - 2)  # groups of copies: of x and of dy
 
@@ -187,6 +188,8 @@ def make_gradients(config: Config):
         """A warp has every so many-th of `count` blocks of `tokens` tokens, and one of the `panels` of channels. gSums (warp of
         a panel, W + 1, channel): of the gradients of the weights and the bias."""
         x_tiles, dy_tiles = smem.open()
+        if RELEASES:
+            grid.release()
         warp, col = find_panel(panels)
         taps, zero_line = conv.load_taps(gWeight, gBias, col), zeros(LINE)
         sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
@@ -239,8 +242,7 @@ def make_gradients(config: Config):
 
 def make_sums(config: SumConfig):
     """(kernel, shared memory) of the sums over all warps of a panel."""
-    WIDTH = config.width
-    smem = shared(parts=sv(SUMS.cols * SUM_WARPS, fp32))
+    ROW_COUNT, smem = config.rows, shared(parts=sv(SUMS.cols * SUM_WARPS, fp32))
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_warps(gSums: array(3), gDWeight: array(2), gDBias: array(1), count: INT):
@@ -248,15 +250,15 @@ def make_sums(config: SumConfig):
         every 8th 16 warps."""
         (parts,) = smem.open()
         grid.wait()
-        panel, tap = divmod(cuda.blockIdx.x, WIDTH + 1)
+        panel, tap = divmod(cuda.blockIdx.x, ROW_COUNT)
         col, warp, total = int32(SUMS.cols * panel), warp_index(), zeros(SUMS)
         for first in range(SUMS.rows * warp, count, SUMS.rows * SUM_WARPS):
             total = total + load(gSums, SUMS, (int32(first), tap, col), 0, 2)
         total = thread_block.reduce_sum(col_sum(total), parts)
         if warp == 0:
-            if tap < WIDTH:
+            if tap < gDWeight.shape[1]:
                 store(gDWeight, total, (col, tap), cols=0)
-            elif gDBias.shape[0] > 0:
+            else:
                 store(gDBias, total, (col,), cols=0)
 
     return sum_warps, smem

@@ -115,11 +115,12 @@ def plan_short_conv_gradients(problem: Problem, silu: bool, requested: dict[str,
     sums = problem.scratch(0, *shape)
     results = {name: problem[name] if is_requested else None for name, is_requested in requested.items()}
     steps: list[Any] = []
+    rows = width + (results["dbias"] is not None)
     if problem.extents["sequences"]:
         steps.append(_bind_gradients(problem, config, grid, sums, results["dinitial_state"]))
     steps.append(
-        kernel_for(short_conv_backward, short_conv_backward.SumConfig(width), device).bind(
-            -(-problem.extents["channels"] // short_conv_backward.SUMS.cols) * (width + 1),
+        kernel_for(short_conv_backward, short_conv_backward.SumConfig(rows), device).bind(
+            -(-problem.extents["channels"] // short_conv_backward.SUMS.cols) * rows,
             gSums=sums,
             gDWeight=problem["dweight"],
             gDBias=results["dbias"],

@@ -301,8 +301,8 @@ def test_space_of_gradients():
     few, many = (list(short_conv_backward.space(HOPPER, everything)) for everything in (False, True))
     kinds = [{(x.varlen, x.window) for x in some if isinstance(x, short_conv_backward.Config)} for some in (few, many)]
     assert kinds == [{(False, False), (True, False), (True, True)}, {*itertools.product((False, True), repeat=2)}]
-    sums = [[x.width for x in some if isinstance(x, short_conv_backward.SumConfig)] for some in (few, many)]
-    assert sums == [[4], [2, 3, 4]] and len(many) == len(set(many))
+    sums = [[x.rows for x in some if isinstance(x, short_conv_backward.SumConfig)] for some in (few, many)]
+    assert sums == [[4], [2, 3, 4, 5]] and len(many) == len(set(many))
 
 
 def test_jax():
