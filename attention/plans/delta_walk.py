@@ -33,7 +33,7 @@ from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
 # The least part of the multiprocessors that a walk with decays of channels must fill, if sequences have more than so many
 # chunks. It may be one block a head and 64 columns; with fewer chunks it is faster than other launches nevertheless
-MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 64
+MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 128
 EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays of channels
 MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
@@ -236,9 +236,10 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
     segments = count_walk_segments(walk_blocks, _count_blocks(problem)[1], machine(problem.device).processors)
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
-    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
-    segments = 1 if schedule.order.overlaps else segments
     sequences, early_chunks, counts = problem.extents["sequences"], None, 0
+    schedule = schedule_chunks(
+        problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain, numbers=sequences * segments * heads
+    )
     if segments > 1:
         early_chunks, counts = scratch(sequences * segments, heads), sequences * heads * (segments - 1)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
@@ -269,6 +270,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         blocks=width,
         segments=segments,
         heads=heads,
+        segment_blocks=walk_blocks,
         gEarlyChunks=early_chunks,
         scale=scale,
         gSolved=solved,

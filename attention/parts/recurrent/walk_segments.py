@@ -17,36 +17,38 @@ from .tokens import SequenceLayout, TokenRange, block_coord
 
 
 class WalkPart(NamedTuple):
-    """What a block walks. seq: its tokens. early: how many chunks at their beginning are before its first segment. is_first: do
-    they begin with the sequence? is_last: do they end with it?"""
+    """What a block walks. seq: its tokens. early_chunks: how many chunks at their beginning lie before its first segment.
+    is_first: do they begin with the sequence? is_last: do they end with it?"""
 
     seq: Any
-    early: Any
+    early_chunks: Any
     is_first: Any
     is_last: Any
 
 
 @inlined
-def locate_part(seq_layout, gEarlyChunks, gCuSeqlens, length, sequence, head, segment, segments):
+def locate_part(seq_layout, order, order_args, gEarlyChunks, gCuSeqlens, length, sequence, head, heads, segment, segments):
     """The WalkPart of the block that has a segment; one without tokens if the segment before has no end there. gEarlyChunks: of
-    each segment but the first ones, for each head, how many chunks before it count, or -1 if that is not known."""
+    each segment but the first ones, for each head, how many chunks before it count, or -1 if that is not known. order,
+    order_args: the order in which the grid before stores (chunk_order.py), and its arguments."""
     start, _, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
-    own = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
-    slot, early, end = int32(sequence * segments), int32(0), own.end
+    first = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
+    slot, count, end = int32(sequence * segments), int32(0), first.end
     if segment > 0:
-        early = int32(gEarlyChunks[slot + segment, head])
-    before, after = TokenRange(start, own.start, batch), int32(segment + 1)
-    goes_on = early >= 0 and after < segments
+        order.wait_for_number(order_args, int32((slot + segment) * heads + head))
+        count = int32(gEarlyChunks[slot + segment, head])
+    next_segment, goes_on = int32(segment + 1), count >= 0 and segment + 1 < segments
     while goes_on:
-        goes_on = gEarlyChunks[slot + after, head] < 0
+        order.wait_for_number(order_args, int32((slot + next_segment) * heads + head))
+        goes_on = gEarlyChunks[slot + next_segment, head] < 0
         if goes_on:
-            after = int32(after + 1)
-            end = seq_layout.segment_tokens(gCuSeqlens, sequence, length, after - 1, segments).end
-            goes_on = after < segments
-    is_walked, early = early >= 0, int32(max(early, 0))
-    begin = before.chunk_start(before.num_chunks() - early)
+            end = seq_layout.segment_tokens(gCuSeqlens, sequence, length, next_segment, segments).end
+            next_segment = int32(next_segment + 1)
+            goes_on = next_segment < segments
+    history, is_walked, early_chunks = TokenRange(start, first.start, batch), count >= 0, int32(max(count, 0))
+    begin = history.chunk_start(history.num_chunks() - early_chunks)
     tokens = TokenRange(begin, int32(end if is_walked else begin), batch)
-    return WalkPart(tokens, early, begin == start, is_walked and after == segments)
+    return WalkPart(tokens, early_chunks, begin == start, is_walked and next_segment == segments)
 
 
 @static
@@ -63,13 +65,15 @@ class EarlyChunks:
 
     @inlined
     def store(self, args, params, gBeta, gCuSeqlens, length, heads, group, sums):
-        """A block counts. args: the record of `params`; params: that of the gates' formula. heads: of keys, each of which
-        `group` value heads share."""
+        """A block counts, and stores the number in the slot that is returned. args: the record of `params`; params: that of the
+        gates' formula. heads: of keys, each of which `group` value heads share."""
         _, index, head, sequence = block_coord(cuda.blockIdx.x, 1, args.segments - 1, heads * group)
         key_head, _ = divmod(head, group)
         start, _, batch = self.seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
         segment = self.seq_layout.segment_tokens(gCuSeqlens, sequence, length, int32(index + 1), args.segments)
-        before = TokenRange(start, segment.start, batch)
-        count = self.history.count(args, params, gBeta, before, head, key_head, sums)
-        if warpgroup.rank() == 0:
-            args.gEarlyChunks[sequence * args.segments + index + 1, head] = float32(count)
+        tokens = TokenRange(start, segment.start, batch)
+        count = self.history.count(args, params, gBeta, tokens, head, key_head, sums)
+        slot = int32(sequence * args.segments + index + 1)
+        if warpgroup.id() == 0 and warpgroup.rank() == 0:
+            args.gEarlyChunks[slot, head] = float32(count)
+        return int32(slot * heads * group + head)

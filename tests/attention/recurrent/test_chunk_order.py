@@ -42,12 +42,13 @@ def beside(monkeypatch, nothing_known):
     after its end."""
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
 
-    def beside(rounds, processors=3, item_chunks=1):
+    def beside(rounds, processors=3, item_chunks=1, segments=1):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
         monkeypatch.setattr(chunk_schedule, "LEAD", 1000)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
         monkeypatch.setattr(chunk_schedule, "ROUNDS", rounds)
         monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: rounds > 0)
+        monkeypatch.setattr(delta_walk, "count_walk_segments", lambda *_: segments)
         for table in ("GUARDED_CALLS", "REMEMBERED"):
             monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
         monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))
@@ -63,6 +64,15 @@ def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, pro
     """The last item of each head lacks some chunks."""
     beside(rounds, processors, item_chunks)
     agree(place, *draw(length, 1, batch))
+
+
+@pytest.mark.parametrize("gate", [0.05, 3])
+def test_a_walk_in_segments_beside_the_grid_before(place, beside, gate):
+    """Those of one sequence, of which the first ones run beside it, if gates forget; else one block goes on through all."""
+    beside(1, 3, 2, segments=3)
+    q, k, v, beta, decay = draw(8 * 64 - 20, 2)
+    decay[:, 64:] = np.minimum(decay[:, 64:], -gate)
+    agree(place, q, k, v, beta, decay)
 
 
 def test_raw_gates_of_heads_in_turn(place, beside):
@@ -113,7 +123,7 @@ class EndNotAwaited(ChunkMajor):
     """A walk that may end before the grid before it."""
 
     @inlined
-    def watch_items(self, rings, args, head_sequence, n):
+    def watch_items(self, rings, args, head_sequence, n, is_first):
         for index in range(n):  # of a chunk each
             self.wait_for_item(args, head_sequence, index)
             rings[0].claim(index)
@@ -134,7 +144,7 @@ class NothingAwaited(ItemsNotTaken):
     """A walk that waits for nothing."""
 
     @inlined
-    def watch_items(self, rings, args, head_sequence, n):
+    def watch_items(self, rings, args, head_sequence, n, is_first):
         pass
 
 
@@ -221,12 +231,12 @@ class FewSequences(dict):
     ("heads", "length", "packed", "walks", "order"),
     [
         (8, 32768, False, True, ChunkMajor), (7, 32768, False, False, None), (32, 32768, False, True, ChunkMajor),
-        (33, 32768, False, True, HeadMajor), (32, 8192, False, True, HeadMajor), (8, 63 * 64, False, False, None),
-        (8, 64 * 64, False, True, HeadMajor), (16, 32768, True, False, None), (32, 32768, True, True, HeadMajor),
+        (33, 32768, False, True, HeadMajor), (32, 8192, False, True, HeadMajor), (1, 63 * 64, False, True, HeadMajor),
+        (1, 130 * 64, False, False, None), (7, 32768, True, False, None), (16, 32768, True, True, HeadMajor),
     ],
 )  # fmt: skip
 def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, walks, order):
-    """On an H200. Of fewer heads, or packed, kernels that cut sequences into segments take less time."""
+    """On an H200. Of fewer heads and long sequences kernels that cut these into segments take less time."""
     for place in delta_walk, chunk_schedule:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=132))
     problem = FewSequences(heads, length, packed)
@@ -235,7 +245,7 @@ def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, w
         scratch = lambda *_, **__: None
         schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_walk.CHANNEL_COSTS, 264, scratch)
         assert type(schedule.order) is order
-        assert schedule.blocks == (132 if order is ChunkMajor else heads * (264 // heads))
+        assert schedule.blocks == (132 if order is ChunkMajor else heads * min(264 // heads, length // 64))
 
 
 @pytest.mark.release
