@@ -125,8 +125,8 @@ class ChannelChunks:
             heads=heads,
             group=self.group,
         )
-        fields = (*fields, CutSequences())
-        return [cuts, self.launch(module, fields, segments * blocks, f"{names} gOverlaps", segments=segments, **numbers)]
+        cut_fields, cut_names = (*fields, CutSequences()), f"{names} gOverlaps"
+        return [cuts, self.launch(module, cut_fields, segments * blocks, cut_names, segments=segments, **numbers)]
 
 
 def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
