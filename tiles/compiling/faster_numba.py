@@ -183,9 +183,14 @@ def _attribute(self, search):
         self.known = known
 
 
+_find_assigned_once = lowering.Lower._find_singly_assigned_variable
+
+
 def _assigned_once(self):
     """Which variables stay in registers: those that are assigned once, and used in that block alone. Numba went through a
     block's statements for each of them."""
+    if self.func_ir.func_id.is_generator:
+        return _find_assigned_once(self)
     blocks, places = self.func_ir.blocks, self.func_ir.variable_lifetime.usedefs
     used = {name for names in places.usemap.values() for name in names}
     defined = Counter(name for names in places.defmap.values() for name in names)
@@ -195,6 +200,7 @@ def _assigned_once(self):
         once |= {name for name in names if defined[name] == assigned[name] == 1 and name not in used}
     self._singly_assigned_vars = once - analysis.must_use_alloca(blocks)
     self._blk_local_varmap = {}
+    return None
 
 
 _decoded: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: its instructions
