@@ -163,9 +163,10 @@ class KimiDeltaAttention(DeltaLayer):
         conv = {"kernel_size": conv_size, "bias": conv_bias}
         sizes = hidden_size, num_heads, num_v_heads, head_dim, expand_v
         super().__init__(*sizes, use_short_conv, conv, allow_neg_eigval, factory)
-        if check_number("lower_bound", lower_bound) is not None and not -math.inf < lower_bound < 0:
+        bound = check_number("lower_bound", lower_bound)
+        if bound is not None and not -math.inf < bound < 0:
             raise ValueError(f"lower_bound: must be negative and finite, or None: {lower_bound=}")
-        self.lower_bound, rank = lower_bound, self.head_v_dim
+        self.lower_bound, rank = bound, self.head_v_dim
         self.in_proj_qkv = nn.Linear(hidden_size, self.channels, bias=False, **factory)
         self.f_proj, self.g_proj = (
             nn.Sequential(
