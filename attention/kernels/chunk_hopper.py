@@ -202,9 +202,9 @@ def make(config: Config):
     else:
         OUTPUT = array(4 if result.reads_values else 3)
     HALF_STATE = rt(16, KEYS // 2, INPUT)
-    OVERLAPS = config.overlaps_previous
+    OVERLAPS, SUMMED = config.overlaps_previous, gate.kind == SummedGate.kind
     SENDS_STATES = KEY_PARTS == 1 and sends_states(result, gate, INPUT)
-    states = StateTiles(result, st(COLUMNS, KEYS, INPUT), CONSUMERS * KEY_PARTS, SENDS_STATES, result.has_outputs)
+    states = StateTiles(result, st(COLUMNS, KEYS, INPUT), CONSUMERS * KEY_PARTS, SENDS_STATES)
     PARAMS = result.params(INPUT, states.tile if SENDS_STATES else None)
     SCALES_OUTPUTS = not (gate.folds_scale or gate.reversed or result.scales_scores)
 
@@ -296,8 +296,14 @@ def make(config: Config):
                     for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS - 1):
                         j, c = divmod(slot, CONSUMERS)
                         group_head, _ = divmod(CONSUMERS * block + c, width)
-                        batch, head = gate.locate(seq_layout, seq, j, sequence, length), key_head * group + group_head
-                        gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, batch, seq.chunk_start(j), seq.end, head)
+                        head = key_head * group + group_head
+                        gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
+            elif SUMMED:
+                for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
+                    j, c = divmod(slot, CONSUMERS)
+                    group_head, _ = divmod(CONSUMERS * block + c, width)
+                    chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
+                    gate.load_sums(b, a, slot, gGates, chunk, key_head * group + group_head)
             elif gate.per_token:
                 for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
                     j, c = divmod(slot, CONSUMERS)
@@ -334,7 +340,8 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
-                states.put(params, state, slot, block_exponent.ldexp(s_t, e), index, head, row, col)
+                if result.has_outputs:
+                    states.put(params, state, slot, block_exponent.ldexp(s_t, e), index, head, row, col)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -363,6 +370,8 @@ def make(config: Config):
                 v_t = result.gate_values(fp32(warpgroup.load_transposed(values, TRANSPOSED)), z, slot, TRANSPOSED)
                 v_t = gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e))
                 v_t = INPUT(gate.scale_keys(v_t, scale))
+                if not result.has_outputs:  # here, because the fence of the loads before would wait for it
+                    states.put(params, state, slot, block_exponent.ldexp(s_t, e_before), index, head, row, col)
                 s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
                 s_t, segment_b = warpgroup.mma_AB(s_t, v_t, keys), segment_b + b_last
                 token = seq.chunk_start(j)

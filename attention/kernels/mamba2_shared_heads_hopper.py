@@ -29,16 +29,14 @@ from tiles.targets import Target
 
 from ..parts.recurrent.gates import COL_VEC, ROW_VEC, Mamba2Gate, load_line
 from ..parts.recurrent.results import ScanOutputs
-from ..parts.recurrent.state_tiles import StateTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
 CONSUMERS = 2
 REGISTERS = 24, 72, 208  # a thread of the producer, the scorer and a consumer
 KEY_DIMS = 64, 128  # as padded
-STATE_WARP = 1  # of the producer: it stores the states before chunks, if they are wanted
 AHEAD = 2  # chunks by which the scorer may be ahead of consumers
-VECTORS = 8  # chunks whose gates are in shared memory; half of them beside tiles of states
+VECTORS = 8  # chunks whose gates are in shared memory
 MIN_DECAY = 2.0**-90  # a chunk that decays by less is strong
 
 
@@ -67,12 +65,6 @@ class Config:
     def value(self):
         """A consumer's tile of V, Z or the output for a chunk."""
         return st(CHUNK, COLUMNS, self.dtype)
-
-    @property
-    def states(self):
-        """The tiles by which the states before chunks go to memory, if they are wanted."""
-        tile, sent = st(COLUMNS, self.key_dim, self.dtype), self.result.stores_states
-        return StateTiles(self.result, tile if sent else st(16, 16, self.dtype), CONSUMERS, sent, False)
 
     @property
     def stages(self):
@@ -112,12 +104,11 @@ def make(config: Config):
     CHUNKS_AT_ONCE, WARPGROUPS, SCORES_TILE = WARPS // CONSUMERS, CONSUMERS + 1, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     seq_layout = SequenceLayout(config.varlen)
-    states, state = config.states, TransposedState(config.key_dim, INPUT, seq_layout)
-    PARAMS = result.params(INPUT, states.tile if states.sent else None)
+    PARAMS, state = result.params(INPUT), TransposedState(config.key_dim, INPUT, seq_layout)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
     keys = ring(config.key, STAGES, readers + WARPS)
     values = ring(config.value, STAGES * CONSUMERS, WARPS)
-    vectors = ring(sv(CHUNK, fp32), (VECTORS // 2 if states.sent else VECTORS) * CONSUMERS, WARPS, writers=1)
+    vectors = ring(sv(CHUNK, fp32), VECTORS * CONSUMERS, WARPS, writers=1)
     smem = shared(
         q=keys,
         k=keys,
@@ -129,7 +120,6 @@ def make(config: Config):
         exp_b=vectors,
         edge_decay=vectors,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        sent=states.spec,
     )
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
@@ -140,7 +130,7 @@ def make(config: Config):
     ):  # fmt: skip
         """The outputs and the state after each sequence. `group` value heads share a key head; each is `width` blocks of 64
         columns wide, and together they have `blocks` thread blocks."""
-        q, k, v, z, p, b, a, exp_b, edge_decay, out_tiles, sent = smem.open()
+        q, k, v, z, p, b, a, exp_b, edge_decay, out_tiles = smem.open()
         wg = warpgroup.id()
         block, _, key_head, sequence = block_coord(cuda.blockIdx.x, blocks, 1, heads)
         seq = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
@@ -157,12 +147,6 @@ def make(config: Config):
                         result.fill_values(
                             v, z, CONSUMERS * j + c, gV, gZ, (seq.batch, token, key_head * group + group_head, column)
                         )
-            elif states.sent and warpgroup.rank() == STATE_WARP:
-                first_index = seq_layout.chunk_index(seq.start, sequence, length)
-                for slot in range(CONSUMERS * n):
-                    j, c = divmod(slot, CONSUMERS)
-                    group_head, column = divmod(CONSUMERS * block + c, width)
-                    states.send(params, sent, slot, int32(first_index + j), key_head * group + group_head, column)
         elif wg == SCORER:
             warpgroup.release_registers(scorer_registers)
             ahead, c = divmod(warpgroup.rank(), CONSUMERS)  # of the chunk whose b this warp computes
@@ -203,11 +187,12 @@ def make(config: Config):
             first_index = seq_layout.chunk_index(seq.start, sequence, length)
             for j in range(n):
                 slot = CONSUMERS * j + wg
-                states.put(params, sent, slot, s_t, int32(first_index + j), head, row, 0)
                 keys, queries = k.wait(j), q.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j), WARPGROUPS)
                 v_tile = v.wait(slot)
                 values = seq_layout.zero_other_columns(warpgroup.load_transposed(v_tile, state.values), seq.remaining(j))
+                # here, because the fence of the loads before would wait for it
+                result.store_state(params, s_t, int32(first_index + j), head, row, 0)
                 exp_b_chunk, edge_decay_chunk = exp_b.wait(slot), edge_decay.wait(slot)
                 b_chunk, a_chunk = b.wait(slot), a.wait(slot)
                 o = warpgroup.mm_ABt(INPUT(s_t), queries)

@@ -112,14 +112,13 @@ class Gate:
         return float32(0)
 
     @inlined
-    def locate(self, seq_layout, seq, j, sequence, length):
-        """The first coordinate of the gates of the j-th chunk of a TokenRange. sequence, length: as in SequenceLayout."""
-        return seq.batch
+    def load_sums(self, b, a, j, gGates, chunk, head):
+        """produce_cumsum of gates whose sums are in memory. chunk: its SequenceLayout.chunk_index."""
 
     @inlined
     def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
         """Hopper's producer: one warp loads the gates of the chunk that starts at `token`, and writes b and a to the j-th slots
-        of the rings. batch: as `locate` returns it."""
+        of the rings."""
 
     @inlined
     def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
@@ -279,14 +278,10 @@ class SummedGate(TokenGate):
         return super().__str__() + ", weights" * self.weighted
 
     @inlined
-    def locate(self, seq_layout, seq, j, sequence, length):
-        return seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
-
-    @inlined
-    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
-        b_chunk = load(gGates, CHUNK_LINE, (batch, head, 0), rows=0, cols=2)
+    def load_sums(self, b, a, j, gGates, chunk, head):
+        b_chunk = load(gGates, CHUNK_LINE, (chunk, head, 0), rows=0, cols=2)
         if self.weighted:
-            a_chunk = load(gGates, CHUNK_LINE, (batch, head, CHUNK), rows=0, cols=2)
+            a_chunk = load(gGates, CHUNK_LINE, (chunk, head, CHUNK), rows=0, cols=2)
             store(a.claim(j), a_chunk)
             a.publish(j)
         store(b.claim(j), b_chunk)

@@ -126,8 +126,8 @@ class ReversedGate(Gate):
         return self.gate.load_head_gate(gGates, head)
 
     @inlined
-    def locate(self, seq_layout, seq, j, sequence, length):
-        return self.gate.locate(seq_layout, seq, j, sequence, length)
+    def load_sums(self, b, a, j, gGates, chunk, head):
+        self.gate.load_sums(b, a, j, gGates, chunk, head)
 
     @inlined
     def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):

@@ -1,40 +1,35 @@
-"""How the consumers of a scan (kernels/chunk_hopper.py, mamba2_shared_heads_hopper.py) pass their parts of a state on: to their
-own products, and to memory where the states before all chunks are wanted. A consumer that stored them from registers would wait
-for that at its next fence. So it leaves them in a ring, and a warp of the producer stores them."""
+"""How the consumers of a scan (kernels/chunk_hopper.py) pass their parts of a state on: to their own products, and to memory
+where the states before all chunks are wanted. If there are such products, the tile that they read goes to memory, too: it lies
+in a ring, and a warp of the producer stores it."""
 
 from ops import subtile, warpgroup
 from tiles import dtype, fp16, inlined, ring, st, static
 
 from .gates import Gate
-from .results import ChunkStates, ScanOutputs, ScanResult
+from .results import ScanOutputs, ScanResult
 from .tokens import COLUMNS, send_tile
 
 
 def sends_states(result: ScanResult, gate: Gate, input_dtype: dtype) -> bool:
-    """Do the states before all chunks go through a ring? Not those of gradients' scans, nor those of outputs in float16 with
-    weights, of which products read a tile without their exponent."""
-    if isinstance(result, ScanOutputs):
-        return result.stores_states and not (gate.weighted and input_dtype is fp16)
-    return isinstance(result, ChunkStates)
+    """Does the tile that products read go to memory? Not that of gradients' scans, nor of float16 with weights, whose states
+    have an exponent."""
+    return isinstance(result, ScanOutputs) and result.stores_states and not (gate.weighted and input_dtype is fp16)
 
 
 @static
 class StateTiles:
-    """The tiles of `consumers` warpgroups, each of 64 value columns of a transposed state. sent: do they go to memory?
-    read_by_products: do products of their consumers read them?"""
+    """The tiles of `consumers` warpgroups, each of 64 value columns of a transposed state. sent: do they go to memory?"""
 
     result: ScanResult
     tile: st
     consumers: int
     sent: bool
-    read_by_products: bool = True
 
     @property
     def spec(self):
         """The plan of these tiles in shared memory."""
         if self.sent:
-            readers = 1 + warpgroup.WARPGROUP * self.read_by_products
-            return ring(self.tile, self.consumers, readers, writers=warpgroup.WARPGROUP)
+            return ring(self.tile, self.consumers, 1 + warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP)
         return st(self.consumers * self.tile.rows, self.tile.cols, self.tile.dtype)
 
     @inlined
