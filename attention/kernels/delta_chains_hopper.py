@@ -27,7 +27,7 @@ from tiles import fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, TwoParts
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, REVERSE, BothRecurrences, StatesWithOutputs
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
@@ -47,12 +47,17 @@ class Config(DeltaConfig):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16, for both recurrences and each of them; fp16
-    too if `everything`."""
+    """The configurations of both padded key dims, with decays and without, in bf16, for both recurrences, and one for each of
+    them. everything: fp16 too, and each recurrence in all sizes."""
     if target.has_wgmma:
         for size, gated in itertools.product(delta_sizes(everything), (False, True)):
             config = Config(*size, gated)
-            yield from (config, with_outputs(config), replace(config, recurrences=GRADIENTS_ALONE))
+            largest = config.key_dim == max(KEY_DIMS)
+            yield config
+            if everything or (largest and gated):
+                yield with_outputs(config)
+            if everything or (largest and not gated):
+                yield replace(config, recurrences=GRADIENTS_ALONE)
 
 
 def with_outputs(config: Config) -> Config:

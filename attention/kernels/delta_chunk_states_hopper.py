@@ -23,7 +23,7 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunk_solver import ChunkSolver
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, LEAST_BETA, TwoParts
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, LEAST_BETA, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.delta_outputs import STATES_ALONE, DeltaOutputs, StatesAlone
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
@@ -52,12 +52,13 @@ class Config(DeltaConfig):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays and without, in bf16, for gradients and with outputs. everything:
-    fp16 too, and all packed."""
+    """The configurations of both padded key dims, with decays and without, in bf16, for gradients and, of the largest, with
+    outputs. everything: fp16 too, all packed, and all with outputs."""
     if target.has_wgmma:
         for size, gated in itertools.product(delta_sizes(everything), (False, True)):
             for outputs, varlen in itertools.product((False, True), (False, True) if everything else (gated,)):
-                yield config_for(*size, gated, varlen, outputs)
+                if everything or not outputs or (gated and max(KEY_DIMS) in size):
+                    yield config_for(*size, gated, varlen, outputs)
 
 
 def config_for(key_dim: int, dtype: dtype, gated: bool, varlen: bool, outputs: bool) -> Config:
