@@ -212,9 +212,9 @@ def make(config: Config):
                     else:
                         decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
                     decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
+                    q_residual.publish(j)  # first: its fence is that of the queries and keys, too
                     state_decay.publish(j)
                     flag.publish(j)
-                    q_residual.publish(j)
                     if not (decay.has_references and strong and not halved):
                         g.release(j)
                     q.release(j)
@@ -255,9 +255,13 @@ def make(config: Config):
                 if STORES_STATES:
                     warpgroup.store(gStates, s_t, (int32(first_chunk + j), head, column, 0), aligned=True)
                 state_factor, strong, queries, keys = state_decay.wait(j), decay.is_strong(flag.wait(j)), q.wait(j), k.wait(j)
-                values, weights = v.wait(CONSUMERS * j + wg), p.wait(j)
+                values = v.wait(CONSUMERS * j + wg)
                 seq_layout.zero_other_rows(values, seq.remaining(j))
-                o, s_t = apply_state(decay.decay_state(s_t, state_factor, not strong), queries, state_factor, strong)
+                s_t = decay.decay_state(s_t, state_factor, not strong)
+                if strong:
+                    p.wait(j)  # until then the scorer decays queries
+                o, s_t = apply_state(s_t, queries, state_factor, strong)
+                weights = p.wait(j)
                 o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 0))
                 o = warpgroup.mma_AtBt(o, values, subtile(weights, CHUNK, 1))
                 s_t = warpgroup.mma_AtB(s_t, values, keys)
