@@ -196,7 +196,6 @@ def make(config: Config):
                 inverse = inverse_transposed(a, high, low)  # a has beta in each branch: wgmma's registers would be joined here
                 warpgroup.store(solved, inverse * beta)
                 t.publish(j)  # a load under way would be waited for at each fence
-                decay.fill_values(v, gV, j + 1, n, seq, head, block)  # there is one stage, which consumers have given back
                 beta = warpgroup.load(betas, COL_VEC, (seq.batch, seq.chunk_start(j + 1), head), cols=1)
         else:
             if SETMAXNREG:
@@ -222,6 +221,7 @@ def make(config: Config):
                     sum_gates(g, gate_sums, constants, seq, j + 1, warp)
                 if wg == CONSUMERS - 1:
                     normalize(q, k, normalized, j + 1, n, warp)
+                decay.fill_values(v, gV, j + 1, n, seq, head, block, wg)
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(u, t.wait(j))))
                 t.release(j)
                 s_t = warpgroup.wait(warpgroup.mma_AB(decay.decay_state(s_t, state_factor, strong), u, k.wait(j)))

@@ -155,11 +155,10 @@ class ChannelDecay(WarpChannels):
             q.fill(j, gQ, (seq.batch, token, key_head))
 
     @inlined
-    def fill_values(self, v, gV, j, n, seq, head, block):
-        """Have TMA load the values of the j-th of a sequence's n chunks, if there is one."""
+    def fill_values(self, v, gV, j, n, seq, head, block, c):
+        """Have TMA load a consumer's values of the j-th of a sequence's n chunks, if there is one."""
         if j < n:
-            for c in range(self.consumers):
-                v.fill(self.consumers * j + c, gV, (seq.batch, seq.chunk_start(j), head, self.consumers * block + c))
+            v.fill(self.consumers * j + c, gV, (seq.batch, seq.chunk_start(j), head, self.consumers * block + c))
 
     @inlined
     def fill_keys(self, rings, arrays, j, n, seq, head, key_head, block):
