@@ -12,13 +12,17 @@ these are, the sums being those over the value heads of a key head,
 
 so that the scores of all heads are the same, and products of a head add up in the tensor cores. A thread block has some of the
 value heads, of one chunk after another: it loads Q and K of a chunk once, computes P once, and keeps dQ, dK and dP in
-registers. One consumer has the rows of queries, dQ and dP; the other those of keys, dK and dV; each makes one of the operands
-dO' and V', which both need. Both states are in memory, transposed, in the input's dtype (results.ChunkStates), so that chunks
-are independent, and no block waits for another one. A head of more than 64 columns is divided into blocks of 64, which this
-kernel treats as heads with the same gates. b, and a = b - log(w), come from memory, too (gate_sums.py).
+registers. One consumer has the rows of queries, dQ and dP, and makes dO' and V'; the other those of keys, dK and dV, and reads
+dO'. The first one waits for nothing that the second does. Both states are in memory, transposed, in the input's dtype
+(results.ChunkStates), so that chunks are independent, and no block waits for another one. A head of more than 64 columns is
+divided into blocks of 64, which this kernel treats as heads with the same gates. b, and a = b - log(w), come from memory, too
+(gate_sums.py).
 
 A chunk is strong if it decays by so much that V' would be too large; in float16 all are. There the consumers decay the scores
 of a head themselves, tril(exp(b - b^T)) * P. No exponent is positive there, nor in dO'.
+
+With Mamba-2's gate silu(z) of the outputs y, dO stands for dy = dout silu(z) in all of this, and the first consumer computes
+dz = dout y silu'(z) with y = exp(b) (Q S + P V') + D v, which costs no product. Of a strong chunk it hands over dy, not dO'.
 
 For the gates' gradients (gradients.py) the consumers compute q . dq and v . dv / w of each token, and of the latter the part
 that comes from dS, times w; the former as dO' . (Q S + P V'), so that the terms of a chunk's scores are the same products of

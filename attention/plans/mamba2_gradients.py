@@ -1,6 +1,7 @@
 """The plan of Mamba-2's gradients: those of linear attention (recurrent_gradients.py) between two kernels of
 mamba2_gradients.py; or, where value heads share B and C on Hopper, by a kernel that reads x and dt itself
-(shared_heads_gradients.py). For the gradient of z, outputs before the gate silu(z) are computed once more."""
+(shared_heads_gradients.py), and of bf16 that are not packed computes dz. Elsewhere outputs before the gate silu(z) are computed
+once more for dz."""
 
 from collections.abc import Sequence
 

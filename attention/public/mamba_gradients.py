@@ -94,13 +94,13 @@ def mamba2_backward(
     gradient that is not wanted; dinitial_states=True for one that is, where there are no initial states. A gate dt A below -100
     counts as -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
 
-    For dz the outputs before the gate are computed once more. Where heads share B and C, on Hopper with N up to 128, two scans
-    store the states before all chunks of 64 tokens, unless forward has, and their gradients in x's dtype, and one kernel
-    computes the gradients of all chunks and adds those of B and C. Elsewhere dt x, dv and y are written to memory in
-    x's dtype, and dB and dC of each head in float32, before those of heads that share B and C are summed. In float16 the
-    elements of states, and there dt x, dv and y, must stay below 65504, unlike in forward. All sums are made in float32, in a
-    fixed order: the same bits every time. Where P is above 128, and no heads share B and C (on Hopper with cu_seqlens alone),
-    gradients are computed token by token, which is slow.
+    For dz the outputs before the gate are computed once more, but for bf16 that is not packed in the next case. Where heads
+    share B and C, on Hopper with N up to 128, two scans store the states before all chunks of 64 tokens, unless forward has,
+    and their gradients in x's dtype, and one kernel computes the gradients of all chunks and adds those of B and C. Elsewhere
+    dt x, dv and y are written to memory in x's dtype, and dB and dC of each head in float32, before those of heads that share B
+    and C are summed. In float16 the elements of states, and there dt x, dv and y, must stay below 65504, unlike in forward. All
+    sums are made in float32, in a fixed order: the same bits every time. Where P is above 128, and no heads share B and C (on
+    Hopper with cu_seqlens alone), gradients are computed token by token, which is slow.
 
     Returns (dx, ddt, dA, dB, dC), followed, in this order, by dD, dz, ddt_bias and dinitial_states if there is such an array,
     unless they are False. Arrays, `stream`, `family` and errors are those of mamba2."""
