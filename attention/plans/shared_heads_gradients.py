@@ -50,14 +50,14 @@ def serves_linear_shared_heads(problem: Problem, arrays: Arrays, vector_bytes: i
 
 class BlockWork(NamedTuple):
     """The work that thread blocks divide. key_heads: of all sequences. chunks: of each, on average. blocks: of 64 columns of
-    the value heads of a key head. resident_ctas: how many thread blocks the GPU runs at once. ahead: does a block that goes
-    through several chunks load Q and K ahead?"""
+    the value heads of a key head. resident_ctas: how many thread blocks the GPU runs at once. ahead: 1 if a block that
+    goes through several chunks loads Q and K ahead, 0 if not."""
 
     key_heads: int
     chunks: int
     blocks: int
     resident_ctas: int
-    ahead: bool = True
+    ahead: int = 1
 
     def time(self, parts: int, shares: int) -> float:
         """The time if each sequence's chunks are in `parts` parts, and the value heads of each key head in `shares`."""
@@ -69,7 +69,7 @@ class BlockWork(NamedTuple):
 
     def loads_keys_ahead(self, parts: int) -> bool:
         """Do blocks, of which each has one of so many parts of a sequence's chunks, load Q and K ahead?"""
-        return self.ahead and parts < self.chunks
+        return self.ahead > 0 and parts < self.chunks
 
     def choose_parts(self, shares: int) -> int:
         """The parts that take the shortest time with so many shares. If that is the same, rather many blocks that go through a
@@ -169,7 +169,7 @@ def plan_shared_heads(
         -(-chunks // sequences),
         heads // key_heads * width,
         machine(problem.device).processors,
-        not is_varlen(problem),
+        0 if is_varlen(problem) else 1,
     )
     shares = choose_shares(*work)
     partial, names = shares > 1, ("dq", "dk")

@@ -13,6 +13,7 @@ from attention.kernels import gate_sums
 from attention.kernels import mamba2_gradients as module
 from attention.kernels.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs, Mamba2StepGradients
 from attention.parts.recurrent.gates import TokenGate
+from attention.plans import mamba2_gradients as mamba2_plan
 from attention.plans import recurrent_chunks, shared_heads_gradients
 from tiles.targets import parse_target
 
@@ -202,6 +203,26 @@ def test_shares_of_thread_blocks(work):
     total = shared_heads_gradients.BlockWork(*work)
     assert (shares - 1) * -(-total.blocks // shares) < total.blocks and 1 <= parts <= total.chunks
     assert total.time(parts, shares) <= total.time(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("work", "ahead"), [((128, 32, 4, 132), True), ((8, 32, 64, 132), False), ((128, 32, 4, 132, False), False)]
+)
+def test_blocks_of_several_chunks(work, ahead):
+    """Thread blocks go through several chunks where few heads share keys, whose Q and K they load ahead, but not if sequences
+    are packed."""
+    parts = shared_heads_gradients.choose_parts(1, *work)
+    assert shared_heads_gradients.loads_keys_ahead(parts, *work) == ahead == (parts < work[1])
+
+
+@pytest.mark.parametrize(("dtype", "again"), [(bf16, False), (np.float16, True)])
+def test_dz_needs_no_forward(monkeypatch, nothing_known, dtype, again):
+    """The kernel of shared heads has y where it computes q . dq. In float16 all of its chunks are strong, and it reads dy."""
+    calls = []
+    launches = mamba2_plan._plan_outputs
+    monkeypatch.setattr(mamba2_plan, "_plan_outputs", lambda *args: calls.append(args) or launches(*args))
+    attention.mamba2_backward(**case(5, dtype=dtype))
+    assert bool(calls) == again
 
 
 @pytest.mark.parametrize(("segments", "groups"), [(3, 2), (5, 1)])
