@@ -78,12 +78,12 @@ def with_record(place, args, **options):
 
 def check_record(place, args, **options):
     """Outputs and the state are those of the reference, and gradients have the bits that they have without a record."""
-    (out, state, record), stored = with_record(place, args, **options)
+    (out, state, record), _ = with_record(place, args, **options)
     inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
     (want, last), (low, _) = (reference.linear(**inputs, low=low, **options) for low in (False, True))
     reference.assert_close(place.get(out), want, low, factor=2)
     assert relative_rms(place.get(state), last) < 0.005
-    actual = attention.delta_rule_backward(**{n: place.put(x) for n, x in stored.items()}, **options)
+    actual = attention.delta_rule_backward(**{n: place.put(x) for n, x in args.items()}, chunk_states=record, **options)
     for x, (name, y) in zip(map(place.get, actual), run(place, args, **options).items(), strict=True):
         np.testing.assert_array_equal(x, y, err_msg=name)
     return record
