@@ -22,8 +22,8 @@ class Config(ConvConfig):
 
     @property
     def ctas_per_sm(self) -> int:
-        """How many thread blocks an SM is to hold: as many as leave each thread 72 registers, 80, or 96."""
-        return 20 if self.vector_bytes < ALIGNMENT or self.varlen else 24 if self.bias else 28
+        """How many thread blocks an SM is to hold: as many as leave each thread 72 registers, 80, or 128."""
+        return 16 if self.varlen or self.vector_bytes < ALIGNMENT else 24 if self.bias else 28
 
 
 def space(target: Target, everything: bool) -> Iterator[ConvConfig]:
@@ -66,6 +66,11 @@ def make(config: Config):
         inputs, outputs = truncate(gX, 1, block.end), truncate(gOut, 1, block.end)
         for j in range(STAGES - 1):
             conv.fill(tiles, int32(j), end, inputs, block, block.start, col)
+        if gFinalState.shape[0] > 0 and block.ends_sequence():
+            for t in range(1 - WIDTH, 0):
+                x = conv.load_token(gX, gInitialState, block, block.last + t, col)
+                conv.store_window(gFinalState, x, block, t, col)
+        token_blocks.clear_padding(gOut, conv, block, col, length, gCuSeqlens)
         taps = conv.load_taps(gWeight, gBias, col)
         previous = conv.load_previous(gX, gInitialState, block, col)
         for j in range(end):
@@ -73,10 +78,5 @@ def make(config: Config):
             conv.fill(tiles, int32(j + STAGES - 1), end, inputs, block, block.start, col)
             previous = store_quad(outputs, conv.load_quad(tile, 0), previous, taps, block.batch, t, col)
             previous = store_quad(outputs, conv.load_quad(tile, 4), previous, taps, block.batch, t + 4, col)
-        if gFinalState.shape[0] > 0 and block.ends_sequence():
-            for t in range(1 - WIDTH, 0):
-                x = conv.load_token(gX, gInitialState, block, block.last + t, col)
-                conv.store_window(gFinalState, x, block, t, col)
-        token_blocks.clear_padding(gOut, conv, block, col, length, gCuSeqlens)
 
     return short_conv, smem
