@@ -201,6 +201,7 @@ def make_gradients(config: Config):
             for j in range(STAGES - 1):
                 conv.fill(x_tiles, int32(j), end, x_rows, block, behind, col)
                 conv.fill(dy_tiles, int32(j), end, dy_rows, block, behind, col)
+            token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
             a, b = load_token(x_rows, dy_rows, block, 0, col), load_token(x_rows, dy_rows, block, 1, col)
             c, sums_before = load_token(x_rows, dy_rows, block, 2, col), sums
             state = WalkState(
@@ -226,7 +227,6 @@ def make_gradients(config: Config):
                 state, sums = store_quad(
                     dx_rows, conv.load_quad(x, 4), conv.load_quad(dy, 4), gDState, block, t + 4, col, state, sums, taps
                 )
-            token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
             cuda.syncwarp()  # all lanes have read the tiles that the next block overwrites
         store_sum(gSums, sums.lag0, warp, WIDTH - 1, col)
         store_sum(gSums, sums.lag1, warp, WIDTH - 2, col)
