@@ -9,6 +9,7 @@
   (of caches in pages or of fp8, of several tokens, quantize, hedgehog), leave that to the tests.
 """
 
+import gc
 import itertools
 import statistics
 
@@ -57,6 +58,7 @@ def replayed(providers, sets, rounds=7, calls=200):
         for inputs in sets[:2]:
             call(*inputs)
         torch.cuda.synchronize()
+        gc.collect()  # an old graph that dies in a cycle of objects while this one is captured would end the capture
         graphs[name] = graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _, inputs in zip(range(calls), itertools.cycle(sets)):

@@ -160,8 +160,7 @@ def make(config: Config):
         value heads share."""
         q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
         if cuda.blockIdx.x < early_args.counts:
-            slot = early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
-            chunk_order.end_count(order_args, slot)
+            early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
             return
         block_index = int32(cuda.blockIdx.x - early_args.counts)
         chunks = chunk_order.begin(block_index, seq_layout, gCuSeqlens, length, heads, group, order_args)

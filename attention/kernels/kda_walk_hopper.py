@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from numba import cuda
 from numpy import int32
 
-from ops import columns, compute_now, divmod, hstack, load, subtile, warpgroup, zeros
+from ops import columns, compute_now, hstack, load, subtile, warpgroup, zeros
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
@@ -175,22 +175,16 @@ def make(config: Config):
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        gEarlyChunks: array(2), length: INT, blocks: INT, segments: INT, segment_blocks: INT, heads: INT,
-        scale: FLOAT, order_args: ORDER,
+        gEarlyChunks: array(2), length: INT, blocks: INT, segments: INT, heads: INT, scale: FLOAT, order_args: ORDER,
     ):  # fmt: skip
         """The outputs of a part of a sequence, and after the last one the state. gQueries .. gStateDecays: of each chunk and
         head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. gEarlyChunks, segments: see
-        walk_segments.py; order_args: chunk_order.py. segment_blocks: those of all sequences' first segments come first, and may
-        run beside the grid before; then those of the second ones. Each of the value `heads` is `blocks` blocks of columns
-        wide."""
+        walk_segments.py; order_args: chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
         tiles = smem.open()
         decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()
-        segment, index = divmod(cuda.blockIdx.x, segment_blocks)
-        block, _, head, sequence = block_coord(index, blocks, 1, heads)
-        part = locate_part(
-            seq_layout, chunk_order, order_args, gEarlyChunks, gCuSeqlens, length, sequence, head, heads, segment, segments
-        )
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
+        part = locate_part(seq_layout, gEarlyChunks, gCuSeqlens, length, sequence, head, segment, segments)
         seq, n = part.seq, part.seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
@@ -205,7 +199,7 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
             elif warpgroup.rank() == WATCHER:
-                chunk_order.watch_items(tiles[5:], order_args, int32(heads * sequence + head), n, segment == 0)
+                chunk_order.watch_items(tiles[5:], order_args, int32(heads * sequence + head), n)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
             for j in range(min(part.early_chunks, n)):

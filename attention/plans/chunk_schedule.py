@@ -87,11 +87,10 @@ def schedule_chunks(
     scratch: ScratchAllocator,
     block_workers: int = 2,
     min_gain: float = MIN_GAIN,
-    numbers: int = 1,
 ) -> ChunkSchedule:
     """The schedule of a problem. walk_blocks: of the walk. resident_ctas: for how many blocks of one warpgroup the GPU has room
     in the first launch. block_workers: the workers of a block there that has a multiprocessor to itself. min_gain: see
-    gains_beside. numbers: how many numbers the first launch stores for the walk, at most, as blocks of their own."""
+    gains_beside."""
     length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
     head_sequences, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
@@ -101,7 +100,6 @@ def schedule_chunks(
         return ChunkSchedule(intern_value(HeadMajor), head_sequences * parts, {"parts": parts}, {})
     args = {
         "gCounts": scratch(block_workers * processors, dtype="int32"),
-        "gNumberCounts": scratch(numbers, dtype="int32"),
         "workers": block_workers * processors,
         "early_workers": block_workers * (processors - late_blocks),
         "rounds": ROUNDS,

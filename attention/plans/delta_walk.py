@@ -236,10 +236,9 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
     segments = count_walk_segments(walk_blocks, _count_blocks(problem)[1], machine(problem.device).processors)
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
+    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
+    segments = 1 if schedule.order.overlaps else segments
     sequences, early_chunks, counts = problem.extents["sequences"], None, 0
-    schedule = schedule_chunks(
-        problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain, numbers=sequences * segments * heads
-    )
     if segments > 1:
         early_chunks, counts = scratch(sequences * segments, heads), sequences * heads * (segments - 1)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
@@ -270,7 +269,6 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         blocks=width,
         segments=segments,
         heads=heads,
-        segment_blocks=walk_blocks,
         gEarlyChunks=early_chunks,
         scale=scale,
         gSolved=solved,

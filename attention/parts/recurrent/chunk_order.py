@@ -182,18 +182,9 @@ class HeadMajor:
         return {}
 
     @inlined
-    def end_count(self, args, slot):
-        """A block that has stored a number for the walk in this slot ends. args: `params`."""
-
-    @inlined
-    def wait_for_number(self, args, slot):
-        """A warp of the walk waits for the number in this slot. args: `walk_params`."""
-
-    @inlined
-    def watch_items(self, rings, args, head_sequence, n, is_first):
-        """One warp waits for the items of n chunks, as far ahead as the ring has room, and then for the end of the grid before;
-        for that at once, if they are not a sequence's first ones. head_sequence: sequence * heads + head. args:
-        `walk_params`."""
+    def watch_items(self, rings, args, head_sequence, n):
+        """One warp waits for the items of a sequence's n chunks, as far ahead as the ring has room, and then for the end of the
+        grid before. head_sequence: sequence * heads + head. args: `walk_params`."""
 
     @inlined
     def take_item(self, rings, args, j):
@@ -209,14 +200,13 @@ class ChunkMajor(HeadMajor):
 
     def params(self):
         """The parameters of the kernel that computes the chunks, as a record. gCounts: how many items each worker has counted.
-        gNumberCounts: 1 where a number that the walk reads is stored. workers: how many there are. early_workers: how many of
-        them end early, after `rounds` items each. head_sequences: sequences times heads. item_chunks: the chunks of an item, of
-        which the last one of a head may lack some. items: how many there are."""
+        workers: how many there are. early_workers: how many of them end early, after `rounds` items each. head_sequences:
+        sequences times heads. item_chunks: the chunks of an item, of which the last one of a head may lack some. items: how
+        many there are."""
         return record(**self.walk_params().fields, items=INT)
 
     def walk_params(self):
-        numbers = {name: INT for name in ("workers", "early_workers", "rounds", "head_sequences", "item_chunks")}
-        return record(gCounts=ENDS, gNumberCounts=ENDS, **numbers)
+        return record(gCounts=ENDS, workers=INT, early_workers=INT, rounds=INT, head_sequences=INT, item_chunks=INT)
 
     def __str__(self):
         return "chunk-major"
@@ -234,25 +224,10 @@ class ChunkMajor(HeadMajor):
         return {"ready": ring(sv(16, fp32), ITEMS_AHEAD, 1, writers=1)}
 
     @inlined
-    def end_count(self, args, slot):
-        if warpgroup.id() == 0 and warpgroup.rank() == 0:
-            reset_count(args.gNumberCounts, (slot,))
-            count_up(args.gNumberCounts, (slot,))
-        block.sync()
-        grid.release()
-
-    @inlined
-    def wait_for_number(self, args, slot):
-        grid.wait_count(args.gNumberCounts, (slot,), int32(1))
-
-    @inlined
-    def watch_items(self, rings, args, head_sequence, n, is_first):
+    def watch_items(self, rings, args, head_sequence, n):
         (ready,), (items, _) = rings, divmod(int32(n + args.item_chunks - 1), args.item_chunks)
-        if not is_first:
-            grid.wait()
         for index in range(items):
-            if is_first:
-                self.wait_for_item(args, head_sequence, index)
+            self.wait_for_item(args, head_sequence, index)
             ready.claim(index)
             ready.publish(index, fenced=True)
         grid.wait()

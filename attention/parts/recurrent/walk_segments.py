@@ -27,19 +27,16 @@ class WalkPart(NamedTuple):
 
 
 @inlined
-def locate_part(seq_layout, order, order_args, gEarlyChunks, gCuSeqlens, length, sequence, head, heads, segment, segments):
+def locate_part(seq_layout, gEarlyChunks, gCuSeqlens, length, sequence, head, segment, segments):
     """The WalkPart of the block that has a segment; one without tokens if the segment before has no end there. gEarlyChunks: of
-    each segment but the first ones, for each head, how many chunks before it count, or -1 if that is not known. order,
-    order_args: the order in which the grid before stores (chunk_order.py), and its arguments."""
+    each segment but the first ones, for each head, how many chunks before it count, or -1 if that is not known."""
     start, _, batch = seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
     first = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
     slot, count, end = int32(sequence * segments), int32(0), first.end
     if segment > 0:
-        order.wait_for_number(order_args, int32((slot + segment) * heads + head))
         count = int32(gEarlyChunks[slot + segment, head])
     next_segment, goes_on = int32(segment + 1), count >= 0 and segment + 1 < segments
     while goes_on:
-        order.wait_for_number(order_args, int32((slot + next_segment) * heads + head))
         goes_on = gEarlyChunks[slot + next_segment, head] < 0
         if goes_on:
             end = seq_layout.segment_tokens(gCuSeqlens, sequence, length, next_segment, segments).end
@@ -65,7 +62,7 @@ class EarlyChunks:
 
     @inlined
     def store(self, args, params, gBeta, gCuSeqlens, length, heads, group, sums):
-        """A block counts, and stores the number in the slot that is returned. args: the record of `params`; params: that of the
+        """A block counts. args: the record of `params`; params: that of the
         gates' formula. heads: of keys, each of which `group` value heads share."""
         _, index, head, sequence = block_coord(cuda.blockIdx.x, 1, args.segments - 1, heads * group)
         key_head, _ = divmod(head, group)
@@ -73,7 +70,5 @@ class EarlyChunks:
         segment = self.seq_layout.segment_tokens(gCuSeqlens, sequence, length, int32(index + 1), args.segments)
         tokens = TokenRange(start, segment.start, batch)
         count = self.history.count(args, params, gBeta, tokens, head, key_head, sums)
-        slot = int32(sequence * args.segments + index + 1)
-        if warpgroup.id() == 0 and warpgroup.rank() == 0:
-            args.gEarlyChunks[slot, head] = float32(count)
-        return int32(slot * heads * group + head)
+        if warpgroup.rank() == 0:
+            args.gEarlyChunks[sequence * args.segments + index + 1, head] = float32(count)

@@ -42,13 +42,12 @@ def beside(monkeypatch, nothing_known):
     after its end."""
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
 
-    def beside(rounds, processors=3, item_chunks=1, segments=1):
+    def beside(rounds, processors=3, item_chunks=1):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
         monkeypatch.setattr(chunk_schedule, "LEAD", 1000)
         monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=processors))
         monkeypatch.setattr(chunk_schedule, "ROUNDS", rounds)
         monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: rounds > 0)
-        monkeypatch.setattr(delta_walk, "count_walk_segments", lambda *_: segments)
         for table in ("GUARDED_CALLS", "REMEMBERED"):
             monkeypatch.setattr(program, table, LruTable(program.ENTRIES))
         monkeypatch.setattr(program, "WATCHED_PLANS", LruTable(program.PLAN_KINDS))
@@ -64,15 +63,6 @@ def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, pro
     """The last item of each head lacks some chunks."""
     beside(rounds, processors, item_chunks)
     agree(place, *draw(length, 1, batch))
-
-
-@pytest.mark.parametrize("gate", [0.05, 3])
-def test_a_walk_in_segments_beside_the_grid_before(place, beside, gate):
-    """Those of one sequence, of which the first ones run beside it, if gates forget; else one block goes on through all."""
-    beside(1, 3, 2, segments=3)
-    q, k, v, beta, decay = draw(8 * 64 - 20, 2)
-    decay[:, 64:] = np.minimum(decay[:, 64:], -gate)
-    agree(place, q, k, v, beta, decay)
 
 
 def test_raw_gates_of_heads_in_turn(place, beside):
@@ -123,7 +113,7 @@ class EndNotAwaited(ChunkMajor):
     """A walk that may end before the grid before it."""
 
     @inlined
-    def watch_items(self, rings, args, head_sequence, n, is_first):
+    def watch_items(self, rings, args, head_sequence, n):
         for index in range(n):  # of a chunk each
             self.wait_for_item(args, head_sequence, index)
             rings[0].claim(index)
@@ -144,7 +134,7 @@ class NothingAwaited(ItemsNotTaken):
     """A walk that waits for nothing."""
 
     @inlined
-    def watch_items(self, rings, args, head_sequence, n, is_first):
+    def watch_items(self, rings, args, head_sequence, n):
         pass
 
 
