@@ -44,11 +44,10 @@ SUM_WARPS = 8
 @dataclass(frozen=True)
 class Config(ConvConfig):
     """A configuration of the kernel that computes dx and the partial sums of dweight and dbias. window: is there a gradient of
-    the final window, which is added to dx of a sequence's last tokens? releases: may the blocks of the sums' kernel begin as
-    soon as there is room?"""
+    the final window, which is added to dx of a sequence's last tokens?"""
 
     window: bool = False
-    max_tokens, releases = 1024, False
+    max_tokens = 1024  # shorter blocks, of which a warp has several, were not timed
 
     @property
     def ctas_per_sm(self) -> int:
@@ -121,7 +120,7 @@ def make(config: Config | SumConfig):
 def make_gradients(config: Config):
     """(kernel, shared memory) of dx, the gradient of the window before it, and the sums of each warp."""
     INPUT, WIDTH, BIAS, WINDOW, STAGES = config.dtype, config.width, config.bias, config.window, config.stages
-    conv, RELEASES = config.conv, config.releases
+    conv = config.conv
     token_blocks, smem = TokenBlocks(config.varlen), shared(x=config.tiles, dy=config.tiles)
     NEWER = 2 * (STAGES - 2)  # groups of copies: of x and of dy
 
@@ -188,8 +187,6 @@ def make_gradients(config: Config):
         """A warp has every so many-th of `count` blocks of `tokens` tokens, and one of the `panels` of channels. gSums (warp of
         a panel, W + 1, channel): of the gradients of the weights and the bias."""
         x_tiles, dy_tiles = smem.open()
-        if RELEASES:
-            grid.release()
         warp, col = find_panel(panels)
         taps, zero_line = conv.load_taps(gWeight, gBias, col), zeros(LINE)
         sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
