@@ -15,6 +15,7 @@ processes a side compile what is missing. `--json FILE` keeps all rounds.
 import argparse
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import math
@@ -339,6 +340,7 @@ class Replay:
         end.synchronize()
         rounds = max(1, round(GRAPH_MS / max(start.elapsed_time(end), 1e-3)))
         self.calls = rounds * len(sets)
+        gc.collect()  # see measure.replayed
         self.graph, self.sets, self.events = torch.cuda.CUDAGraph(), sets, (start, end)
         with torch.cuda.graph(self.graph):
             for inputs in sets * rounds:

@@ -159,10 +159,10 @@ def make(config: Config):
         and exp(b_last). order_args: see chunk_order.py; early_args: walk_segments.py. heads: of keys, each of which `group`
         value heads share."""
         q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
-        if cuda.blockIdx.x < early_args.counts:
+        block_index = early_chunks.chunk_block(early_args, cuda.blockIdx.x)
+        if block_index < 0:
             early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
             return
-        block_index = int32(cuda.blockIdx.x - early_args.counts)
         chunks = chunk_order.begin(block_index, seq_layout, gCuSeqlens, length, heads, group, order_args)
         n, chunk, warp = chunks.n, chunks.locate(int32(0)), warpgroup.rank()
         rings, arrays = (q, g), (gQ, gGates)

@@ -32,8 +32,9 @@ def products(form, pairs_of_dtypes, every_n, every_k):
 
 
 def exact(a, b, acc=0.0):
-    """(the product in float64, the error that its sums may have: in fp32, or for fp8 in the tensor cores' 13 bits)"""
-    unit = 2.0**-12 if a.itemsize == 1 else EPS[fp32] * 8
+    """(the product in float64, the error that its sums may have: in fp32, or for fp8 in the tensor cores' 13 bits, of which an
+    H200 has missed 1.15 units in one of some 10^6 sums)"""
+    unit = 1.5 * 2.0**-12 if a.itemsize == 1 else EPS[fp32] * 8
     return acc + wide(a) @ wide(b), (np.abs(acc) + np.abs(wide(a)) @ np.abs(wide(b))) * unit
 
 

@@ -61,6 +61,11 @@ class EarlyChunks:
         return record(gEarlyChunks=array(2), segments=INT, counts=INT, **self.history.params().fields)
 
     @inlined
+    def chunk_block(self, args, block_index):
+        """The index of a block among those that have chunks; negative for those that count. args: the record of `params`."""
+        return int32(block_index - args.counts)
+
+    @inlined
     def store(self, args, params, gBeta, gCuSeqlens, length, heads, group, sums):
         """A block counts. args: the record of `params`; params: that of the
         gates' formula. heads: of keys, each of which `group` value heads share."""
