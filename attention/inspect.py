@@ -52,7 +52,7 @@ KERNELS = {  # modules of kernels/, and of parts/
     "gated_norm": "gated_norm gated_norm_gradients",
     "based": "based_hopper based_states_hopper based_gradients based_gradients_hopper",
     "hedgehog": """hedgehog_hopper hedgehog_feature_gradients hedgehog_states hedgehog_gradients
-        hedgehog_gradients_hopper hedgehog_feature_sums""",
+        hedgehog_query_gradients_hopper hedgehog_key_gradients_hopper hedgehog_feature_sums""",
     "tokens": "linear_token_loop normalizer_gradients gate_gradient_token_loop delta_gradient_token_loop copy_rows",
 }
 

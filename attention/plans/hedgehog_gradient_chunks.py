@@ -11,12 +11,12 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..families import uses_hopper_kernels
-from ..kernels import hedgehog_feature_sums, sum_head_groups
+from ..kernels import hedgehog_feature_sums, hedgehog_key_gradients_hopper, hedgehog_query_gradients_hopper, sum_head_groups
 from ..kernels.hedgehog_feature_gradients import HedgehogFeatures
-from ..kernels.hedgehog_gradients_hopper import HEAD, STATS, WARPS, HedgehogHopperKeys, HedgehogHopperQueries
 from ..parts.recurrent.gates import Gate
 from ..parts.recurrent.gradients import ReversedGate
 from ..parts.recurrent.hedgehog_chunks import FEATURES, HALF, HEAD_DIMS
+from ..parts.recurrent.hedgehog_gradients import HEAD, STATS, WARPS
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_chunks
 from .linear_gradient_walk import StateScan
@@ -71,23 +71,23 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
         arrays: Arrays = {"gQ": features[x], "gK": features[x], "gV": values, "gGates": None, "gCuSeqlens": None}
         return StateScan(feature_problem, gate, arrays).store_states(states[x], {"gInitialState": None}, scratch)
 
-    def differentiate(kernel_class: Any, x: str, state_side: str, **arrays: Operand | None) -> Step:
-        config = intern_value(kernel_class, DTYPES[dtype], group > 1)
+    def differentiate(module: Any, x: str, state_side: str, **arrays: Operand | None) -> Step:
+        config = intern_value(module.Config, DTYPES[dtype], group > 1)
         arrays |= {"gQ": problem["q"], "gK": problem["k"], "gV": problem["v"], "gDOut": problem["dout"]}
         arrays |= {"gFeatures": features[x], "gStates": states[state_side], "gZ": sums[state_side]}
         arrays |= {"gMap": problem[f"{x}_map"], "gAlphas": problem["alphas"], "gStats": stats}
         arrays |= {"gDX": gradients[x], "gDMap": dmaps[x]}
         sizes = {"length": length, "segments": segments, "heads": heads, "group": group}
-        return kernel_for(config, config, problem.device).bind(batch * heads * segments, **arrays, **sizes, scale=scale)
+        return kernel_for(module, config, problem.device).bind(batch * heads * segments, **arrays, **sizes, scale=scale)
 
     query_outputs: Arrays = {"gBetas": problem["betas"], "gDNumerators": dnumerators, "gDZ": feature_sums["q"]}
     query_outputs |= {"gDAlphas": warp_partials["dalphas"], "gDBetas": warp_partials["dbetas"]}
     steps = [write_features("q"), write_features("k", feature_sums=feature_sums["k"]), sum_features("k", reverse=False)]
     steps += scan("k", intern_value(Gate), problem["v"])
-    steps.append(differentiate(HedgehogHopperQueries, "q", "k", **query_outputs))
+    steps.append(differentiate(hedgehog_query_gradients_hopper, "q", "k", **query_outputs))
     steps.append(sum_features("q", reverse=True))
     steps += scan("q", intern_value(ReversedGate, intern_value(Gate)), dnumerators)
-    steps.append(differentiate(HedgehogHopperKeys, "k", "q", gDV=problem["dv"]))
+    steps.append(differentiate(hedgehog_key_gradients_hopper, "k", "q", gDV=problem["dv"]))
     for x in SIDES:
         steps.append(sum_maps(problem, _merge_parts(dmaps[x]), problem[f"d{x}_map"], group * batch * segments))
         if group > 1:

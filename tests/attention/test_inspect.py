@@ -36,7 +36,7 @@ from attention.kernels import (
     gla_hopper,
     gla_recent_states_hopper,
     gla_states_hopper,
-    hedgehog_gradients_hopper,
+    hedgehog_query_gradients_hopper,
     linear_gradients_hopper,
     linear_token_loop,
     mla_ampere,
@@ -122,7 +122,7 @@ REST = [  # each GPU with several kernels, and each form with some GPU; `inspect
     ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
     ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
     ("sm_90a", based_gradients_hopper, based_gradients_hopper.BasedKeyGradients(bf16)),
-    ("sm_90a", hedgehog_gradients_hopper, hedgehog_gradients_hopper.HedgehogHopperQueries(bf16)),
+    ("sm_90a", hedgehog_query_gradients_hopper, hedgehog_query_gradients_hopper.Config(bf16)),
     ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
 ]
 

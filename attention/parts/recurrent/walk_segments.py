@@ -67,8 +67,8 @@ class EarlyChunks:
 
     @inlined
     def store(self, args, params, gBeta, gCuSeqlens, length, heads, group, sums):
-        """A block counts. args: the record of `params`; params: that of the
-        gates' formula. heads: of keys, each of which `group` value heads share."""
+        """A block counts. args: the record of `params`; params: that of the gates' formula. heads: of keys, each of which
+        `group` value heads share."""
         _, index, head, sequence = block_coord(cuda.blockIdx.x, 1, args.segments - 1, heads * group)
         key_head, _ = divmod(head, group)
         start, _, batch = self.seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
