@@ -31,9 +31,9 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.stepped_scores import QueryScores, QueryScoreTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from ..parts.recurrent.two_block_scores import QueryScores, QueryScoreTiles
 
 REGISTERS = {1: (184, 80, 240), 2: (112, 80, 160)}  # consumers -> registers a thread of preparer, scorer and consumer
 STAGES = {64: 2, 128: 2, 256: 1}  # padded key dim: chunks in flight

@@ -9,7 +9,7 @@ of channel_decay.py):
     U  = T (V - k' S')                O = scale (q' S' + tril(q' k*^T) U)
     S  = exp(b_last - r) (S' + k*^T U)
 
-The scores of a strong chunk are those of two_block_scores.py, or it is halved (anchored_scores.py).
+The scores of a strong chunk are those of stepped_scores.py, or in float16 it may be halved (anchored_scores.py).
 
 q', k', k*, T and the intra-chunk scores do not depend on the state: one warpgroup, the preparer, computes them for the next
 chunk, while consumers, of 64 value columns each, update the state with this one."""
@@ -32,9 +32,9 @@ from ..parts.recurrent.channel_config import Config
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.stepped_scores import SteppedScores, SteppedTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from ..parts.recurrent.two_block_scores import SteppedScores, SteppedTiles
 
 REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
 KEY_DIMS = 64, 128  # as padded

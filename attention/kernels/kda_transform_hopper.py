@@ -4,8 +4,8 @@ meets there:
 
     exp(b_last - r) k*^T T        scale tril(q' k*^T) T
 
-kda_walk_hopper.py reads them. A chunk is two blocks of 32 tokens with a reference each (two_block_scores.py), or it is halved
-(anchored_scores.py).
+kda_walk_hopper.py reads them. A chunk is two blocks of 32 tokens with references (stepped_scores.py), or in float16 it may be
+halved (anchored_scores.py).
 
 A warpgroup has some chunks, one after the other, in one of two orders (parts/recurrent/chunk_order.py). q' and k* take the
 place of q and k in shared memory. The next chunk is loaded while this one's triangle is inverted, but for its keys, which k* is
@@ -31,8 +31,9 @@ from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.stepped_scores import RowScores
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
-from ..parts.recurrent.two_block_scores import RowScores, ScoreTiles
+from ..parts.recurrent.two_block_scores import ScoreTiles
 from ..parts.recurrent.walk_segments import EarlyChunks
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
