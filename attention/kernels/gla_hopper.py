@@ -52,12 +52,9 @@ class Config(channel_config.Config):
         return super().__str__() + ", states of chunks" * self.stores_states
 
 
-SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
-
-
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    yield from channel_config.channel_space(Config, SIZES, target, everything)
+    yield from channel_config.channel_space(Config, channel_config.GLA_SIZES, target, everything)
     if target.has_wgmma:
         for input_dtype, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
             yield Config(128, 2, fp32, input_dtype, varlen, stores_states=True)

@@ -47,7 +47,7 @@ class Config(channel_config.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only."""
-    configs = channel_config.channel_space(Config, gla_states_hopper.SIZES, target, everything)
+    configs = channel_config.channel_space(Config, channel_config.GLA_SIZES, target, everything)
     yield from (config for config in configs if config.dtype is bf16)
     if target.has_wgmma:
         yield from (Config(128, 2, fp32, bf16, varlen, reverse=True) for varlen in ((False, True) if everything else (False,)))

@@ -27,11 +27,9 @@ from ..parts.recurrent.channel_decay import TOKEN_GROUP
 from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from . import gla_hopper
 
 REGISTERS = 152, 176  # a thread of the preparer, of each of two consumers
 STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
-SIZES = gla_hopper.SIZES
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Config(channel_config.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    yield from channel_config.channel_space(Config, SIZES, target, everything)
+    yield from channel_config.channel_space(Config, channel_config.GLA_SIZES, target, everything)
     if target.has_wgmma:
         for input_dtype, varlen in itertools.product((bf16, fp16), (False, True)) if everything else ((bf16, False),):
             yield Config(128, 2, fp32, input_dtype, varlen, stores_states=True)

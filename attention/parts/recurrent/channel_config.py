@@ -18,6 +18,7 @@ from .tokens import CHUNK, COLUMNS
 
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
 RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formula
+GLA_SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers: of GLA's kernels
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The scores of a chunk as two_block_scores.py has them, with a reference for each 16 tokens, a step of a block, so that a
-block may decay by more than the dtype holds. Sums of gates in bf16 fall by no more than 16 tokens can hold (cumsum_columns), and no
-chunk is halved. RowScores serve a kernel whose warps score rows (kda_transform_hopper.py), SteppedScores one with few registers
-(kda_hopper.py), QueryScores one that scores queries alone (gla_hopper.py)."""
+block may decay by more than the dtype holds. Sums of gates in bf16 fall by no more than 16 tokens can hold (cumsum_columns),
+and no chunk is halved. RowScores serve a kernel whose warps score rows (kda_transform_hopper.py), SteppedScores one with few
+registers (kda_hopper.py), QueryScores one that scores queries alone (gla_hopper.py)."""
 
 from typing import Any, NamedTuple
 
