@@ -6,50 +6,30 @@ chunk's keys with the queries of their own chunk and of the next one, transposed
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
 
-from ops import (
-    columns,
-    divmod,
-    exp2,
-    greater,
-    load,
-    right_fill,
-    store_wait,
-    subtile,
-    tma_store,
-    warpgroup,
-    zeros,
-)
-from tiles import fp32, inlined, ring, shared, sv
+from ops import columns, divmod, right_fill, store_wait, subtile, tma_store, warpgroup, zeros
+from tiles import ring, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
-from tiles.targets import Target
 
-from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.hedgehog_chunks import HALF
 from ..parts.recurrent.hedgehog_gradients import (
-    DOTS,
-    EQUAL,
-    FACTORS,
     FEATURE_ROWS,
     HALF_SUMS,
     INPUT_WARP,
     LOAD_WARP,
-    MAXIMA,
     PRODUCER,
     REGISTERS,
-    SCORES,
     STATS,
-    TIES,
     VALUE_WARP,
     WARPS,
     WINDOW,
     FeatureTiles,
     HedgehogGradientConfig,
+    QueryStats,
     Z,
 )
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -62,17 +42,15 @@ class Config(HedgehogGradientConfig):
     label = "gradients of Hedgehog's keys"
 
 
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; those of fp16 with `everything` only."""
-    yield from Config.space(target, everything)
+space = Config.space
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, UNROUNDED, GRADIENTS = config.dtype, config.unrounded, config.gradients
-    rows = FeatureTiles(INPUT)
-    ROWS, (producer_registers, registers), seq_layout = tiled(config.rows, unit=1), REGISTERS, SequenceLayout()
+    INPUT, UNROUNDED, ROWS, seq_layout = config.dtype, config.unrounded, tiled(config.rows, unit=1), SequenceLayout()
+    features, query_stats = FeatureTiles(INPUT), QueryStats(INPUT)
+    producer_registers, registers = REGISTERS
     smem = shared(
         q=ring(config.rows, 2, WARPS),
         do=ring(config.rows, 2, 2 * WARPS),
@@ -82,31 +60,22 @@ def make(config: Config):
         s=ring(config.state, 1, WARPS),
         z=ring(Z, 2, WARPS),
         maps=ring(config.map, 1, WARPS),
-        stats=ring(sv(STATS, fp32), 2, WARPS),
+        stats=ring(STATS, 2, WARPS),
         weights=ring(config.square, 2, WARPS, writers=WARPS),
         dy=ring(config.square, 1, 2 * WARPS, writers=WARPS),
         out=ring(config.rows, 1, 1, writers=WARPS),
         out_values=ring(config.rows, 1, 1, writers=WARPS),
     )
 
-    @inlined
-    def differentiate_scores(s_t, dp_t, stats, scale):
-        """(P^T / n, ds^T) of scores, transposed. stats: those of the queries, in shared memory."""
-        e = exp2((s_t - load(subtile(stats, CHUNK, MAXIMA), SCORES.row_vec)) * (scale * LOG2_E))
-        weights = e * load(subtile(stats, CHUNK, FACTORS), SCORES.row_vec)
-        ds = weights * (dp_t - load(subtile(stats, CHUNK, DOTS), SCORES.row_vec))
-        ds = ds - greater(e, EQUAL) * load(subtile(stats, CHUNK, TIES), SCORES.row_vec)
-        return INPUT(weights * (1.0 / scale)), INPUT(ds)
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
         gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-        gStats: tiled(sv(STATS, fp32), 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDMap: array(4),
+        gStats: tiled(STATS, 3, None, 2), gDX: config.gradients, gDV: ROWS, gDMap: array(4),
         length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The arguments are those of the kernel for queries, with f(k) in gFeatures. gStates: dS^T after each chunk, of the
-        queries of all chunks after it. gZ: dz after the next chunk."""
+        """The arguments are those of the kernel for queries, but for gFeatures: f(k); gStates: dS^T after each chunk, of the
+        queries of all chunks after it; gZ: dz after the next chunk; gDX: dk."""
         q, do, k, v, f, s, z, maps, stats, weights, dy, out, out_values = smem.open()
         sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
         key_head, _ = divmod(head, group)
@@ -149,7 +118,7 @@ def make(config: Config):
                 keys, values = k.wait(j), v.wait(j)
                 s_t, dp_t = warpgroup.mm_ABt(keys, q.wait(j)), warpgroup.mm_ABt(values, do.wait(j))
                 s_t = warpgroup.triu(warpgroup.wait(s_t, newer=1), 0, -math.inf)
-                w, ds = differentiate_scores(s_t, warpgroup.wait(dp_t), stats.wait(j), scale)
+                w, ds = query_stats.differentiate_scores(s_t, warpgroup.wait(dp_t), stats.wait(j), scale)
                 dk = warpgroup.mm_AB(ds, q.wait(j))
                 warpgroup.store(weights.claim(2 * j), w)
                 weights.publish(2 * j)
@@ -162,7 +131,7 @@ def make(config: Config):
                 # queries after the sequence's end have no scores
                 later = int32(length - seq.chunk_start(j + 1))
                 s_t = right_fill(warpgroup.wait(s_t, newer=1), int32(max(later, 0)), -math.inf)
-                w, ds = differentiate_scores(s_t, warpgroup.wait(dp_t), stats.wait(j + 1), scale)
+                w, ds = query_stats.differentiate_scores(s_t, warpgroup.wait(dp_t), stats.wait(j + 1), scale)
                 v.release(j)
                 dk = warpgroup.mma_AB(dk, ds, q.wait(j + 1))
                 warpgroup.store(weights.claim(2 * j + 1), w)
@@ -186,13 +155,13 @@ def make(config: Config):
                 f_tile, states = f.wait(j), s.wait(j)
                 g = warpgroup.mm_AB(v.wait(j), states)
                 dv = warpgroup.mm_ABt(f_tile, states)
-                z_up, z_down = rows.load_sums(z.wait(j), 0), rows.load_sums(z.wait(j), 1)
+                z_up, z_down = features.load_sums(z.wait(j), 0), features.load_sums(z.wait(j), 1)
                 z.release(j)
                 g = warpgroup.wait(g, newer=1)
                 v.release(j)
-                dy_tile = rows.through_softmax(rows.load_half(f_tile, 0), (columns(g, HALF, 0) + z_up) * alpha)
+                dy_tile = features.through_softmax(features.load_half(f_tile, 0), (columns(g, HALF, 0) + z_up) * alpha)
                 g_down = (columns(g, HALF, 1) + z_down) * alpha
-                dy_tile = dy_tile - rows.through_softmax(rows.load_half(f_tile, 1), g_down)
+                dy_tile = dy_tile - features.through_softmax(features.load_half(f_tile, 1), g_down)
                 warpgroup.store(dy.claim(j), INPUT(dy_tile))
                 dy.publish(j)
                 dv = warpgroup.wait(dv) * alpha

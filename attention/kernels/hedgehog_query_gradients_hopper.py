@@ -10,7 +10,6 @@ so o itself is not computed."""
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
@@ -25,7 +24,6 @@ from ops import (
     right_fill,
     row_max,
     row_sum,
-    store,
     store_wait,
     subtile,
     tile_sum,
@@ -35,32 +33,28 @@ from ops import (
 )
 from tiles import fp32, inlined, ring, rt, shared, sv
 from tiles.launching.arguments import FLOAT, INT, array, tiled
-from tiles.targets import Target
 
-from ..parts.recurrent.gates import LOG2_E, load_tokens
+from ..parts.recurrent.gates import LOG2_E
 from ..parts.recurrent.hedgehog_chunks import FLOOR, HALF
 from ..parts.recurrent.hedgehog_gradients import (
-    DOTS,
     EQUAL,
     EQUAL_AGAIN,
-    FACTORS,
     FEATURE_ROWS,
     HALF_SUMS,
     HEAD,
     INPUT_WARP,
     LOAD_WARP,
-    MAXIMA,
     PRODUCER,
     REGISTERS,
     SCORES,
     SIGNAL,
     STATS,
-    TIES,
     VALUE_WARP,
     WARPS,
     WINDOW,
     FeatureTiles,
     HedgehogGradientConfig,
+    QueryStats,
     Z,
 )
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -73,17 +67,15 @@ class Config(HedgehogGradientConfig):
     label = "gradients of Hedgehog's queries"
 
 
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; those of fp16 with `everything` only."""
-    yield from Config.space(target, everything)
+space = Config.space
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, UNROUNDED, GRADIENTS = config.dtype, config.unrounded, config.gradients
-    rows = FeatureTiles(INPUT)
-    ROWS, (producer_registers, registers), seq_layout = tiled(config.rows, unit=1), REGISTERS, SequenceLayout()
+    INPUT, UNROUNDED, ROWS, seq_layout = config.dtype, config.unrounded, tiled(config.rows, unit=1), SequenceLayout()
+    features, query_stats = FeatureTiles(INPUT), QueryStats(INPUT)
+    producer_registers, registers = REGISTERS
     smem = shared(
         q=ring(config.rows, 2, 2 * WARPS if UNROUNDED else 1),
         k=ring(config.rows, 3, WARPS),
@@ -98,13 +90,13 @@ def make(config: Config):
         out=ring(SIGNAL, 1, 1, writers=WARPS),
         window_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
         feature_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
-        stats=ring(sv(STATS, fp32), 1, 1, writers=WARPS),
+        stats=ring(STATS, 1, 1, writers=WARPS),
         dn=sv(CHUNK, fp32),
     )
 
     @inlined
     def put_pair(sums, j, x, y):
-        """Leave two numbers of each token for the other warpgroup."""
+        """Pass two numbers of each token to the other warpgroup."""
         tile = sums.claim(j)
         warpgroup.store(subtile(tile, CHUNK, 0), x)
         warpgroup.store(subtile(tile, CHUNK, 1), y)
@@ -112,12 +104,10 @@ def make(config: Config):
 
     @inlined
     def take_pair(sums, j):
-        """The two numbers of each token that the other warpgroup has left."""
+        """The two numbers of each token that the other warpgroup passes."""
         tile = sums.wait(j)
-        x, y = (
-            warpgroup.load(subtile(tile, CHUNK, 0), SCORES.col_vec),
-            warpgroup.load(subtile(tile, CHUNK, 1), SCORES.col_vec),
-        )
+        x = warpgroup.load(subtile(tile, CHUNK, 0), SCORES.col_vec)
+        y = warpgroup.load(subtile(tile, CHUNK, 1), SCORES.col_vec)
         sums.release(j)
         return x, y
 
@@ -125,12 +115,13 @@ def make(config: Config):
     def differentiate(
         gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
         gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-        gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS, gDMap: array(4),
+        gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: config.gradients, gDMap: array(4),
         gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head.
-        gStates: S^T before each chunk, of the keys of all chunks before it. gZ: z before each chunk. gDZ: what each chunk
-        adds to dz. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
+        gFeatures: f(q). gStates: S^T before each chunk, of the keys of all chunks before it. gZ: z before each chunk. gStats
+        (chunk, head, number and token): see QueryStats. gDNumerators: dO / n. gDZ: what each chunk adds to dz. gDX: dq. gDMap:
+        the sum of a block's dM. gDAlphas, gDBetas: the sum of each warp. scale: 1 / sqrt(D)."""
         q, k, v, do, f, s, z, maps, dy, q_done, out, window_sums, feature_sums, stats, dn = smem.open()
         sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, 0, length, segments, heads)
         key_head, _ = divmod(head, group)
@@ -172,9 +163,8 @@ def make(config: Config):
                         q.release(j)
             else:
                 for j in range(n):
-                    chunk, tile = seq_layout.chunk_index(seq.chunk_start(j), sequence, length), stats.wait(j)
-                    for number in range(4):
-                        store(gStats, load_tokens(tile, number), (chunk, head, int32(CHUNK * number)), cols=2)
+                    chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
+                    query_stats.send(gStats, stats.wait(j), chunk, head)
                     stats.release(j)
         elif wg == WINDOW:
             warpgroup.claim_registers(registers)
@@ -206,11 +196,7 @@ def make(config: Config):
                 ds_near = INPUT(near * ((dp_near - dot) * factor) - greater(near, EQUAL_AGAIN) * tie)
                 ds_far = INPUT(far * ((dp_far - dot) * factor) - greater(far, EQUAL_AGAIN) * tie)
                 dq = warpgroup.mma_AB(warpgroup.mm_AB(ds_near, k.wait(j + 1)), ds_far, k.wait(j))
-                tile = stats.claim(j)
-                warpgroup.store(subtile(tile, CHUNK, MAXIMA), maxima)
-                warpgroup.store(subtile(tile, CHUNK, FACTORS), factor)
-                warpgroup.store(subtile(tile, CHUNK, DOTS), dot)
-                warpgroup.store(subtile(tile, CHUNK, TIES), tie)
+                query_stats.store(stats.claim(j), maxima, factor, dot, tie)
                 stats.publish(j)
                 dy_tile = dy.wait(j)
                 dq = warpgroup.mma_ABt(dq, dy_tile, maps.wait(0))
@@ -238,8 +224,8 @@ def make(config: Config):
                 chunk = seq_layout.chunk_index(token, sequence, length)
                 g = warpgroup.mm_AB(do.wait(j), s.wait(j))
                 f_tile = f.wait(j)
-                up, down = rows.load_half(f_tile, 0), rows.load_half(f_tile, 1)
-                z_up, z_down = rows.load_sums(z.wait(j), 0), rows.load_sums(z.wait(j), 1)
+                up, down = features.load_half(f_tile, 0), features.load_half(f_tile, 1)
+                z_up, z_down = features.load_sums(z.wait(j), 0), features.load_sums(z.wait(j), 1)
                 z.release(j)
                 older_total = row_sum(up * z_up, row_sum(down * z_down))
                 g = warpgroup.wait(g)
@@ -252,8 +238,8 @@ def make(config: Config):
                 dot = (older_dp * alpha + dp_total * beta) * inverse
                 dalpha += tile_sum((older_dp - dot * older_total) * inverse)
                 factor = inverse * alpha
-                dy_tile = rows.through_softmax(up, (g_up - z_up * dot) * factor)
-                dy_tile = dy_tile - rows.through_softmax(down, (g_down - z_down * dot) * factor)
+                dy_tile = features.through_softmax(up, (g_up - z_up * dot) * factor)
+                dy_tile = dy_tile - features.through_softmax(down, (g_down - z_down * dot) * factor)
                 warpgroup.store(dy.claim(j), INPUT(dy_tile))
                 douts = do.wait(j)
                 numerators = fp32(warpgroup.load(douts, rt(16, HEAD, INPUT))) * inverse
@@ -265,7 +251,7 @@ def make(config: Config):
                 warpgroup.sync()
                 weights = load(dn, SCORES.row_vec)
                 for half in range(2):
-                    sums = rows.sum_tokens(f_tile, half, weights)
+                    sums = features.sum_tokens(f_tile, half, weights)
                     warpgroup.store(gDZ, sums, (chunk, head, 0, int32(HALF * half)), cols=3)
                 f.release(j)
                 dm = warpgroup.wait(dm)

@@ -44,7 +44,7 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
     feature_sums = {"k": scratch(chunks, key_heads, WARPS, FEATURES), "q": scratch(chunks, heads, 1, FEATURES)}
     sums = {"k": scratch(chunks, key_heads, FEATURES), "q": scratch(chunks, heads, FEATURES)}
     states = {x: scratch(chunks, heads, value_dim, FEATURES, dtype=dtype) for x in SIDES}
-    stats, dnumerators = scratch(chunks, heads, STATS), scratch(*tokens, value_dim, dtype=dtype)
+    stats, dnumerators = scratch(chunks, heads, STATS.length), scratch(*tokens, value_dim, dtype=dtype)
     gradients = {x: partial_gradients(problem, scratch) if group > 1 else problem["d" + x] for x in SIDES}
     segments = recurrent_chunks.choose_segments(batch * heads, 1, 1, tiles, machine(problem.device).processors, COSTS)
     dmaps = {x: scratch(key_dim, heads, batch * segments, HALF) for x in SIDES}
