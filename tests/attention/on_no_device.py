@@ -107,10 +107,9 @@ def noting_driver(monkeypatch):
         if pointer % 16:
             tensor_maps.refuse_address(pointer)
         (dtype, rank), (box, steps, *words) = constants
-        numbers = ctypes.string_at(place.extents.value, 8 * rank), ctypes.string_at(place.strides.value, 8 * max(rank - 1, 1))
-        at = place.address.value
-        ctypes.c_int64.from_address(at).value = hash((dtype, rank, *box, *steps, *words, *numbers))
-        ctypes.c_uint64.from_address(at + 8).value = pointer
+        numbers = ctypes.string_at(place.extents, 8 * rank), ctypes.string_at(place.strides, 8 * max(rank - 1, 1))
+        ctypes.c_int64.from_address(place.address).value = hash((dtype, rank, *box._obj, *steps._obj, *words, *numbers))
+        ctypes.c_uint64.from_address(place.address + 8).value = pointer
 
     monkeypatch.setattr(tensor_maps, "write_map", encode)
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)

@@ -95,14 +95,18 @@ def encoded(gpu, monkeypatch):
         def getPtr(self):
             return self.at
 
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int] * 2, *[ctypes.c_void_p] * 5, *[ctypes.c_int] * 4)
     def encode(place, dtype, rank, pointer, extents, *_):
-        options.append(("encode", pointer.value or 0))
-        assert place.value % 64 == 0
+        options.append(("encode", pointer or 0))
+        if place % 64:
+            return int(driver.CUresult.CUDA_ERROR_INVALID_VALUE)
         if gpu.current != 1234:
             return int(INVALID_CONTEXT)
-        words = pointer.value or 0, *(ctypes.c_uint64 * rank).from_address(extents.value)
-        (ctypes.c_uint64 * 16).from_address(place.value)[:] = [*words, *[0] * (16 - len(words))]
+        words = pointer or 0, *(ctypes.c_uint64 * rank).from_address(extents)
+        (ctypes.c_uint64 * 16).from_address(place)[:] = [*words, *[0] * (16 - len(words))]
         return int(gpu.status)
+
+    address = ctypes.cast(encode, ctypes.c_void_p).value
 
     def move(tensor_map, pointer):
         options.append(("move", pointer))
@@ -112,10 +116,10 @@ def encoded(gpu, monkeypatch):
         ctypes.c_uint64.from_address(tensor_map.at).value = pointer
         return (gpu.status,)
 
-    monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: encode)
+    monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: tensor_maps._FUNCTION(address))
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
     monkeypatch.setattr(driver, "CUtensorMap", DriverMap)
-    return options
+    yield options
 
 
 INVALID_CONTEXT = driver.CUresult.CUDA_ERROR_INVALID_CONTEXT

@@ -21,6 +21,13 @@ def watched(planner, *values):
     return trace.function("".join(f"{n.text}, " for n in numbers), planner(*numbers))
 
 
+def narrowed_to_first(planner, first, second):
+    """The function of the first of two numbers, when the second one is that of this call."""
+    trace = Trace()
+    return trace.specialize(["n0"], {"n1": second}, planner(trace.variable("n0", first), trace.variable("n1", second)))
+
+
+BLOCK = struct.Struct("<8x2qi16xiqi4x2dqi4x8x")
 EXPRESSIONS = {
     "arithmetic": lambda a, b: (a + b, a - 2, 3 - a, a * b, 7 * a, -a, a // 3, 100 // b, a % 7, a / b, 1 / b, -(-a // b)),
     "bits": lambda a, b: ((a | 6) & 12, a & b | 1, 5 & a, 6 | b, a ^ 3, 1 << a, b << 2, (a * 64) >> b),
@@ -35,6 +42,9 @@ EXPRESSIONS = {
     "as a number": lambda a, b: [b] * (int(a % 3)) + list(range(a % 2)),
     "as a float": lambda a, b: float(a % 2) + b,
     "a call": lambda a, b: watched_call(struct.pack, "<qd", a + b, 0.5),
+    "a block of numbers": lambda a, b: watched_call(BLOCK.pack, 5, a, -7, a * b, 9, 1, 2, 0.5, b, 1),
+    "aligned as the machine does": lambda a, b: watched_call(struct.Struct("iq").pack, 1, a),
+    "neutral elements": lambda a, b: (a * 1, b * (a * 1), 1 * a + a * 1, a / 1, 0 * a + b),
     "a call in a call": lambda a, b: watched_call(divmod, watched_call(pow, a, 2), b),
     "what does not depend": lambda a, b: (watched_call(pow, 2, 3), a * 0, "text", None, True),
     "a sum": lambda a, b: sum([a, b, a * b], 5),
@@ -49,6 +59,14 @@ def test_a_function_of_lengths(name, data):
     function = watched(planner, *first)
     assert function(first) == planner(*first)
     assert function(second) in (None, planner(*second))
+    narrowed = narrowed_to_first(planner, *first)
+    assert narrowed(first[0]) == planner(*first) and narrowed(second[0]) in (None, planner(second[0], first[1]))
+
+
+def test_constants_of_a_block_are_packed_before():
+    function = narrowed_to_first(EXPRESSIONS["a block of numbers"], 4, 3)
+    assert function(11) == BLOCK.pack(5, 11, -7, 33, 9, 1, 2, 0.5, 3, 1)
+    assert [type(constant) for constant in function.__code__.co_consts].count(bytes) == 3, "before, between and behind two"
 
 
 def test_it_holds_where_all_questions_are_answered_alike():

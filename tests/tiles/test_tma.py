@@ -153,7 +153,7 @@ def written(encoding, pointer, address):
     numbers = (ctypes.c_uint64 * len(encoding.numbers))(*encoding.numbers)
     start = ctypes.addressof(numbers)
     places = address, start, start + 8 * len(encoding.extents)
-    tensor_maps.write_map(encoding.constants, pointer, tensor_maps.MapPlace(*map(ctypes.c_void_p, places)))
+    tensor_maps.write_map(encoding.constants, pointer, tensor_maps.MapPlace(*places))
 
 
 @pytest.fixture

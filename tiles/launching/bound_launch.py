@@ -63,7 +63,7 @@ class ParameterFrame:
     which the driver copies maps and slots. It belongs to one thread at a time; the driver has copied it when a launch returns.
 
     launch: the BoundLaunch that it was written for. addresses: of the arrays. block_view, map_views: views of its block, and of
-    its maps. map_places: where those lie, and the numbers that they are encoded from."""
+    its maps. map_places: of these maps."""
 
     __slots__ = (
         "addresses", "block_view", "config", "first", "grid", "launch", "map_places", "map_views", "maps", "memory", "pointers",
@@ -82,9 +82,7 @@ class ParameterFrame:
         self.map_places, numbers_at = [], at + 8 * slots
         for slot, place, rank in zip(frames.maps, places, frames.ranks):
             pointers[slot] = place
-            self.map_places.append(
-                tensor_maps.MapPlace(*[ctypes.c_void_p(x) for x in (place, numbers_at, numbers_at + 8 * rank)])
-            )
+            self.map_places.append(tensor_maps.MapPlace(place, numbers_at, numbers_at + 8 * rank))
             numbers_at += 8 * tensor_maps.count_numbers(rank)
         last = self.first + frames.numbers
         memory[last : last + slots] = pointers  # type: ignore[assignment]

@@ -308,7 +308,7 @@ class Launch:
             arrays += p.array is not None
             slots.extend(p.slots)
         numbers = *slots, *map_numbers
-        block, frames = watched_call(struct.pack, f"<{len(numbers)}Q", *numbers), FramePool(len(slots), places, ranks)
+        block, frames = watched_call(struct.Struct(f"<{len(numbers)}Q").pack, *numbers), FramePool(len(slots), places, ranks)
         kernel = BoundKernel(code, self.title, self.block, self.cluster, nbytes, frames, plain, maps, self.overlaps_previous)
         return watched_call(BoundLaunch, kernel, self.grid, block)
 

@@ -61,12 +61,23 @@ class MapConstants(NamedTuple):
     after: tuple[Any, ...]
 
 
-class MapPlace(NamedTuple):
-    """Where a map is written to, and where its extents and strides are read from."""
+class MapPlace:
+    """Where a map is written to, and where its extents and strides are read from: addresses. arguments: of the driver's
+    function, converted once for all maps with these constants; pointer is the one of them that each map has of its own."""
 
-    address: ctypes.c_void_p
-    extents: ctypes.c_void_p
-    strides: ctypes.c_void_p
+    __slots__ = ("address", "arguments", "constants", "extents", "pointer", "strides")
+
+    def __init__(self, address: int, extents: int, strides: int):
+        self.address, self.extents, self.strides = address, extents, strides
+        self.pointer = ctypes.c_void_p()
+        self.arguments: tuple[Any, ...] = ()
+        self.constants: MapConstants | None = None
+
+    def set_constants(self, constants: MapConstants) -> None:
+        """Convert the arguments of maps with these constants."""
+        address, extents, strides = map(ctypes.c_void_p.from_param, (self.address, self.extents, self.strides))
+        self.arguments = address, *constants.before, self.pointer, extents, strides, *constants.after
+        self.constants = constants
 
 
 def count_numbers(rank: int) -> int:
@@ -148,8 +159,8 @@ def _map_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: st
     numbers = ctypes.c_uint32 * len(box)
     before = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")), len(box)
     after = (
-        numbers(*box),
-        numbers(*[1] * len(box)),
+        ctypes.byref(numbers(*box)),
+        ctypes.byref(numbers(*[1] * len(box))),
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
         int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
@@ -158,7 +169,7 @@ def _map_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: st
     return MapConstants(before, after)
 
 
-_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int)  # without types of arguments: converting twelve takes longer than the call
+_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int)  # without types of arguments: they would be converted in each call
 
 
 @functools.cache
@@ -173,9 +184,10 @@ def write_map(constants: MapConstants, pointer: int, place: MapPlace) -> None:
     """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
     if pointer % ALIGNMENT:
         refuse_address(pointer)
-    address, extents, strides = place
-    before, after = constants
-    status = _encode_tiled()(address, *before, ctypes.c_void_p(pointer), extents, strides, *after)
+    if place.constants is not constants:
+        place.set_constants(constants)
+    place.pointer.value = pointer
+    status = _encode_tiled()(*place.arguments)
     if status:
         check((driver.CUresult(status),))
 
