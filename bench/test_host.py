@@ -1,4 +1,5 @@
-"""What a call costs on the host, p50 over thousands of calls of small problems; the first call of a process; the imports.
+"""What a call costs on the host: thousands of single calls of small problems, with lengths and rows that were not seen; the
+first call of a process; the imports. Medians, and with each the 90th percentile and the worst call.
 
 `pytest bench/test_host.py --benchmark-json=host.json`
 """
@@ -22,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 import attention  # noqa: E402
 from bench.measure import report  # noqa: E402
 from bench.test_linear import MEMBERS  # noqa: E402
+from fuse import operators  # noqa: E402
 
 CALLS, TURN, ROUNDS = 2000, 100, 3
 LONGEST = 8192
@@ -124,6 +126,22 @@ def _steps():
     return steps
 
 
+def _fused():
+    """{name: (an operator of fuse, arguments of its n-th call)}, with numbers of rows or lengths that were not seen."""
+    (x,), (norm, *weights) = _tensors(LONGEST, 256), (*_tensors(256), *_tensors(256, 256))
+    (heads,), (scale,) = _tensors(1, LONGEST, 4, 64), _tensors(64)
+    (router,), experts = _tensors(256, 4), _tensors(4, 64, 256, n=3)
+
+    def sequence(n):
+        return heads[:, : 100 + n].transpose(1, 2)
+
+    return {
+        "fused norm and product, new rows": (operators.rms_norm_linear, lambda n: (x[: 1 + n], norm, *weights)),
+        "fused mixture of experts, new rows": (operators.mixture_of_experts, lambda n: (x[: 1 + n], router, *experts)),
+        "fused qk_norm_attention, new length": (operators.qk_norm_attention, lambda n: (*[sequence(n)] * 3, scale, scale)),
+    }
+
+
 def _calls():
     """{name: (a function, arguments of its n-th call)}: of a form and addresses seen before, of three sets of inputs that take
     turns, of addresses not seen, and, as in generation, of a length not seen. Views are made beforehand."""
@@ -135,13 +153,13 @@ def _calls():
     one, *cache = _tensors(1, 1, 32, 128), *_tensors(1, LONGEST, 8, 128, n=2)
     few = _tensors(1, LONGEST, 2, 128, n=3)
     (decay,) = _tensors(1, LONGEST, 2, dtype=torch.float32)
-    decay = -decay.abs()
+    decay, (strength,) = -decay.abs(), _tensors(1, LONGEST, 2)
 
     def longer(x):
         return [x[:, : 100 + n] for n in range(CALLS)]
 
     keys, values = map(longer, cache)
-    tokens, decays = [longer(x) for x in few], longer(decay)
+    tokens, decays, strengths = [longer(x) for x in few], longer(decay), longer(strength.sigmoid())
     compiled = torch.compile(attention.forward, fullgraph=True)
     documents = torch.arange(128, device="cuda", dtype=torch.int32) // 50
     in_use = torch.full((1,), 128, device="cuda", dtype=torch.int32)
@@ -163,6 +181,11 @@ def _calls():
             lambda *x: attention.linear(*x[:3], decay=x[3]),
             lambda n: tuple(x[n] for x in (*tokens, decays)),
         ),
+        "gated delta rule, new length": (
+            lambda *x: attention.delta_rule(*x[:4], decay=x[4]),
+            lambda n: tuple(x[n] for x in (*tokens, strengths, decays)),
+        ),
+        **_fused(),
         **_training(),
         **_steps(),
     }
@@ -172,7 +195,8 @@ NAMES = (
     "forward, out=", "forward", "forward, window", "forward, mask", "torch SDPA",
     "forward under torch.compile", "nothing under torch.compile",
     "SDPA under torch.compile", "forward, out=, three sets", "forward, new addresses", "forward, new length", "decode",
-    "linear, new length", "linear with decay, new length",
+    "linear, new length", "linear with decay, new length", "gated delta rule, new length",
+    "fused norm and product, new rows", "fused mixture of experts, new rows", "fused qk_norm_attention, new length",
     "forward, lse", "forward with autograd", "empty Function", "SDPA with autograd",
     "backward", "backward through autograd", "backward, empty Function", "backward, SDPA",
     *[f"step of {name}{length}" for name in STEPS for length in ("", ", new length")],
@@ -205,7 +229,8 @@ def _take_turns(calls):
 def test_host_time(benchmark, name):
     times = _times()[name]
     benchmark.group = "host time of one call"
-    benchmark.extra_info |= {"provider": name}
+    p90, worst = sorted(times)[len(times) * 9 // 10], max(times)
+    benchmark.extra_info |= {"provider": name, "p90_us": round(p90 * 1e3, 1), "worst_us": round(worst * 1e3, 1)}
     report(benchmark, times)
 
 
