@@ -1,6 +1,7 @@
 """Where sequences can be cut into segments under the delta rule, where each channel of the keys has a decay: how many chunks
-before a segment still count in it for states, and how many after it for their gradients (parts/recurrent/channel_history.py has
-the bound). A block, one warpgroup, has the first token of a segment of a head, and one direction."""
+before each segment the recurrence of states needs to have its state there, and how many after it that of their gradients
+(parts/recurrent/segment_spans.py; channel_history.py has the bound). A block, one warpgroup, has one direction and a segment of
+a head."""
 
 import functools
 import itertools
@@ -8,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from numba import cuda
-from numpy import float32, int32
 
 from ops import divmod, warpgroup
 from tiles import bf16, dtype, fp16, fp32, shared
@@ -19,10 +19,10 @@ from ..parts.recurrent.channel_gates import choose_channel_gates
 from ..parts.recurrent.channel_history import ChannelHistory
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import PLAIN_BETA
-from ..parts.recurrent.segment_cuts import FORWARD, UNCUT, SegmentBounds
-from ..parts.recurrent.tokens import TokenRange
+from ..parts.recurrent.segment_spans import OverlapCounts
+from ..parts.recurrent.tokens import SequenceLayout
 
-DIRECTIONS = 2
+DIRECTIONS = 2  # of gOverlaps: 0 forward in time, 1 in reverse
 
 
 @dataclass(frozen=True)
@@ -50,35 +50,18 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     channel_gates = choose_channel_gates(config.key_dim // warpgroup.WARPGROUP, None, None)
     history = ChannelHistory(config.key_dim, config.gates, config.dtype, channel_gates, PLAIN_BETA, False)
-    ROWS, FORMULA = history.params(), channel_gates.params()
+    forward, reverse = OverlapCounts(history, SequenceLayout()), OverlapCounts(history, SequenceLayout(reversed=True))
+    COUNTS, FORMULA = forward.params(), channel_gates.params()
     smem = shared(sums=history.sums)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
-    def count_overlaps(
-        gBeta: array(3),
-        gOverlaps: array(3),
-        length: INT,
-        segments: INT,
-        heads: INT,
-        group: INT,
-        rows: ROWS,
-        formula: FORMULA,
-    ):
-        """gOverlaps: (direction, sequence * heads + head, segment). `group` of the value `heads` share a key head."""
+    def count_overlaps(gBeta: array(3), length: INT, heads: INT, group: INT, count_args: COUNTS, formula: FORMULA):
+        """heads: of keys, each of which `group` value heads share. count_args: see OverlapCounts."""
         (sums,) = smem.open()
-        index, segment = divmod(cuda.blockIdx.x, segments - 1)
-        head_sequence, direction = divmod(index, DIRECTIONS)
-        sequence, head = divmod(head_sequence, heads)
-        key_head, _ = divmod(head, group)
-        segment = int32(segment + 1)
-        token = SegmentBounds(length, segments).start(segment)
-        if direction == FORWARD:
-            seq = TokenRange(int32(0), token, sequence)
-            overlap = history.count(rows, formula, gBeta, seq, head, key_head, sums)
+        index, direction = divmod(cuda.blockIdx.x, DIRECTIONS)
+        if direction == 0:
+            forward.store(count_args, formula, gBeta, 0, length, heads, group, index, sums)
         else:
-            seq = TokenRange(token, int32(length), sequence)
-            overlap = history.count(rows, formula, gBeta, seq.backwards(), head, key_head, sums)
-        if warpgroup.rank() == 0:
-            gOverlaps[direction, head_sequence, segment] = float32(overlap) if overlap < seq.num_chunks() else float32(UNCUT)
+            reverse.store(count_args, formula, gBeta, 0, length, heads, group, index, sums)
 
     return count_overlaps, smem

@@ -31,10 +31,10 @@ from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.segment_spans import OverlapCounts
 from ..parts.recurrent.stepped_scores import RowScores
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from ..parts.recurrent.two_block_scores import ScoreTiles
-from ..parts.recurrent.walk_segments import EarlyChunks
 
 CTAS_PER_SM = 2  # blocks of one warpgroup for which shared memory has room
 WARPS = warpgroup.WARPGROUP
@@ -98,8 +98,8 @@ def make(config: Config):
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
     block_scores = RowScores(config.key_dim, INPUT)
-    early_chunks = EarlyChunks(config.history, seq_layout)
-    EARLY = early_chunks.params()
+    overlap_counts = OverlapCounts(config.history, seq_layout)
+    OVERLAPS = overlap_counts.params()
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -114,7 +114,7 @@ def make(config: Config):
         gate_sums=config.gate_sums,
         biases=channel_gates.biases,
         rates=channel_gates.rates,
-        row_sums=early_chunks.history.sums,
+        row_sums=overlap_counts.history.sums,
         roots=block_scores.roots,
     ).per_warpgroup(chunk_order.block_workers)
 
@@ -154,15 +154,15 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order_args: ORDER, heads: INT,
-        group: INT, scale: FLOAT, params: PARAMS, early_args: EARLY,
+        group: INT, scale: FLOAT, params: PARAMS, counts: INT, overlap_args: OVERLAPS,
     ):  # fmt: skip
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
-        and exp(b_last). order_args: see chunk_order.py; early_args: walk_segments.py. heads: of keys, each of which `group`
-        value heads share."""
+        and exp(b_last). order_args: see chunk_order.py. heads: of keys, each of which `group` value heads share. The first
+        `counts` blocks of the grid count overlaps (segment_spans.py), the others have chunks."""
         q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
-        block_index = early_chunks.chunk_block(early_args, cuda.blockIdx.x)
+        block_index = int32(cuda.blockIdx.x - counts)
         if block_index < 0:
-            early_chunks.store(early_args, params, gBeta, gCuSeqlens, length, heads, group, row_sums)
+            overlap_counts.store(overlap_args, params, gBeta, gCuSeqlens, length, heads, group, cuda.blockIdx.x, row_sums)
             return
         chunks = chunk_order.begin(block_index, seq_layout, gCuSeqlens, length, heads, group, order_args)
         n, chunk, warp = chunks.n, chunks.locate(int32(0)), warpgroup.rank()

@@ -24,9 +24,9 @@ from tiles.targets import Target
 
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.segment_spans import OverlappingSegments
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
-from ..parts.recurrent.walk_segments import locate_part
 
 CONSUMER, SENDER, LOADER = range(3)  # warpgroups
 WATCHER = 1  # the loader's warp that waits for what the grid before stores
@@ -98,6 +98,8 @@ def make(config: Config):
     INPUT, STATE = config.dtype, rt(16, config.key_dim, fp32)
     seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
     chunk_order, ORDER = config.order, config.order.walk_params()
+    spans = OverlappingSegments()
+    SPANS = spans.params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, KEY_DIM, PANELS = tiled(config.key, rows=2), config.key_dim, config.key_dim // CHUNK
@@ -175,17 +177,18 @@ def make(config: Config):
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        gEarlyChunks: array(2), length: INT, blocks: INT, segments: INT, heads: INT, scale: FLOAT, order_args: ORDER,
+        length: INT, blocks: INT, heads: INT, scale: FLOAT, order_args: ORDER, span_args: SPANS,
     ):  # fmt: skip
-        """The outputs of a part of a sequence, and after the last one the state. gQueries .. gStateDecays: of each chunk and
-        head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. gEarlyChunks, segments: see
-        walk_segments.py; order_args: chunk_order.py. Each of the value `heads` is `blocks` blocks of columns wide."""
+        """The outputs of a span of a sequence, and after the last one the state. gQueries .. gStateDecays: of each chunk and
+        head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order_args: see
+        chunk_order.py; span_args: segment_spans.py. Each of the value `heads` is `blocks` blocks of columns wide."""
         tiles = smem.open()
         decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()
-        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
-        part = locate_part(seq_layout, gEarlyChunks, gCuSeqlens, length, sequence, head, segment, segments)
-        seq, n = part.seq, part.seq.num_chunks()
+        block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, span_args.segments, heads)
+        head_sequence = int32(sequence * heads + head)
+        span = spans.locate(seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, span_args)
+        seq, n = span.seq, span.seq.num_chunks()
         if wg == LOADER:
             warpgroup.release_registers(LOADER_REGISTERS)
             first = seq_layout.chunk_index(seq.start, sequence, length)
@@ -199,23 +202,22 @@ def make(config: Config):
                     v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
             elif warpgroup.rank() == WATCHER:
-                chunk_order.watch_items(tiles[5:], order_args, int32(heads * sequence + head), n)
+                chunk_order.watch_items(tiles[5:], order_args, head_sequence, n)
         elif wg == SENDER:
             warpgroup.release_registers(SENDER_REGISTERS)
-            for j in range(min(part.early_chunks, n)):
+            for j in range(min(span.overlap, n)):
                 out.wait(j)
                 out.release(j)
-            for j in range(part.early_chunks, n):
+            for j in range(span.overlap, n):
                 state.send_output(gO, out, j, seq, head, block)
-            if part.is_last:
+            if span.ends:
                 seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            column = COLUMNS * block
-            rings = decayed, v, state_decays, out
+            state_coord, rings = (sequence, head, 0, COLUMNS * block), (decayed, v, state_decays, out)
             s_t = zeros(STATE)
-            if part.is_first:
-                s_t = warpgroup.load(gInitialState, STATE, (sequence, head, 0, column), 3, 2)
+            if span.begins:
+                s_t = warpgroup.load(gInitialState, STATE, state_coord, 3, 2)
             if n > 0:
                 s_t, d, o = read_first_state(rings, s_t, seq.remaining(0), scale)
                 for j in range(n - 1):
@@ -224,7 +226,7 @@ def make(config: Config):
                 s_t, o = add_chunk(solved, s_t, d, o, int32(n - 1))
                 warpgroup.store_transposed(out.claim(n - 1), INPUT(o))
                 out.publish(n - 1)
-            if part.is_last:
-                warpgroup.store(gFinalState, s_t, (sequence, head, 0, column), 3, 2)
+            if span.ends:
+                warpgroup.store(gFinalState, s_t, state_coord, 3, 2)
 
     return walk, smem

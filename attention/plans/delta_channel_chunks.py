@@ -15,7 +15,7 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import delta_channel_cuts_hopper, delta_channel_inverse_hopper, delta_channel_outputs_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
-from ..parts.recurrent.segment_cuts import CutSequences
+from ..parts.recurrent.segment_spans import OverlappingSegments
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_walk import count_parts
 from .packed_tails import plan_tails
@@ -122,10 +122,10 @@ class ChannelChunks:
             delta_channel_cuts_hopper.DIRECTIONS * self.walks * (segments - 1),
             "gBeta gOverlaps gGateRows gKeyRows",
             segments=segments,
-            heads=heads,
+            heads=self.problem.extents["heads_k"],
             group=self.group,
         )
-        cut_fields, cut_names = (*fields, CutSequences()), f"{names} gOverlaps"
+        cut_fields, cut_names = (*fields, OverlappingSegments()), f"{names} gOverlaps"
         return [cuts, self.launch(module, cut_fields, segments * blocks, cut_names, segments=segments, **numbers)]
 
 

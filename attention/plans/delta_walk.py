@@ -238,9 +238,9 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
     schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
     segments = 1 if schedule.order.overlaps else segments
-    sequences, early_chunks, counts = problem.extents["sequences"], None, 0
+    sequences, overlaps, counts = problem.extents["sequences"], None, 0
     if segments > 1:
-        early_chunks, counts = scratch(sequences * segments, heads), sequences * heads * (segments - 1)
+        overlaps, counts = scratch(1, sequences * heads, segments), sequences * heads * (segments - 1)
     config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
     inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
     transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
@@ -248,7 +248,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         length=length,
         segments=segments,
         counts=counts,
-        gEarlyChunks=early_chunks,
+        gOverlaps=overlaps,
         gGateRows=gates,
         gKeyRows=arrays["gK"],
         heads=key_heads,
@@ -269,7 +269,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         blocks=width,
         segments=segments,
         heads=heads,
-        gEarlyChunks=early_chunks,
+        gOverlaps=overlaps,
         scale=scale,
         gSolved=solved,
         gStateDecays=state_decays,

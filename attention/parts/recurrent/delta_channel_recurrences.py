@@ -12,23 +12,27 @@ and in reverse, with P without the scale,
 The two are independent, and so are their columns of values: a thread block has 64 columns of one of them. All that does not
 depend on S or dS is in memory (delta_channel_inverse_hopper.py), so a step is three products that wait for one another, and
 others in the gaps between them. What a step computes goes through rings to warps of the producer, which store it, so that the
-consumer waits for no fence. S and dS are transposed in registers and in memory."""
+consumer waits for no fence. S and dS are transposed in registers and in memory.
+
+The kernels delta_channel_chains_hopper.py (both recurrences), delta_channel_outputs_hopper.py (forward, with O) and
+delta_channel_state_gradients_hopper.py (in reverse) say which recurrence a block has."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from numpy import int32
 
 from ops import load, warpgroup
 from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, st, static, sv
-from tiles.launching.arguments import tiled
+from tiles.launching.arguments import record, tiled
+from tiles.targets import Target
 
 from .delta_chunks import KEY_DIMS, TwoParts
 from .gates import ROW_VEC
-from .segment_cuts import CutSequences, WholeSequences
-from .tokens import CHUNK, COLUMNS, SequenceLayout
+from .segment_spans import OverlappingSegments, WholeSequences
+from .tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, send_tile
 
 CONSUMER, PRODUCER = 0, 1  # warpgroups of a thread block
 LOADER, SENDER, STATE_SENDER, OUTPUT_SENDER = range(4)  # warps of the producer
@@ -39,7 +43,7 @@ FENCED = True  # no fence at a synchronisation or a release, because another one
 @dataclass(frozen=True)
 class RecurrenceConfig:
     """The configuration of a kernel of these recurrences. key_dim: the channels of keys, padded. varlen: are sequences packed
-    (cu_seqlens)? spans: which tokens a block has."""
+    (cu_seqlens)? spans: which chunks a block goes through. label: what the kernel computes."""
 
     key_dim: int
     dtype: dtype
@@ -49,52 +53,119 @@ class RecurrenceConfig:
     threads: ClassVar[int] = warpgroup.THREADS * 2
 
     @property
-    def fields(self) -> tuple[int, Any, bool]:
+    def fields(self) -> tuple[int, Any, bool, WholeSequences]:
         """The fields of the recurrences that the kernel runs."""
-        return self.key_dim, self.dtype, self.varlen
+        return self.key_dim, self.dtype, self.varlen, self.spans
 
     def __str__(self):
         size = f"{self.label}, by channel, Dk {self.key_dim} {self.dtype}{', varlen' * self.varlen}"
         return ", ".join(filter(None, (size, str(self.spans))))
 
+    @classmethod
+    def space(cls, target: Target, everything: bool) -> Iterator[Any]:
+        """The configurations: both padded key dims, sequences packed, not packed, and not packed in segments, in bf16; fp16 too
+        if `everything`."""
+        if target.has_wgmma:
+            for key_dim, input_dtype in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
+                yield from (cls(key_dim, input_dtype, varlen) for varlen in (False, True))
+                yield cls(key_dim, input_dtype, spans=OverlappingSegments())
 
-def recurrence_configs(config: Callable[..., Any], everything: bool) -> Iterator[Any]:
-    """The configurations of a kernel, `config`: both padded key dims in bf16; fp16 too if `everything`. Packed sequences are
-    not cut."""
-    for key_dim, input_dtype in itertools.product(KEY_DIMS, (bf16, fp16) if everything else (bf16,)):
-        yield from (config(key_dim, input_dtype, varlen) for varlen in (False, True))
-        yield config(key_dim, input_dtype, spans=CutSequences())
+
+@static
+class NoOutputRing:
+    """What a recurrence does about outputs: nothing, as nobody wants them."""
+
+    products = 0  # of a step that run while the consumer waits for E
+
+    def rings(self, values, scores):
+        """Further rings, or others. values, scores: tiles."""
+        return {}
+
+    @inlined
+    def fill(self, rings, j, factors, at):
+        """Have TMA load what O needs of the j-th chunk."""
+
+    @inlined
+    def read_state(self, rounded, rings, j):
+        """The part of O that comes from the state before the chunk, pending."""
+        return 0.0
+
+    @inlined
+    def add_chunk(self, o, u, rings, j):
+        """O without the scale, pending, from that part. u: beta E, a left operand."""
+        return 0.0
+
+    @inlined
+    def store(self, o, rings, j, scale):
+        """Pass O to the producer, while the state's product runs."""
+
+    @inlined
+    def send(self, rings, j, rank, layout, arrays, place, block):
+        """A warp stores O of the j-th chunk, which lies at a ChunkPlace. arrays: O and the copy of its tails."""
+
+    @inlined
+    def drop(self, rings, j, rank):
+        """A warp gives back O of the j-th chunk, as nobody wants it."""
 
 
-class ChunkFactors(NamedTuple):
-    """What delta_channel_inverse_hopper.py stores of each chunk and head."""
+class ChunkOutputRing(NoOutputRing):
+    """O^T = scale (S^T (exp(b) Q)^T + U^T P^T), through a ring."""
 
-    gDecayedQ: Any
-    gReadKeys: Any
-    gWriteKeys: Any
-    gB: Any
-    gChunkBeta: Any
-    gScores: Any
-    gSolutions: Any
+    products = 1
+
+    def rings(self, values, scores):
+        return {"p": ring(scores, STAGES), "outputs": ring(values, 1, 1, writers=warpgroup.WARPGROUP)}
+
+    @inlined
+    def fill(self, rings, j, factors, at):
+        rings.q.fill(j, factors.gDecayedQ, at)
+        rings.p.fill(j, factors.gScores, at)
+
+    @inlined
+    def read_state(self, rounded, rings, j):
+        return warpgroup.mm_ABt(rounded, rings.q.wait(j))
+
+    @inlined
+    def add_chunk(self, o, u, rings, j):
+        return warpgroup.mma_ABt(o, u, rings.p.wait(j))
+
+    @inlined
+    def store(self, o, rings, j, scale):
+        o = warpgroup.wait(o, newer=1) * scale
+        rings.q.release(j)
+        rings.p.release(j)
+        warpgroup.store_transposed(rings.outputs.claim(j), o)
+        rings.outputs.publish(j, FENCED)
+
+    @inlined
+    def send(self, rings, j, rank, layout, arrays, place, block):
+        gO, gTailO = arrays
+        if rank == OUTPUT_SENDER:
+            layout.send_chunk(rings.outputs, j, gO, gTailO, place, block)
+
+    @inlined
+    def drop(self, rings, j, rank):
+        if rank == OUTPUT_SENDER:
+            rings.outputs.wait(j)
+            rings.outputs.release(j)
 
 
 @static
 class ChannelRecurrence:
-    """What both recurrences have in common. key_dim: the channels of keys, padded. varlen: are sequences packed?"""
+    """What both recurrences have in common. key_dim: the channels of keys, padded. varlen: are sequences packed? spans: which
+    chunks a block goes through. outputs: what becomes of O."""
 
     key_dim: int
     dtype: dtype
     varlen: bool
+    spans: WholeSequences
+    outputs: NoOutputRing = NoOutputRing()
+    reversed: ClassVar[bool] = False
 
     @property
     def layout(self):
-        """The layout of sequences from their first token on, which also numbers chunks."""
-        return SequenceLayout(self.varlen)
-
-    @property
-    def reverse_layout(self):
-        """The layout of sequences from their last chunk on."""
-        return SequenceLayout(self.varlen, reversed=True)
+        """The layout of sequences in the direction of the recurrence."""
+        return SequenceLayout(self.varlen, self.reversed)
 
     @property
     def two_parts(self):
@@ -138,7 +209,7 @@ class ChannelRecurrence:
 
     @property
     def beta(self):
-        """The betas of a chunk."""
+        """The vector of the betas of a chunk's tokens."""
         return sv(CHUNK, fp32)
 
     def rings(self):
@@ -156,99 +227,52 @@ class ChannelRecurrence:
             "out": ring(self.values, 1, 1, writers=warpgroup.WARPGROUP),
         }
 
-    def arguments(self):
-        """The types of a kernel's arguments: queries and keys, state decays, betas, P, L, values of tokens, values of chunks,
-        states."""
-        chunk_tiles = (self.keys, self.scores, self.two_parts.square, self.values, self.state_tile)
-        keys, scores, solutions, chunk_values, states = (tiled(tile, rows=2) for tile in chunk_tiles)
-        decays, betas = (tiled(vector, 3, None, 2) for vector in (self.state_decay, self.beta))
-        return keys, decays, betas, scores, solutions, tiled(self.values, unit=1), chunk_values, states
+    def factors(self):
+        """The arrays that a kernel reads of each chunk and head, as a record: delta_channel_inverse_hopper.py stores them.
+        gDecayedQ, gReadKeys, gWriteKeys: exp(b) Q, K^ and K~. gB: exp(b_last). gChunkBeta: beta. gScores: P. gSolutions: L."""
+        keys, decays, betas = tiled(self.keys, rows=2), *(tiled(x, 3, None, 2) for x in (self.state_decay, self.beta))
+        scores, solutions = tiled(self.scores, rows=2), tiled(self.two_parts.square, rows=2)
+        factors = {"gDecayedQ": keys, "gReadKeys": keys, "gWriteKeys": keys, "gB": decays, "gChunkBeta": betas}
+        return record(**factors, gScores=scores, gSolutions=solutions)
+
+    def results(self):
+        """(the type of V, dO, O or dV, of all tokens; of E of each chunk and head; of S or dS of each, transposed)"""
+        return tiled(self.values, unit=1), tiled(self.values, rows=2), tiled(self.state_tile, rows=2)
+
+    @inlined
+    def locate(self, gCuSeqlens, sequence, length, head_sequence, segment, span_args):
+        """The SegmentSpan of a block; see WholeSequences.locate."""
+        return self.spans.locate(self.layout, gCuSeqlens, sequence, length, head_sequence, segment, span_args)
+
+    @inlined
+    def load_and_store(self, rings, span, length, factors, inputs, results, sequence, head, block):
+        """The producer: a warp loads what the consumer needs of a span's chunks, others store what it has computed. inputs,
+        results: arrays, see `fill` and `send`. block: of columns."""
+        rank, seq = warpgroup.rank(), span.seq
+        first_chunk = self.layout.chunk_index(seq.start, sequence, length)
+        for j in range(seq.num_chunks()):
+            place = ChunkPlace(int32(first_chunk + seq.chunk_number(j)), head, sequence, seq.chunk_start(j), seq)
+            if rank == LOADER:
+                self.fill(rings, j, factors, inputs, place, block)
+            elif self.spans.is_overlap(span, j):
+                self.drop(rings, j, rank)
+            else:
+                self.send(rings, j, rank, results, place, block)
 
     @inlined
     def drop(self, rings, j, rank):
-        """A warp of the producer: give back what the j-th chunk's step has stored, if that is not wanted."""
+        """A warp gives back what the step of the j-th chunk has computed, as nobody wants it."""
         if rank == SENDER:
             rings.out.wait(j)
             rings.out.release(j)
         elif rank == STATE_SENDER:
             rings.states.wait(j)
             rings.states.release(j)
+        self.outputs.drop(rings, j, rank)
 
 
-@static
-class NoOutputRing:
-    """What a recurrence does about outputs: nothing, as nobody wants them."""
-
-    products = 0  # of a step that run while the consumer waits for E
-
-    def rings(self, values, scores):
-        """Further rings, or others. values, scores: tiles."""
-        return {}
-
-    @inlined
-    def fill(self, rings, j, factors, at):
-        """Have TMA load what O needs of the j-th chunk."""
-
-    @inlined
-    def read_state(self, rounded, rings, j):
-        """The part of O that comes from the state before the chunk, pending."""
-        return 0.0
-
-    @inlined
-    def add_chunk(self, o, u, rings, j):
-        """O without the scale, pending, from that part. u: beta E, a left operand."""
-        return 0.0
-
-    @inlined
-    def store(self, o, rings, j, scale):
-        """Pass O to the producer, while the state's product runs."""
-
-    @inlined
-    def drop(self, rings, j, rank):
-        """A warp of the producer: give back O of the j-th chunk, if it is not wanted."""
-
-
-class ChunkOutputRing(NoOutputRing):
-    """O^T = scale (S^T (exp(b) Q)^T + U^T P^T), through a ring."""
-
-    products = 1
-
-    def rings(self, values, scores):
-        return {"p": ring(scores, STAGES), "outputs": ring(values, 1, 1, writers=warpgroup.WARPGROUP)}
-
-    @inlined
-    def fill(self, rings, j, factors, at):
-        rings.q.fill(j, factors.gDecayedQ, at)
-        rings.p.fill(j, factors.gScores, at)
-
-    @inlined
-    def read_state(self, rounded, rings, j):
-        return warpgroup.mm_ABt(rounded, rings.q.wait(j))
-
-    @inlined
-    def add_chunk(self, o, u, rings, j):
-        return warpgroup.mma_ABt(o, u, rings.p.wait(j))
-
-    @inlined
-    def store(self, o, rings, j, scale):
-        o = warpgroup.wait(o, newer=1) * scale
-        rings.q.release(j)
-        rings.p.release(j)
-        warpgroup.store_transposed(rings.outputs.claim(j), o)
-        rings.outputs.publish(j, FENCED)
-
-    @inlined
-    def drop(self, rings, j, rank):
-        if rank == OUTPUT_SENDER:
-            rings.outputs.wait(j)
-            rings.outputs.release(j)
-
-
-@static
 class StateRecurrence(ChannelRecurrence):
-    """The recurrence of S. outputs: what becomes of O."""
-
-    outputs: NoOutputRing = NoOutputRing()
+    """The recurrence of S."""
 
     def rings(self):
         return ChannelRecurrence.rings(self) | self.outputs.rings(self.values, self.scores)
@@ -264,6 +288,24 @@ class StateRecurrence(ChannelRecurrence):
         self.outputs.fill(rings, j, factors, at)
         rings.decay.fill(j, factors.gB, at)
         rings.write_keys.fill(j, factors.gWriteKeys, at)
+
+    @inlined
+    def send(self, rings, j, rank, results, place, block):
+        """A warp stores E, S before the chunk, or O of the j-th chunk. results: the arrays of E and S, and those of O."""
+        gErrors, gStates, outputs = results
+        if rank == SENDER:
+            send_tile(rings.out, j, gErrors, (place.chunk, place.head, 0, block))
+        elif rank == STATE_SENDER:
+            send_tile(rings.states, j, gStates, (place.chunk, place.head, block))
+        self.outputs.send(rings, j, rank, self.layout, outputs, place, block)
+
+    @inlined
+    def scan(self, rings, span, gInitialState, at, scale):
+        """The consumer: S after a span's chunks. at: of the block's columns in an array of states."""
+        s_t = self.spans.load_state(gInitialState, self.state, at, span)
+        for j in range(span.seq.num_chunks()):
+            s_t = self.advance(s_t, j, rings, scale)
+        return s_t
 
     @inlined
     def advance(self, s_t, j, rings, scale):
@@ -299,12 +341,14 @@ class StateRecurrence(ChannelRecurrence):
 class StateGradientRecurrence(ChannelRecurrence):
     """The recurrence of dS, from the last chunk on."""
 
+    reversed = True
+
     @inlined
     def fill(self, rings, j, factors, gradients, place, block):
         """The loader: the j-th chunk from the end, which lies at a ChunkPlace. gradients: dO, and the copy of its tails."""
         at, (gDOut, gTailDOut) = (place.chunk, place.head), gradients
         rings.write_keys.fill(j, factors.gWriteKeys, at)
-        self.reverse_layout.fill_chunk(rings.v, j, gDOut, gTailDOut, place, place.head, block)
+        self.layout.fill_chunk(rings.v, j, gDOut, gTailDOut, place, place.head, block)
         rings.p.fill(j, factors.gScores, at)
         rings.decay.fill(j, factors.gB, at)
         rings.q.fill(j, factors.gDecayedQ, at)
@@ -313,9 +357,24 @@ class StateGradientRecurrence(ChannelRecurrence):
         rings.read_keys.fill(j, factors.gReadKeys, at)
 
     @inlined
-    def multiply_first_outputs(self, rings):
-        """P^T dO of the last chunk."""
-        return warpgroup.wait(warpgroup.mm_AtB(rings.v.wait(0), rings.p.wait(0)))
+    def send(self, rings, j, rank, results, place, block):
+        """A warp stores dV or dS after the chunk, of the j-th chunk from the end. results: the arrays of dV, of the copy of its
+        tails, and of dS."""
+        gDV, gTailDV, gStateGradients = results
+        if rank == SENDER:
+            self.layout.send_chunk(rings.out, j, gDV, gTailDV, place, block)
+        elif rank == STATE_SENDER:
+            send_tile(rings.states, j, gStateGradients, (place.chunk, place.head, block))
+
+    @inlined
+    def scan(self, rings, span, gLastState, at, scale):
+        """The consumer: dS before a span's chunks. at: of the block's columns in an array of states."""
+        ds_t, n = self.spans.load_state(gLastState, self.state, at, span), span.seq.num_chunks()
+        if n > 0:
+            from_outputs = warpgroup.wait(warpgroup.mm_AtB(rings.v.wait(0), rings.p.wait(0)))  # P^T dO of the last chunk
+            for j in range(n):
+                ds_t, from_outputs = self.advance(ds_t, from_outputs, j, int32(n - 1), rings, scale)
+        return ds_t
 
     @inlined
     def advance(self, ds_t, from_outputs, j, last, rings, scale):

@@ -45,6 +45,11 @@ class TokenRange(NamedTuple):
         return TokenRange(int32(self.start + CHUNK * (self.num_chunks() - count)), self.end, self.batch)
 
     @inlined
+    def extend(self, later):
+        """This range and what follows it up to the end of a later one."""
+        return TokenRange(self.start, later.end, self.batch)
+
+    @inlined
     def backwards(self):
         """This range with its chunks in reverse order."""
         return ReversedTokens(self.start, self.end, self.batch)
@@ -73,6 +78,11 @@ class ReversedTokens(TokenRange):
     def keep(self, count):
         """The last `count` chunks of this range, which are the first ones in memory."""
         return ReversedTokens(self.start, int32(min(self.end, self.start + CHUNK * count)), self.batch)
+
+    @inlined
+    def extend(self, later):
+        """This range and what comes before it in memory, from the start of a later one on."""
+        return ReversedTokens(later.start, self.end, self.batch)
 
     @inlined
     def backwards(self):
@@ -179,6 +189,14 @@ class SequenceLayout:
             segment = segments - 1 - segment
             return ReversedTokens(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
         return TokenRange(int32(min(end, start + segment * step)), int32(min(end, start + (segment + 1) * step)), batch)
+
+    @inlined
+    def tokens_before(self, gCuSeqlens, sequence, length, seq):
+        """The TokenRange of what a scan of a sequence reads before the range `seq` of its segment_tokens."""
+        start, end, batch = self.sequence_tokens(gCuSeqlens, sequence, length)
+        if self.reversed:
+            return ReversedTokens(seq.end, end, batch)
+        return TokenRange(start, seq.start, batch)
 
     @inlined
     def locate_segment(self, block, gCuSeqlens, length, segments, heads):

@@ -13,6 +13,7 @@ import attention
 import tiles
 from attention import reference
 from attention.kernels import delta_channel_cuts_hopper
+from attention.parts.recurrent import channel_history
 from attention.plans import delta_channel_chunks, delta_channel_gradients, delta_gradients
 from tiles import bf16 as tile_dtype
 from tiles import fp32
@@ -162,19 +163,23 @@ def cuttable():
     return args
 
 
-def test_where_sequences_are_cut():
-    """How many chunks before each segment of one chunk count there, and how many after it for what comes before."""
+@pytest.mark.parametrize(("max_chunks", "counts"), [(4, [1, 2, 1, 2]), (1, [1, -1, 1, -1])])
+def test_where_sequences_are_cut(monkeypatch, max_chunks, counts):
+    """How many chunks before each segment of one chunk leave something there, in both directions: up to the chunk that forgets,
+    or up to the beginning."""
+    monkeypatch.setattr(channel_history, "MAX_CHUNKS", max_chunks)
     args, overlaps, segments = cuttable(), np.zeros((2, 1, 5), f32), 5
     kernel, shared = delta_channel_cuts_hopper.make(delta_channel_cuts_hopper.Config(64, fp32, tile_dtype))
-    rows = args["decay"], args["k"]
     launch = tiles.launch(kernel, 2 * (segments - 1), delta_channel_cuts_hopper.Config.threads, shared=shared)
-    launch(args["beta"], overlaps, 300, segments, 1, 1, rows, ())
-    np.testing.assert_array_equal(overlaps[:, 0, 1:], [[-1, -1, 1, 2], [2, 1, -1, -1]])
+    launch(args["beta"], 300, 1, 1, (overlaps, segments, args["decay"], args["k"]), ())
+    np.testing.assert_array_equal(overlaps[:, 0, 1:], [counts, counts])
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_segments(monkeypatch, nothing_known, is_stored):
-    """Gradients and outputs have the same bits: what is left out is below the last one."""
+    """Gradients and outputs have the same bits: what is left out is below the last one. Two of five segments have no block of
+    their own, as one chunk is counted at most, and one begins with the sequence."""
+    monkeypatch.setattr(channel_history, "MAX_CHUNKS", 1)
     args = cuttable()
     inputs = {name: x for name, x in args.items() if name not in ("dout", "dstate")}
 

@@ -1,4 +1,4 @@
-"""A walk with decays of channels in segments (walk_segments.py), where chunks before a segment leave nothing of older states,
+"""A walk with decays of channels in segments (segment_spans.py), where chunks before a segment leave nothing of older states,
 and the bound that tells (channel_history.py), in the interpreter and on the card."""
 
 from types import SimpleNamespace
