@@ -272,7 +272,7 @@ class ChannelRecurrence:
 
 
 class StateRecurrence(ChannelRecurrence):
-    """The recurrence of S."""
+    """The recurrence of S, from the first chunk on, and O of each chunk, if it is wanted."""
 
     def rings(self):
         return ChannelRecurrence.rings(self) | self.outputs.rings(self.values, self.scores)
