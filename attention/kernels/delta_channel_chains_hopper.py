@@ -53,13 +53,13 @@ def make(config: Config):
         direction, sequence = divmod(index, sequences)
         span_of = gCuSeqlens, sequence, length, int32(sequence * heads + head), segment, span_args
         if warpgroup.id() == PRODUCER:
-            at = sequence, head, block
+            place = sequence, head, block
             if direction == REVERSE:
                 inputs, results = (gDOut, gTailDOut), (gDV, gTailDV, gStateGradients)
-                reverse.load_and_store(rings, reverse.locate(*span_of), length, factors, inputs, results, *at)
+                reverse.load_and_store(rings, reverse.locate(*span_of), length, factors, inputs, results, *place)
             else:
                 inputs, results = (gV, gTailV), (gErrors, gStates, ())
-                forward.load_and_store(rings, forward.locate(*span_of), length, factors, inputs, results, *at)
+                forward.load_and_store(rings, forward.locate(*span_of), length, factors, inputs, results, *place)
         else:
             at = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:

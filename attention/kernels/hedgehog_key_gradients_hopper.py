@@ -50,7 +50,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, UNROUNDED, ROWS, seq_layout = config.dtype, config.unrounded, tiled(config.rows, unit=1), SequenceLayout()
     features, query_stats = FeatureTiles(INPUT), QueryStats(INPUT)
-    producer_registers, registers = REGISTERS
+    GRADIENTS, (producer_registers, registers) = config.gradients, REGISTERS
     smem = shared(
         q=ring(config.rows, 2, WARPS),
         do=ring(config.rows, 2, 2 * WARPS),
@@ -71,7 +71,7 @@ def make(config: Config):
     def differentiate(
         gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
         gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-        gStats: tiled(STATS, 3, None, 2), gDX: config.gradients, gDV: ROWS, gDMap: array(4),
+        gStats: tiled(STATS, 3, None, 2), gDX: GRADIENTS, gDV: ROWS, gDMap: array(4),
         length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """The arguments are those of the kernel for queries, but for gFeatures: f(k); gStates: dS^T after each chunk, of the

@@ -75,7 +75,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, UNROUNDED, ROWS, seq_layout = config.dtype, config.unrounded, tiled(config.rows, unit=1), SequenceLayout()
     features, query_stats = FeatureTiles(INPUT), QueryStats(INPUT)
-    producer_registers, registers = REGISTERS
+    GRADIENTS, (producer_registers, registers) = config.gradients, REGISTERS
     smem = shared(
         q=ring(config.rows, 2, 2 * WARPS if UNROUNDED else 1),
         k=ring(config.rows, 3, WARPS),
@@ -115,7 +115,7 @@ def make(config: Config):
     def differentiate(
         gQ: ROWS, gK: ROWS, gV: ROWS, gDOut: ROWS, gFeatures: tiled(config.features, unit=1),
         gStates: tiled(config.state, rows=2), gZ: tiled(Z, 3, None, 2), gMap: tiled(config.map, 3, 1, 2), gAlphas: array(1),
-        gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: config.gradients, gDMap: array(4),
+        gBetas: array(1), gStats: array(3), gDNumerators: ROWS, gDZ: array(4), gDX: GRADIENTS, gDMap: array(4),
         gDAlphas: array(2), gDBetas: array(2), length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has one of the `segments` of a sequence, for one of the `heads`, of which `group` share a key head.

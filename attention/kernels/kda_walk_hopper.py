@@ -13,6 +13,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from numba import cuda
 from numpy import int32
@@ -99,7 +100,7 @@ def make(config: Config):
     seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
     chunk_order, ORDER = config.order, config.order.walk_params()
     spans = OverlappingSegments()
-    SPANS = spans.params()
+    SPANS: Any = spans.params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, KEY_DIM, PANELS = tiled(config.key, rows=2), config.key_dim, config.key_dim // CHUNK

@@ -230,12 +230,12 @@ class ChannelRecurrence:
     def factors(self):
         """The arrays that a kernel reads of each chunk and head, as a record: delta_channel_inverse_hopper.py stores them.
         gDecayedQ, gReadKeys, gWriteKeys: exp(b) Q, K^ and K~. gB: exp(b_last). gChunkBeta: beta. gScores: P. gSolutions: L."""
-        keys, decays, betas = tiled(self.keys, rows=2), *(tiled(x, 3, None, 2) for x in (self.state_decay, self.beta))
-        scores, solutions = tiled(self.scores, rows=2), tiled(self.two_parts.square, rows=2)
-        factors = {"gDecayedQ": keys, "gReadKeys": keys, "gWriteKeys": keys, "gB": decays, "gChunkBeta": betas}
-        return record(**factors, gScores=scores, gSolutions=solutions)
+        tokens: dict[str, Any] = dict.fromkeys(("gDecayedQ", "gReadKeys", "gWriteKeys"), tiled(self.keys, rows=2))
+        numbers = {"gB": tiled(self.state_decay, 3, None, 2), "gChunkBeta": tiled(self.beta, 3, None, 2)}
+        squares = {"gScores": tiled(self.scores, rows=2), "gSolutions": tiled(self.two_parts.square, rows=2)}
+        return record(**tokens, **numbers, **squares)
 
-    def results(self):
+    def results(self) -> tuple[Any, Any, Any]:
         """(the type of V, dO, O or dV, of all tokens; of E of each chunk and head; of S or dS of each, transposed)"""
         return tiled(self.values, unit=1), tiled(self.values, rows=2), tiled(self.state_tile, rows=2)
 
