@@ -20,6 +20,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_chunks import WALK_ARRAYS, DeltaChunks, serves_delta_chunks, swap_axes
 from .delta_gradient_walk import plan_delta_gradient_walk
+from .raw_inputs import by_tma
 from .recurrent_checks import has_channel_decay, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
 from .recurrent_gradients import (
@@ -60,8 +61,14 @@ def serves_delta_gradients(problem: Problem) -> bool:
 
 
 def serves_hopper(problem: Problem) -> bool:
-    """Do the chunk kernels for Hopper serve a call that chunk kernels serve?"""
-    return problem.extents["value_dim"] <= VALUES
+    """Do the chunk kernels for Hopper serve a call that chunk kernels serve? TMA loads and stores decays of channels, and keys
+    take the place of those of 16 bits."""
+    if problem.extents["value_dim"] > VALUES:
+        return False
+    if not has_channel_decay(problem):
+        return True
+    has_dtype = problem.forms["decay"].dtype in ("float32", problem.dtype)
+    return has_dtype and by_tma(problem, "decay") and by_tma(problem, "ddecay")
 
 
 def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

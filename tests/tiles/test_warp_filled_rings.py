@@ -57,6 +57,29 @@ def test_what_warps_hand_on(seed):
     np.testing.assert_allclose(out, wanted(x), atol=1e-4)
 
 
+@cuda.jit
+def written_in_turn(source, out):
+    """Two warps store every other vector each, in a ring of three; another warpgroup reads them."""
+    _, v = PLAN.open()
+    if warpgroup.id() == 0:
+        for j in range(cuda.threadIdx.x // 32, TILES if cuda.threadIdx.x < 64 else 0, 2):
+            store(v.claim(j), load(source, R.row_vec, (j, 0, 0)))
+            v.publish(j)
+    else:
+        for j in range(TILES):
+            first = load(v.wait(j), R.row_vec)
+            v.release(j)
+            store(out, first, (j, 0, 0))
+
+
+@pytest.mark.parametrize("seed", [None, *SEEDS])
+def test_a_tile_of_one_writer_may_be_any_warps(seed):
+    """A warp that comes early waits until another one's tile has been read."""
+    x, out = numbers(), np.full((TILES, 1, 64), np.nan, np.float32)
+    interpret(written_in_turn, (1, 1, 1), 256, [x, out], PLAN, seed)
+    np.testing.assert_array_equal(out, x[:, :1].astype(np.float32))
+
+
 @pytest.mark.gpu
 def test_what_warps_hand_on_the_card():
     x, out = numbers(), np.full((TILES, 64, 64), np.nan, np.float32)
@@ -147,6 +170,20 @@ def a_tile_left_out():
         x.claim(2)  # guilty
     else:
         warpgroup.load(x.wait(0), R)
+
+
+LINES = shared(v=ring(V, 2, readers=4, writers=1))
+
+
+@broken("phase", "claims tile 0 of ring 'v', and the next tile for slot 0 is number 2|the slot for tile 0", range(2), LINES)
+def claimed_by_two_warps():
+    (v,) = LINES.open()
+    if cuda.threadIdx.x < 64:
+        store(v.claim(0), zeros(R.row_vec))  # guilty
+        v.publish(0)
+    elif warpgroup.id() == 1:
+        load(v.wait(0), R.row_vec)
+        v.release(0)
 
 
 @broken({"race", "released"}, "tile 0 of ring 'x'", range(8), ONE)

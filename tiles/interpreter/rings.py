@@ -104,12 +104,19 @@ class Slot:
         last, published = self.claims.get(warp.index, (self.index - self.ring.stages, True))
         if not published:
             raise warp.hazard(f"claims {self._name(j)}, and has not published {self._name(last)}", "phase")
-        if j != last + self.ring.stages:
-            due = last + self.ring.stages
-            raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
+        if self.ring.writers > 1:
+            self._check_next_claim(warp, j, last)
         self.empty.wait(warp, j // self.ring.stages, f"the slot for {self._name(j)}", self._describe_occupied)
+        if self.ring.writers == 1:  # any warp may be the writer of a tile, and come before that of the tile before
+            self._check_next_claim(warp, j, max([self.index - self.ring.stages, *[tile for tile, _ in self.claims.values()]]))
         self.claims[warp.index] = j, False
         return self.tile(j)
+
+    def _check_next_claim(self, warp, j, last):
+        """A Hazard unless tile j comes after the last one that was claimed."""
+        due = last + self.ring.stages
+        if j != due:
+            raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
 
     def publish(self, warp, j, fenced=False):
         """The warp has stored its part of tile j; `fenced`: with no fence of its own."""

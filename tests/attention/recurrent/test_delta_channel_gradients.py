@@ -5,7 +5,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from gradient_cases import bf16, check, check_heads_first, check_record, check_row_strides, delta_case, f32, relative_rms, run
+from gradient_cases import (
+    bf16,
+    check,
+    check_heads_first,
+    check_record,
+    check_row_strides,
+    delta_case,
+    f32,
+    relative_rms,
+    run,
+    with_record,
+)
 from places import OnInterpreter
 from poison import as_on_a_device
 
@@ -61,6 +72,28 @@ def test_float16(place):
 def test_any_alignment(more):
     """Strides that are multiples of 8 and 2 bytes."""
     check_row_strides(one_head(20), more, family="sm_80")
+
+
+@pytest.mark.parametrize("is_result", [False, True])
+def test_gates_that_tma_does_not_reach(is_result):
+    """Rows of theirs, or of their gradients, begin between multiples of 16 bytes, and all other arrays' do not."""
+    args = one_head(20)
+    wide = np.full((*args["decay"].shape[:-1], 17), np.nan, f32)
+    wide[..., 1:] = args["decay"]
+    if not is_result:
+        check(OnInterpreter(), args | {"decay": wide[..., 1:]})
+        with_record(OnInterpreter(), args | {"decay": wide[..., 1:]})
+        return
+    want = attention.delta_rule_backward(**args)
+    for x, y in zip(attention.delta_rule_backward(**args, ddecay=wide[..., 1:]), want, strict=True):
+        assert relative_rms(x, y) < 0.01
+
+
+@pytest.mark.parametrize(("dtype", "gates"), [(np.float16, bf16), (bf16, np.float16)])
+def test_gates_of_the_other_dtype_of_16_bits(place, dtype, gates):
+    args = one_head(20, dtype=dtype, gates=gates)
+    check(place, args)
+    check_record(place, args)
 
 
 @pytest.mark.parametrize("shared_bytes", [MEDIUM, SMALL])

@@ -160,6 +160,15 @@ def test_stored_states(place, monkeypatch, nothing_known, decay, family, segment
             assert relative_rms(place.get(y), x) < 0.005, name
 
 
+def test_stored_states_of_many_chunks(place):
+    """Two warps sum up gates of one block of columns, for three chunks in flight."""
+    args = case(260, "token", heads=1)
+    states = with_states(place, args)["chunk_states"]
+    first = {name: x[:, :256] if x.ndim > 2 and "state" not in name else x for name, x in args.items()}
+    _, last = reference.linear(**{name: x for name, x in first.items() if name not in ("dout", "dstate")})
+    assert relative_rms(states[:, 4], last.swapaxes(2, 3)) < 0.005
+
+
 @pytest.mark.parametrize("segments", [1, 3])
 def test_states_of_segments_that_are_known(place, monkeypatch, nothing_known, segments):
     """The gradients of states before segments by a pass before, as ranks have it: the same bits."""
