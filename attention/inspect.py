@@ -46,7 +46,8 @@ KERNELS = {  # modules of kernels/, and of parts/
         delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper
         delta_segment_gradients_hopper packed_tails delta_inverse_ampere delta_walk_ampere delta_state_gradients_ampere
         delta_gradients_ampere delta_channel_inverse_ampere delta_channel_gradients_ampere delta_channel_inverse_hopper
-        delta_channel_cuts_hopper delta_channel_chains_hopper delta_channel_outputs_hopper delta_channel_state_gradients_hopper
+        delta_channel_cuts_hopper delta_channel_chains_hopper delta_channel_outputs_hopper
+        delta_channel_state_gradients_hopper
         delta_channel_block_gradients_hopper delta_channel_gradients_hopper""",
     "short_conv": "short_conv short_conv_backward",
     "gated_norm": "gated_norm gated_norm_gradients",

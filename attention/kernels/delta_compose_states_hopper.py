@@ -9,7 +9,7 @@ transpose of 64 columns of the state and splits it too; three of the four produc
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numba import cuda
 from numpy import int32
@@ -19,6 +19,7 @@ from tiles import bf16, fp32, ring, rt, shared, st
 from tiles.launching.arguments import INT, array
 from tiles.targets import Target
 
+from ..parts.recurrent.launch_conditions import HistoryCondition, NoCondition
 from ..parts.recurrent.tokens import COLUMNS
 
 KEY_DIMS = 64, 128  # as padded
@@ -29,9 +30,15 @@ REGISTERS = 104, 240  # of a thread of two loaders, of the composer
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. key_dim: the channels of keys, padded."""
+    """A kernel's configuration. key_dim: the channels of keys, padded. condition: of the grid."""
 
     key_dim: int
+    condition: NoCondition = field(default=NoCondition())
+
+    @property
+    def overlaps_previous(self) -> bool:
+        """Does the kernel begin while the grid before still runs?"""
+        return self.condition.overlaps
 
     @property
     def loaders(self):
@@ -44,13 +51,15 @@ class Config:
         return warpgroup.THREADS * (1 + self.loaders)
 
     def __str__(self):
-        return f"composed states, Dk {self.key_dim}"
+        return ", ".join(filter(None, (f"composed states, Dk {self.key_dim}", str(self.condition))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations, one for each padded key dim."""
     if target.has_wgmma:
         yield from map(Config, KEY_DIMS)
+        if everything:
+            yield from (Config(key_dim, HistoryCondition(False)) for key_dim in KEY_DIMS)
 
 
 @functools.cache
@@ -58,16 +67,19 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     KEY_DIM, STATE, WARPS = config.key_dim, rt(16, config.key_dim, fp32), warpgroup.WARPGROUP
     (loader_registers, composer_registers), SETMAXNREG = REGISTERS, config.loaders > 1
+    condition, CONDITION = config.condition, config.condition.params()
     matrices = ring(st(KEY_DIM, KEY_DIM, bf16), STAGES, WARPS, writers=WARPS * config.loaders)
     smem = shared(high=matrices, low=matrices)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def compose_states(
         gTransitions: array(4), gInitialState: array(4), gSegmentStates: array(4), blocks: INT, segments: INT, heads: INT,
-        values: INT,
+        values: INT, condition_args: CONDITION,
     ):  # fmt: skip
         """The states before the `segments` of a head, for one of `blocks` blocks of columns. values: the number of columns of a
-        state, and of N."""
+        state, and of N. condition_args: see launch_conditions.py."""
+        if condition.is_skipped(condition_args):
+            return
         high, low = smem.open()
         batch_head, block = divmod(cuda.blockIdx.x, blocks)
         sequence, head = divmod(batch_head, heads)

@@ -15,8 +15,8 @@ q', k', k*, T and the intra-chunk scores do not depend on the state: one warpgro
 chunk, while consumers, of 64 value columns each, update the state with this one."""
 
 import functools
-import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from numba import cuda
 
@@ -28,48 +28,48 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.channel_config import Config
+from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_SIZES, DELTA_STAGES
+from ..parts.recurrent.channel_config import ConditionalConfig as Config
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.stepped_scores import SteppedScores, SteppedTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
-KEY_DIMS = 64, 128  # as padded
-STAGES = 2  # chunks in flight
-
-
-SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
-
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out; so are
+    those with a condition."""
+    for config in channel_config.channel_space(Config, DELTA_SIZES, target, everything, BetaFormula(1.0)):
+        yield config
+        if everything:
+            yield replace(config, condition=HistoryCondition(False))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE = config.consumers, config.dtype, config.gates is fp32
-    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, DELTA_REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, config.key_dim, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS = SCORES.col_vec, warpgroup.WARPGROUP
     readers = CONSUMERS * WARPS
     square, KEY = st(CHUNK, CHUNK, INPUT), config.key
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
     channel_gates, PARAMS, BETA = config.limited_gates, config.limited_gates.params(), config.beta
+    condition, CONDITION = config.condition, config.condition.params()
     smem = shared(
-        q=ring(config.key, STAGES, readers + WARPS),
-        k=ring(config.key, STAGES, readers + WARPS),
-        k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
+        q=ring(config.key, DELTA_STAGES, readers + WARPS),
+        k=ring(config.key, DELTA_STAGES, readers + WARPS),
+        k_decayed=ring(config.key, DELTA_STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
         v=ring(config.value, CONSUMERS, WARPS),
-        t=ring(square, STAGES, readers, writers=WARPS),
+        t=ring(square, DELTA_STAGES, readers, writers=WARPS),
         p=ring(square, 1, readers, writers=WARPS),
-        state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
-        flag=ring(FLAG, STAGES, readers, writers=WARPS),
+        state_decay=ring(config.state_decay, DELTA_STAGES, readers, writers=WARPS),
+        flag=ring(FLAG, DELTA_STAGES, readers, writers=WARPS),
         triangles=TRIANGLES,
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
@@ -122,11 +122,13 @@ def make(config: Config):
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
         group: INT, scale: FLOAT,
-        params: PARAMS,
+        params: PARAMS, condition_args: CONDITION,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
-        columns wide."""
+        columns wide. condition_args: see launch_conditions.py."""
+        if condition.is_skipped(condition_args):
+            return
         q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized, reads = (
             smem.open()
         )

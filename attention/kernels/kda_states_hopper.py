@@ -5,8 +5,8 @@ A segment takes a state S to M S + N. The scan starts from [0 | I], where v is 0
 these), and so ends with [N | M]. delta_compose_states_hopper.py composes these."""
 
 import functools
-import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from numba import cuda
 from numpy import float32, int32
@@ -20,16 +20,15 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.block_scores import BlockScores
+from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_SIZES, DELTA_STAGES
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
-from .kda_hopper import KEY_DIMS, REGISTERS, STAGES
-
-SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
 
 
-class Config(channel_config.Config):
+class Config(channel_config.ConditionalConfig):
     """A kernel's configuration: that of channel_config.py. consumers: warpgroups that have 64 columns of a state each."""
 
     def __str__(self):
@@ -37,8 +36,12 @@ class Config(channel_config.Config):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    return channel_config.channel_space(Config, SIZES, target, everything, BetaFormula(1.0))
+    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out; so are
+    those with a condition."""
+    for config in channel_config.channel_space(Config, DELTA_SIZES, target, everything, BetaFormula(1.0)):
+        yield config
+        if everything:
+            yield replace(config, condition=HistoryCondition(False))
 
 
 class KeyScores(AnchoredScores):
@@ -63,20 +66,21 @@ class KdaStatesDecay(KdaDecay):
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, KEY_DIM = config.consumers, config.dtype, config.gates is fp32, config.key_dim
-    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, REGISTERS[CONSUMERS], CONSUMERS > 1
+    PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, DELTA_REGISTERS[CONSUMERS], CONSUMERS > 1
     STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
     COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
     readers = CONSUMERS * WARPS
     decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.limited_gates
     PARAMS, BETA = channel_gates.params(), config.beta
+    condition, CONDITION = config.condition, config.condition.params()
     smem = shared(
-        k=ring(config.key, STAGES, readers + WARPS),
-        k_decayed=ring(config.key, STAGES, readers + WARPS, writers=WARPS),
+        k=ring(config.key, DELTA_STAGES, readers + WARPS),
+        k_decayed=ring(config.key, DELTA_STAGES, readers + WARPS, writers=WARPS),
         g=ring(config.gate, 1, WARPS),
-        v=ring(config.value, STAGES * CONSUMERS, WARPS),
-        t=ring(st(CHUNK, CHUNK, INPUT), STAGES, readers, writers=WARPS),
-        state_decay=ring(config.state_decay, STAGES, readers, writers=WARPS),
-        flag=ring(FLAG, STAGES, readers, writers=WARPS),
+        v=ring(config.value, DELTA_STAGES * CONSUMERS, WARPS),
+        t=ring(st(CHUNK, CHUNK, INPUT), DELTA_STAGES, readers, writers=WARPS),
+        state_decay=ring(config.state_decay, DELTA_STAGES, readers, writers=WARPS),
+        flag=ring(FLAG, DELTA_STAGES, readers, writers=WARPS),
         triangles=TRIANGLES,
         gate_sums=config.gate_sums,
         block_decays=decay.block_decays,
@@ -103,10 +107,13 @@ def make(config: Config):
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
         gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned_segments: INT,
         heads: INT, group: INT, values: INT,
-        params: PARAMS,
+        params: PARAMS, condition_args: CONDITION,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of v
-        and N. `group` value heads share a key head; each is `blocks` blocks of columns wide."""
+        and N. `group` value heads share a key head; each is `blocks` blocks of columns wide. condition_args: see
+        launch_conditions.py."""
+        if condition.is_skipped(condition_args):
+            return
         k, k_decayed, g, v, t, state_decay, flag, triangles, gate_sums, block_decays, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)

@@ -26,11 +26,12 @@ from tiles.targets import Target
 
 from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
+from ..parts.recurrent.channel_config import DELTA_KEY_DIMS
 from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
-from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.segment_spans import OverlapCounts
 from ..parts.recurrent.stepped_scores import RowScores
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -41,7 +42,7 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(channel_config.Config):
+class Config(channel_config.ConditionalConfig):
     """A kernel's configuration: that of channel_config.py. There are no consumers. order: of the chunks."""
 
     order: HeadMajor = field(default=HeadMajor(), kw_only=True)
@@ -81,11 +82,15 @@ class Config(channel_config.Config):
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims."""
-    sizes = tuple((key_dim, 0) for key_dim in KEY_DIMS)
+    sizes = tuple((key_dim, 0) for key_dim in DELTA_KEY_DIMS)
     for config in channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0)):
         yield replace(config, consumers=0)
-        if not config.varlen and (everything or config.key_dim == max(KEY_DIMS)):
+        if not config.varlen and (everything or config.key_dim == max(DELTA_KEY_DIMS)):
             yield replace(config, consumers=0, order=ChunkMajor())
+            if everything:
+                yield replace(config, consumers=0, order=ChunkMajor(), condition=HistoryCondition(False))
+        if everything:
+            yield replace(config, consumers=0, condition=HistoryCondition(True))
 
 
 @functools.cache
@@ -98,8 +103,8 @@ def make(config: Config):
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
     halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
     block_scores = RowScores(config.key_dim, INPUT)
-    overlap_counts = OverlapCounts(config.history, seq_layout)
-    OVERLAPS = overlap_counts.params()
+    overlap_counts, condition = OverlapCounts(config.history, seq_layout), config.condition
+    OVERLAPS, CONDITION = overlap_counts.params(), condition.params()
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
     KEYS, CHUNK_KEYS = tiled(KEY, unit=1), tiled(KEY, rows=2)
     smem = shared(
@@ -154,11 +159,14 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gBeta: array(3), gGates: tiled(config.gate, unit=1), gQueries: CHUNK_KEYS, gDecayedKeys: CHUNK_KEYS,
         gSolvedKeys: tiled(SOLVED_KEYS, rows=2), gSolvedScores: tiled(config.square, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gCuSeqlens: ENDS, length: INT, order_args: ORDER, heads: INT,
-        group: INT, scale: FLOAT, params: PARAMS, counts: INT, overlap_args: OVERLAPS,
+        group: INT, scale: FLOAT, params: PARAMS, counts: INT, overlap_args: OVERLAPS, condition_args: CONDITION,
     ):  # fmt: skip
         """gQueries .. gStateDecays: of each chunk and head, q', k', exp(b_last - r) T^T k*, scale T^T tril(q' k*^T)^T, exp(r)
-        and exp(b_last). order_args: see chunk_order.py. heads: of keys, each of which `group` value heads share. The first
-        `counts` blocks of the grid count overlaps (segment_spans.py), the others have chunks."""
+        and exp(b_last). order_args: see chunk_order.py; condition_args: launch_conditions.py. heads: of keys, each of which
+        `group` value heads share. The first `counts` blocks of the grid count overlaps (segment_spans.py), the others have
+        chunks."""
+        if condition.is_skipped(condition_args):
+            return
         q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
         block_index = int32(cuda.blockIdx.x - counts)
         if block_index < 0:

@@ -25,6 +25,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.launch_conditions import HistoryCondition, NoCondition
 from ..parts.recurrent.segment_spans import OverlappingSegments
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -40,12 +41,13 @@ WARPS = warpgroup.WARPGROUP
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? order: in
-    which the grid before computes what this one reads."""
+    which the grid before computes what this one reads. condition: of the grid."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
     order: HeadMajor = field(default=HeadMajor())
+    condition: NoCondition = field(default=NoCondition())
     threads = warpgroup.THREADS * (LOADER + 1)
 
     @property
@@ -76,11 +78,11 @@ class Config:
     @property
     def overlaps_previous(self) -> bool:
         """Does the kernel begin while the grid before still runs?"""
-        return self.order.overlaps
+        return self.order.overlaps or self.condition.overlaps
 
     def __str__(self):
-        flags = f"{', varlen' * self.varlen}" + f", {self.order}" * self.order.overlaps
-        return f"walk of KDA, Dk {self.key_dim} {self.dtype}{flags}"
+        walk = f"walk of KDA, Dk {self.key_dim} {self.dtype}"
+        return ", ".join(filter(None, (walk, "varlen" * self.varlen, str(self.order), str(self.condition))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -91,6 +93,10 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(key_dim, input_dtype, varlen)
             if not varlen and (everything or key_dim == max(KEY_DIMS)):
                 yield Config(key_dim, input_dtype, order=ChunkMajor())
+            if everything:
+                yield Config(key_dim, input_dtype, varlen, condition=HistoryCondition(True))
+            if everything and not varlen:
+                yield Config(key_dim, input_dtype, order=ChunkMajor(), condition=HistoryCondition(False, True))
 
 
 @functools.cache
@@ -101,6 +107,7 @@ def make(config: Config):
     chunk_order, ORDER = config.order, config.order.walk_params()
     spans = OverlappingSegments()
     SPANS: Any = spans.params()
+    condition, CONDITION = config.condition, config.condition.params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
     LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
     KEYS, KEY_DIM, PANELS = tiled(config.key, rows=2), config.key_dim, config.key_dim // CHUNK
@@ -178,11 +185,14 @@ def make(config: Config):
         gQueries: KEYS, gDecayedKeys: KEYS, gSolved: tiled(config.solved, rows=2),
         gStateDecays: tiled(config.state_decays, 3, None, 2), gV: tiled(config.value, unit=1),
         gO: seq_layout.output_argument(config.value), gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS,
-        length: INT, blocks: INT, heads: INT, scale: FLOAT, order_args: ORDER, span_args: SPANS,
+        length: INT, blocks: INT, heads: INT, scale: FLOAT, order_args: ORDER, span_args: SPANS, condition_args: CONDITION,
     ):  # fmt: skip
         """The outputs of a span of a sequence, and after the last one the state. gQueries .. gStateDecays: of each chunk and
-        head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order_args: see
-        chunk_order.py; span_args: segment_spans.py. Each of the value `heads` is `blocks` blocks of columns wide."""
+        head, as kda_transform_hopper.py stores them; gSolved: k~ and, beside it, P~^T. order_args: see chunk_order.py;
+        span_args: segment_spans.py; condition_args: launch_conditions.py. Each of the value `heads` is `blocks` blocks of
+        columns wide."""
+        if condition.is_skipped(condition_args):
+            return
         tiles = smem.open()
         decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()

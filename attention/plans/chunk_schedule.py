@@ -74,9 +74,21 @@ def gains_beside(
     """Do both launches take less time, by `min_gain` of it, if the walk runs beside the first one? chunks: of each sequence."""
     if late_blocks <= 0 or head_sequences * -(-chunks // ITEM_CHUNKS) < ROUNDS * block_workers * processors:
         return False
-    first_items, walk = ROUNDS * ITEM_CHUNKS * block_workers * costs.chunk, chunks * costs.walk
-    beside = first_items + max(walk, head_sequences * chunks * costs.chunk_beside / late_blocks)
-    return beside < (1 - min_gain) * (head_sequences * chunks * costs.chunk / processors + walk)
+    beside = time_beside(head_sequences, chunks, late_blocks, block_workers, costs)
+    return beside < (1 - min_gain) * (head_sequences * chunks * costs.chunk / processors + chunks * costs.walk)
+
+
+def time_beside(head_sequences: int, chunks: int, late_blocks: int, block_workers: int, costs: ChunkCosts) -> float:
+    """Microseconds of both launches, if the walk runs beside the first one. chunks: of each sequence."""
+    first_items = ROUNDS * ITEM_CHUNKS * block_workers * costs.chunk
+    return first_items + max(chunks * costs.walk, head_sequences * chunks * costs.chunk_beside / late_blocks)
+
+
+def schedule_by_heads(problem: Problem, resident_ctas: int) -> ChunkSchedule:
+    """The schedule of a walk after the first launch; see schedule_chunks."""
+    length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
+    parts = count_parts(sequences * heads, length * batch // sequences // CHUNK, resident_ctas)
+    return ChunkSchedule(intern_value(HeadMajor), sequences * heads * parts, {"parts": parts}, {})
 
 
 def schedule_chunks(
@@ -91,13 +103,12 @@ def schedule_chunks(
     """The schedule of a problem. walk_blocks: of the walk. resident_ctas: for how many blocks of one warpgroup the GPU has room
     in the first launch. block_workers: the workers of a block there that has a multiprocessor to itself. min_gain: see
     gains_beside."""
-    length, heads, sequences, batch = problem("seqlen", "heads", "sequences", "batch")
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
     head_sequences, processors = sequences * heads, machine(problem.device).processors
     chunks = -(-length // CHUNK)
     late_blocks = count_late_blocks(head_sequences, walk_blocks, processors, costs)
     if is_varlen(problem) or not gains_beside(head_sequences, chunks, late_blocks, processors, block_workers, costs, min_gain):
-        parts = count_parts(head_sequences, length * batch // sequences // CHUNK, resident_ctas)
-        return ChunkSchedule(intern_value(HeadMajor), head_sequences * parts, {"parts": parts}, {})
+        return schedule_by_heads(problem, resident_ctas)
     args = {
         "gCounts": scratch(block_workers * processors, dtype="int32"),
         "workers": block_workers * processors,

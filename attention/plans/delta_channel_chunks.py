@@ -17,7 +17,7 @@ from ..kernels import delta_channel_cuts_hopper, delta_channel_inverse_hopper, d
 from ..parts.recurrent.delta_chunks import KEY_DIMS
 from ..parts.recurrent.segment_spans import OverlappingSegments
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from .delta_walk import count_parts
+from .chunk_schedule import count_parts
 from .packed_tails import plan_tails
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value
@@ -118,7 +118,7 @@ class ChannelChunks:
         self.buffers["gOverlaps"] = self.scratch(delta_channel_cuts_hopper.DIRECTIONS, self.walks, segments)
         cuts = self.launch(
             delta_channel_cuts_hopper,
-            (self.key_dim, self.gates_dtype, self.dtype),
+            (self.key_dim, 0, self.gates_dtype, self.dtype, False, delta_channel_cuts_hopper.DIRECTIONS),
             delta_channel_cuts_hopper.DIRECTIONS * self.walks * (segments - 1),
             "gBeta gOverlaps gGateRows gKeyRows",
             segments=segments,

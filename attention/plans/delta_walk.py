@@ -1,7 +1,7 @@
-"""The plans of the delta rule on few long sequences. One launch computes everything that does not depend on the state, for all
-chunks at once (delta_transform_hopper.py, kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
-along the sequence (delta_walk_hopper.py, kda_walk_hopper.py). With decays of tokens, a sequence may be cut into segments: two
-more launches then compute the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
+"""The plans of the delta rule on few long sequences, without decays or with those of tokens. One launch computes everything
+that does not depend on the state, for all chunks at once (delta_transform_hopper.py). Then a thread block for each 64 columns
+of a head walks along the sequence (delta_walk_hopper.py). A sequence may be cut into segments: two more launches then compute
+the state before each (delta_walk_states_hopper.py, delta_compose_states_hopper.py)."""
 
 import functools
 import math
@@ -15,51 +15,33 @@ from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
 from ..kernels import (
-    delta_compose_states_hopper,
     delta_transform_hopper,
     delta_walk_hopper,
     delta_walk_states_hopper,
-    kda_transform_hopper,
-    kda_walk_hopper,
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from .chunk_schedule import MIN_GAIN, ChunkCosts, count_parts, count_stored_chunks, schedule_chunks
+from .chunk_schedule import count_parts
+from .delta_scans import compose_states
 from .raw_inputs import RawOptions
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .recurrent_chunks import BLOCK_CHUNKS, MIN_SEGMENT_CHUNKS, Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 MIN_CHUNKS = 8  # chunks of a sequence from which on a second launch pays
-# The least part of the multiprocessors that a walk with decays of channels must fill, if sequences have more than so many
-# chunks. It may be one block a head and 64 columns; with fewer chunks it is faster than other launches nevertheless
-MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 128
-EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays of channels
-MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
-MAX_SCRATCH_BYTES = 4 * 2**30  # of the scratch memory of a walk with decays of channels
-WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that a walk with decays of channels takes
 # Microseconds of a chunk of the walk, by consumers in a block; of a chunk of the pass that computes states, likewise; of a step
 # from the state before one segment to that before the next; of two more launches
 WALK, STATES, COMPOSE, LAUNCHES = {1: 1.37, 2: 2.4}, {1: 0.76, 2: 1.17}, 3.2, 8.0
-CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)  # with decays of channels
 
 
 def serves_walk(problem: Problem) -> bool:
     """Does a walk take less time than delta_hopper.py, whose thread blocks each solve the chunks again, for 64 columns of the
     state? It does if each multiprocessor has one block at most."""
-    blocks, chunks = _count_blocks(problem)
+    blocks, chunks = count_blocks(problem)
     return problem.extents["key_dim"] <= max(KEY_DIMS) and blocks <= machine(problem.device).processors and chunks >= MIN_CHUNKS
 
 
-def serves_channel_walk(problem: Problem) -> bool:
-    """serves_walk with decays of channels: are there also enough blocks, and is the scratch memory below MAX_SCRATCH_BYTES?"""
-    (blocks, chunks), (batch, length, heads, key_dim) = _count_blocks(problem), problem("batch", "seqlen", "heads", "key_dim")
-    nbytes = batch * length * heads * (3 * key_dim + CHUNK) * 2
-    fills = chunks <= MIN_LONG_CHUNKS or blocks >= MIN_OCCUPANCY * machine(problem.device).processors
-    return serves_walk(problem) and fills and nbytes <= MAX_SCRATCH_BYTES
-
-
-def _count_blocks(problem: Problem) -> tuple[int, int]:
+def count_blocks(problem: Problem) -> tuple[int, int]:
     """(blocks of 64 columns, chunks of a sequence)"""
     batch, length, heads, columns, sequences = problem("batch", "seqlen", "heads", "value_dim", "sequences")
     return sequences * heads * -(-columns // COLUMNS), length * batch // sequences // CHUNK
@@ -100,7 +82,7 @@ def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, s
     length, heads, key_heads, key_dim, columns, sequences = problem(
         "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
     )
-    head_sequences, (_, chunks), processors = sequences * heads, _count_blocks(problem), machine(problem.device).processors
+    head_sequences, (_, chunks), processors = sequences * heads, count_blocks(problem), machine(problem.device).processors
     width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
     sizes = head_sequences, width, first_width, chunks, processors
     segments, consumers = choose_segments(*sizes), 2 if choose_consumers(*sizes) > 1 else 1
@@ -140,7 +122,7 @@ def _plan_inverse(
         chunk_results["gExponents"] = scratch(heads, chunks)
     config = intern_value(delta_transform_hopper.Config, *config_fields, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(sequences * heads, _count_blocks(problem)[1], resident_ctas)
+    parts = count_parts(sequences * heads, count_blocks(problem)[1], resident_ctas)
     excluded = "gQ", "gV", "gO", "gInitialState", "gFinalState"
     inputs = {name: x for name, x in arrays.items() if name not in excluded} | {"gGates": gates} | chunk_results
     kernel = kernel_for(delta_transform_hopper, config, problem.device)
@@ -187,93 +169,3 @@ def _plan_states(
 def composes_states(segments: int, arrays: Arrays) -> bool:
     """Are the states before segments composed of N and M? Of two segments, the first of which begins with 0, they are N."""
     return segments > 2 or arrays["gInitialState"] is not None
-
-
-def compose_states(
-    problem: Problem, transitions: Operand, initial_state: Operand | None, segments: int, scratch: ScratchAllocator
-) -> tuple[Step, Operand]:
-    """(the launch that composes the states before each segment of all transitions [N | M], these states)"""
-    heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    width, segment_states = -(-columns // COLUMNS), scratch(sequences * segments, heads, key_dim, columns)
-    config = intern_value(delta_compose_states_hopper.Config, pad_key_dim(key_dim, KEY_DIMS))
-    step = kernel_for(delta_compose_states_hopper, config, problem.device).bind(
-        sequences * heads * width,
-        blocks=width,
-        segments=segments,
-        heads=heads,
-        values=columns,
-        gTransitions=transitions,
-        gInitialState=initial_state,
-        gSegmentStates=segment_states,
-    )
-    return step, segment_states
-
-
-@watched_function
-def count_walk_segments(walk_blocks: int, chunks: int, processors: int) -> int:
-    """The segments of each sequence in a walk with decays of channels: as many as fill the GPU, if a block then walks fewer
-    chunks. walk_blocks: of a segment of all sequences. chunks: of each sequence."""
-    segments = max(1, min(processors // walk_blocks, chunks)) if walk_blocks else 1
-    return segments if -(-chunks // segments) + EARLY_CHUNKS < chunks else 1
-
-
-def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
-    """The launches, with decays of channels. arrays: those of kda_hopper.py's kernel. raw: see plan_walk."""
-    length, heads, key_heads, columns = problem("seqlen", "heads", "heads_k", "value_dim")
-    walk_blocks, width = _count_blocks(problem)[0], -(-columns // COLUMNS)
-    gates, input_dtype, varlen = arrays["gGates"], DTYPES[problem.dtype], is_varlen(problem)
-    chunks = count_stored_chunks(problem)
-    assert gates is not None
-    key_dim = pad_key_dim(problem.extents["key_dim"], KEY_DIMS)
-
-    def chunk_scratch(extent: int) -> Operand:
-        return scratch(chunks, heads, CHUNK, extent, dtype=problem.dtype)
-
-    factors: Arrays = {"gQueries": chunk_scratch(key_dim), "gDecayedKeys": chunk_scratch(key_dim)}
-    solved, state_decays = chunk_scratch(key_dim + CHUNK), scratch(chunks, heads, 2 * key_dim)
-    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    fields = key_dim, 0, DTYPES[gates.form.dtype], input_dtype, varlen
-    resident_ctas = kda_transform_hopper.CTAS_PER_SM * machine(problem.device).processors
-    segments = count_walk_segments(walk_blocks, _count_blocks(problem)[1], machine(problem.device).processors)
-    min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
-    schedule = schedule_chunks(problem, walk_blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
-    segments = 1 if schedule.order.overlaps else segments
-    sequences, overlaps, counts = problem.extents["sequences"], None, 0
-    if segments > 1:
-        overlaps, counts = scratch(1, sequences * heads, segments), sequences * heads * (segments - 1)
-    config = intern_value(kda_transform_hopper.Config, *fields, **options, order=schedule.order)
-    inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS} | factors
-    transform = kernel_for(kda_transform_hopper, config, problem.device).bind(
-        schedule.blocks + counts,
-        length=length,
-        segments=segments,
-        counts=counts,
-        gOverlaps=overlaps,
-        gGateRows=gates,
-        gKeyRows=arrays["gK"],
-        heads=key_heads,
-        group=heads // key_heads,
-        scale=scale,
-        gCuSeqlens=arrays["gCuSeqlens"],
-        gSolvedKeys=solved,
-        gSolvedScores=solved,
-        gStateDecays=state_decays,
-        **schedule.args,
-        **inputs,
-    )
-    walk_arrays = {name: arrays[name] for name in WALK_ARRAYS} | factors
-    walk_config = intern_value(kda_walk_hopper.Config, key_dim, input_dtype, varlen, schedule.order)
-    walk = kernel_for(kda_walk_hopper, walk_config, problem.device).bind(
-        walk_blocks * segments,
-        length=length,
-        blocks=width,
-        segments=segments,
-        heads=heads,
-        gOverlaps=overlaps,
-        scale=scale,
-        gSolved=solved,
-        gStateDecays=state_decays,
-        **schedule.walk_args,
-        **walk_arrays,
-    )
-    return [transform, walk]

@@ -17,17 +17,16 @@ from tiles.calls import jax_call, torch_op
 from tiles.calls.plan import Plan, Step
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
-from tiles.launching.devices import machine
-from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
-from ..kernels import delta_compose_states_hopper, delta_hopper, delta_states_hopper, kda_hopper, kda_states_hopper
+from ..kernels import delta_hopper, delta_states_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from ..parts.recurrent.channel_config import DELTA_KEY_DIMS
 from ..plans import recurrent_checks, recurrent_chunks, token_loop
 from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
 from ..plans.chunk_states import check_memory
+from ..plans.delta_channel_walk import plan_channel_walk, serves_channel_walk
 from ..plans.delta_chunks import plan_delta_chunks, serves_delta_chunks
 from ..plans.delta_records import (
     RESULT_ROWS,
@@ -38,8 +37,9 @@ from ..plans.delta_records import (
     record_fields,
     record_schema,
 )
+from ..plans.delta_scans import plan_channel_scans, scan_chunks
 from ..plans.delta_training import plan_forward_with_record
-from ..plans.delta_walk import compose_states, plan_channel_walk, plan_walk, serves_channel_walk, serves_walk
+from ..plans.delta_walk import plan_walk, serves_walk
 from ..plans.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
@@ -52,7 +52,6 @@ from ..plans.raw_inputs import (
     prepare_rows,
     split_raw,
 )
-from ..plans.recurrent_checks import DTYPES, is_varlen, pad_key_dim
 from .delta_gradients import DELTA_DERIVATIVE
 
 INPUTS = """
@@ -86,9 +85,6 @@ DELTA_STATES = Schema(
 )
 
 NO_RAW_RECORD = "return_chunk_states: takes decays and beta, not what a layer projects, and no qk_l2norm"
-
-# the times of both passes over segments with decays of channels, for Dk 128
-CHANNEL_COSTS = recurrent_chunks.Costs(two_consumers=1.25, first_pass=0.7, compose=0.75, extra_launches=0.5)
 
 
 @suggests_argument_names
@@ -222,7 +218,7 @@ def plan_delta_rule(
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
-    max_key_dim = max(kda_hopper.KEY_DIMS if by_channel else delta_hopper.STAGES)
+    max_key_dim = max(DELTA_KEY_DIMS if by_channel else delta_hopper.STAGES)
     if family == HOPPER_FAMILY and key_dim > max_key_dim:
         raise ValueError(f"family: sm_90 takes keys of at most {max_key_dim} columns: {family=}, q has {key_dim}")
     if recurrent_checks.has_nothing_to_compute(problem, return_state):
@@ -280,7 +276,7 @@ def _final_states(problem: Problem, family: str | None) -> Plan:
         return Plan([])
     if uses_hopper_kernels(problem, family) and key_dim <= max(delta_states_hopper.KEY_DIMS) and batch * length:
         arrays |= {"gGates": problem["decay"], "gSkippedChunks": problem["skipped"]}
-        return Plan([_scan_chunks(problem, arrays, columns, delta_states_hopper, 1)])
+        return Plan([scan_chunks(problem, arrays, columns, delta_states_hopper, 1)])
     if serves_delta_chunks(problem):
         scratch = recurrent_chunks.ScratchAllocator(problem)
         arrays |= {"gGates": problem["decay"], "gQ": problem["k"], "gO": None}
@@ -302,74 +298,11 @@ def _plan_chunks(
     raw = raw._replace(l2norm=raw.l2norm and kernel_normalizes)
     arrays = arrays | copies
     if by_channel:
-        plan = plan_channel_walk if serves_channel_walk(problem) else _plan_channels
+        plan = plan_channel_walk if serves_channel_walk(problem) else plan_channel_scans
         steps += plan(problem, arrays, scale, raw, scratch)
     elif serves_walk(problem):
         steps += plan_walk(problem, arrays, scale, raw, scratch)
     else:
         columns = problem.extents["value_dim"]
-        steps.append(_scan_chunks(problem, arrays, columns, delta_hopper, 1, raw=raw, segments=1, scale=scale))
+        steps.append(scan_chunks(problem, arrays, columns, delta_hopper, 1, raw=raw, segments=1, scale=scale))
     return steps, scratch.shapes
-
-
-def _plan_channels(
-    problem: Problem, arrays: dict, scale: float, raw: RawOptions, scratch: recurrent_chunks.ScratchAllocator
-) -> list[Step]:
-    """The launches with decays of channels. There is one, or three if sequences are cut into segments: the first computes how
-    each segment changes a state, the second the state before each segment, the third the outputs."""
-    batch, length, heads, key_dim, columns, sequences = problem("batch", "seqlen", "heads", "key_dim", "value_dim", "sequences")
-    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    processors, chunks_per_sequence = machine(problem.device).processors, length * batch // sequences // CHUNK
-    padded = pad_key_dim(key_dim, delta_compose_states_hopper.KEY_DIMS)
-    costs = CHANNEL_COSTS._replace(compose=CHANNEL_COSTS.compose * padded / max(delta_compose_states_hopper.KEY_DIMS))
-    segments = recurrent_chunks.choose_segments(sequences * heads, width, first_width, chunks_per_sequence, processors, costs)
-    steps = []
-    if segments > 1:
-        scanned_segments, both_columns = segments - 1, columns + key_dim  # of [N | M]
-        transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
-        inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState")}
-        inputs["gFinalState"] = transitions
-        grid = {"segments": segments, "scanned_segments": scanned_segments}
-        steps.append(
-            _scan_chunks(problem, inputs, both_columns, kda_states_hopper, scanned_segments, raw, values=columns, **grid)
-        )
-        compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
-        steps.append(compose)
-        arrays = arrays | {"gInitialState": segment_states}
-    return [*steps, _scan_chunks(problem, arrays, columns, kda_hopper, segments, raw, segments=segments, scale=scale)]
-
-
-def _scan_chunks(
-    problem: Problem,
-    arrays: dict,
-    columns: int,
-    module: Any,
-    grid_segments: int,
-    raw: RawOptions = NOT_RAW,
-    **numbers: Any,
-) -> Step:
-    """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. raw: the formulas that the kernel applies to raw inputs. numbers: its further arguments."""
-    batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
-    width, gates = -(-columns // COLUMNS), arrays["gGates"]
-    fits_one_wave = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns
-    padded = pad_key_dim(key_dim, delta_hopper.STAGES)
-    consumers = 1 if fits_one_wave or key_dim > delta_hopper.WIDE_KEY_DIM else min(width, 2)
-    dtype, varlen = DTYPES[problem.dtype], is_varlen(problem)
-    options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
-    if module in (kda_hopper, kda_states_hopper):
-        config = module.Config(padded, consumers, DTYPES[gates.form.dtype], dtype, varlen, **options)
-    else:
-        config = module.Config(padded, dtype, gates is not None, varlen, consumers=consumers, **options)
-        if gates and len(gates.form.shape) == 1:  # one for each head
-            arrays["gGates"] = gates.spread(0, length).spread(0, batch)
-    blocks = -(-width // config.consumers)
-    return kernel_for(module, config, problem.device).bind(
-        sequences * heads * grid_segments * blocks,
-        length=length,
-        blocks=blocks,
-        heads=key_heads,
-        group=heads // key_heads,
-        **numbers,
-        **arrays,
-    )

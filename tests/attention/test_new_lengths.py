@@ -144,6 +144,12 @@ RAW_CHANNELS = NewLengths(
     holds={"gate": "bfloat16"},
     axes={"gate": (*TOKEN_GATES, "key_dim"), "dt_bias": ("heads", "key_dim")},
 )
+LONG_CHANNELS = NewLengths(  # gates choose between two ways of launches
+    ("decay",),
+    fixed={"heads": 8, "batch": 1, "sequences": 1},
+    drawn={"seqlen": lambda rng, at: rng.randrange(16000, 40000)},
+    axes={"decay": (*TOKEN_GATES, "key_dim")},
+)
 TABLE: dict[str, list[NewLengths]] = {
     "forward": [PLAIN, NewLengths(options={"causal": True, "return_lse": True})],
     "forward_variant": VARIANT,
@@ -193,7 +199,13 @@ TABLE: dict[str, list[NewLengths]] = {
     "linear_segments": [PLAIN, PACKED],
     "linear_composed_states": [PLAIN],
     "linear_outputs_from_segments": [PLAIN, PACKED],
-    "delta_rule": [PLAIN, PACKED, NewLengths(("decay",))],
+    "delta_rule": [
+        PLAIN,
+        PACKED,
+        NewLengths(("decay",)),
+        LONG_CHANNELS,
+        LONG_CHANNELS._replace(fixed={"heads": 4, "batch": 1}),
+    ],
     "delta_rule_backward": [
         PLAIN,
         NewLengths(("cu_seqlens", "decay", "dstate"), {"grads": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),

@@ -14,9 +14,14 @@ from .channel_decay import max_fall
 from .channel_gates import ChannelGates, choose_channel_gates
 from .channel_history import ChannelHistory
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
+from .launch_conditions import NoCondition
 from .tokens import CHUNK, COLUMNS
 
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
+DELTA_KEY_DIMS = 64, 128  # as padded, of the delta rule's kernels
+DELTA_REGISTERS = {1: (240, 240), 2: (152, 176)}  # consumers -> registers a thread of preparer and consumer
+DELTA_SIZES = tuple(itertools.product(DELTA_KEY_DIMS, DELTA_REGISTERS))  # padded key dim, consumers
+DELTA_STAGES = 2  # chunks in flight
 RAW_SIZE = 128, 2  # padded key dim and consumers of configurations with a formula
 GLA_SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers: of GLA's kernels
 
@@ -93,6 +98,21 @@ class Config:
         return ", ".join(
             filter(None, (size, str(self.formula or ""), str(self.beta), "l2norm" * self.l2norm, "varlen" * self.varlen))
         )
+
+
+@dataclass(frozen=True)
+class ConditionalConfig(Config):
+    """A Config of a grid that may run in some calls only. condition: of the grid."""
+
+    condition: NoCondition = field(default=NoCondition(), kw_only=True)
+
+    @property
+    def overlaps_previous(self) -> bool:
+        """Does the kernel begin while the grid before still runs?"""
+        return self.condition.overlaps
+
+    def __str__(self):
+        return ", ".join(filter(None, (super().__str__(), str(self.condition))))
 
 
 def channel_space(

@@ -6,7 +6,7 @@ product of each channel's decays is no such bound: keys carry what one channel h
 
 from numpy import float32, int32
 
-from ops import abs, col_index, less, log2, maximum, row_max, row_sum, tile_sum, truncate, warpgroup, where
+from ops import abs, block, col_index, less, log2, maximum, row_max, row_sum, tile_sum, truncate, warpgroup, where
 from tiles import dtype, fp32, inlined, rt, static, sv
 from tiles.launching.arguments import array, record
 
@@ -16,6 +16,7 @@ from .gates import FLOOR, LOG2_E, clamp_gates
 
 LEAST_LOG2 = -56.0  # of a state less is left than 2^-32 of fp32's last bit
 MAX_CHUNKS = 4  # to count one takes as long as to scan it
+BLOCK_WARPGROUPS = MAX_CHUNKS  # of a BlockHistory
 
 
 @static
@@ -54,8 +55,18 @@ class ChannelHistory:
         return int32(-1) if left > LEAST_LOG2 and count < n else count
 
     @inlined
+    def leads(self):
+        """Is this the first of the warps that count together?"""
+        return warpgroup.rank() == 0
+
+    @inlined
     def _log2_norm(self, rows, params, gBeta, seq, j, head, key_head, sums):
         """The sum over the tokens of the j-th chunk of log2 of their norms."""
+        return warpgroup.reduce_sum(self._log2_norm_of_rows(rows, params, gBeta, seq, j, head, key_head), sums)
+
+    @inlined
+    def _log2_norm_of_rows(self, rows, params, gBeta, seq, j, head, key_head):
+        """_log2_norm of the tokens of a warp."""
         tile, token = rt(16, self.key_dim, fp32), seq.chunk_start(j)
         at = seq.batch, token, head, 0
         gate_rows = truncate(rows.gGateRows, 1, seq.end)
@@ -69,4 +80,29 @@ class ChannelHistory:
             betas = warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
             norms = norms + log2(maximum(abs(self.beta.compute(betas) * row_sum(keys * keys) - 1.0), 1.0))
         is_token = less(warpgroup.row_index(tile.col_vec), float32(seq.remaining(j)))
-        return warpgroup.reduce_sum(tile_sum(where(is_token, norms, 0.0)), sums)
+        return tile_sum(where(is_token, norms, 0.0))
+
+
+class BlockHistory(ChannelHistory):
+    """The same counts by a block of BLOCK_WARPGROUPS, each of which has a chunk."""
+
+    @property
+    def sums(self):
+        return sv(16 * BLOCK_WARPGROUPS, fp32)
+
+    @inlined
+    def count(self, rows, params, gBeta, seq, head, key_head, sums):
+        n, index = seq.num_chunks(), warpgroup.id()
+        norm, count, left = float32(0), int32(0), float32(0)
+        if index < n:
+            norm = self._log2_norm_of_rows(rows, params, gBeta, seq, int32(n - 1 - index), head, key_head)
+        goes_on = n > 0
+        while goes_on:
+            left = block.reduce_sum(norm if index <= count else float32(0), sums)
+            count = int32(count + 1)
+            goes_on = left > LEAST_LOG2 and count < min(n, MAX_CHUNKS)
+        return int32(-1) if left > LEAST_LOG2 and count < n else count
+
+    @inlined
+    def leads(self):
+        return warpgroup.id() == 0 and warpgroup.rank() == 0

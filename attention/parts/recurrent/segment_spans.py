@@ -134,13 +134,13 @@ class OverlapCounts:
 
     @inlined
     def store(self, args, params, gBeta, gCuSeqlens, length, heads, group, index, sums):
-        """A warpgroup stores the count of one segment. args: the record of `params`; params: that of the gates' formula. heads:
-        of keys, each of which `group` value heads share. index: which of the segments of all sequences and heads, without the
-        first segments. sums: a vector for the warpgroup's sums."""
+        """A warpgroup, or a block with a BlockHistory, stores the count of one segment. args: the record of `params`; params:
+        that of the gates' formula. heads: of keys, each of which `group` value heads share. index: which of the segments of all
+        sequences and heads, without the first segments. sums: a vector for their sums."""
         _, index, head, sequence = block_coord(index, 1, args.segments - 1, heads * group)
         (key_head, _), segment = divmod(head, group), int32(index + 1)
         tokens = self.layout.segment_tokens(gCuSeqlens, sequence, length, segment, args.segments)
         history = self.layout.tokens_before(gCuSeqlens, sequence, length, tokens)
         count = self.history.count(args, params, gBeta, history, head, key_head, sums)
-        if warpgroup.rank() == 0:
+        if self.history.leads():
             args.gOverlaps[int32(self.layout.reversed), sequence * heads * group + head, segment] = float32(count)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from attention import reference
+from attention.plans import delta_scans
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
 
@@ -65,7 +66,7 @@ class DeltaRuleTests:
     @pytest.mark.parametrize(("key_dim", "dtype"), [(64, FP16), (128, BF16)])
     def test_consumers_of_a_block(self, place, monkeypatch, nothing_known, processors, key_dim, dtype):
         """One if there are SMs enough for each 64 columns, two otherwise."""
-        monkeypatch.setattr(module, "machine", lambda _: SimpleNamespace(processors=processors))
+        monkeypatch.setattr(delta_scans, "machine", lambda _: SimpleNamespace(processors=processors))
         for serves in "serves_walk", "serves_channel_walk":
             monkeypatch.setattr(module, serves, lambda _: False)
         agree(place, *self.inputs(1, 189, 1, key_dim, 128, dtype))

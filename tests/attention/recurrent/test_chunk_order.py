@@ -12,7 +12,7 @@ from test_raw_gates import agree as agree_raw
 
 from attention.kernels import kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent.chunk_order import ChunkMajor, HeadMajor
-from attention.plans import chunk_schedule, delta_walk
+from attention.plans import chunk_schedule, delta_channel_walk, delta_walk
 from attention.plans.chunk_schedule import count_late_blocks, gains_beside
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
@@ -41,6 +41,7 @@ def beside(monkeypatch, nothing_known):
     """beside(rounds): from then on calls walk beside the grid before, which has 2 workers a processor, after so many rounds; 0:
     after its end."""
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
+    monkeypatch.setattr(delta_channel_walk, "count_walk_segments", lambda *_: 1)
 
     def beside(rounds, processors=3, item_chunks=1):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", item_chunks)
@@ -198,9 +199,9 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 )
 def test_when_a_walk_had_better_run_beside_the_grid_before(head_sequences, chunks, gains):
     """Two blocks a head, 132 multiprocessors."""
-    late_blocks = count_late_blocks(head_sequences, 2 * head_sequences, 132, delta_walk.CHANNEL_COSTS)
+    late_blocks = count_late_blocks(head_sequences, 2 * head_sequences, 132, delta_channel_walk.CHANNEL_COSTS)
     assert late_blocks == min(132 - 2 * head_sequences, {8: 39, 16: 77}.get(head_sequences, 132))
-    assert gains_beside(head_sequences, chunks, late_blocks, 132, 2, delta_walk.CHANNEL_COSTS) == gains
+    assert gains_beside(head_sequences, chunks, late_blocks, 132, 2, delta_channel_walk.CHANNEL_COSTS) == gains
 
 
 class FewSequences(dict):
@@ -227,13 +228,13 @@ class FewSequences(dict):
 )  # fmt: skip
 def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, walks, order):
     """On an H200. Of fewer heads and long sequences kernels that cut these into segments take less time."""
-    for place in delta_walk, chunk_schedule:
+    for place in delta_walk, delta_channel_walk, chunk_schedule:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=132))
     problem = FewSequences(heads, length, packed)
-    assert delta_walk.serves_channel_walk(problem) == walks
+    assert delta_channel_walk.serves_channel_walk(problem) == walks
     if walks:
         scratch = lambda *_, **__: None
-        schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_walk.CHANNEL_COSTS, 264, scratch)
+        schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_channel_walk.CHANNEL_COSTS, 264, scratch)
         assert type(schedule.order) is order
         assert schedule.blocks == (132 if order is ChunkMajor else heads * min(264 // heads, length // 64))
 

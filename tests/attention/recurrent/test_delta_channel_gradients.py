@@ -202,9 +202,9 @@ def test_where_sequences_are_cut(monkeypatch, max_chunks, counts):
     or up to the beginning."""
     monkeypatch.setattr(channel_history, "MAX_CHUNKS", max_chunks)
     args, overlaps, segments = cuttable(), np.zeros((2, 1, 5), f32), 5
-    kernel, shared = delta_channel_cuts_hopper.make(delta_channel_cuts_hopper.Config(64, fp32, tile_dtype))
+    kernel, shared = delta_channel_cuts_hopper.make(delta_channel_cuts_hopper.Config(64, 0, fp32, tile_dtype, False, 2))
     launch = tiles.launch(kernel, 2 * (segments - 1), delta_channel_cuts_hopper.Config.threads, shared=shared)
-    launch(args["beta"], 300, 1, 1, (overlaps, segments, args["decay"], args["k"]), ())
+    launch(args["beta"], np.zeros(1, np.int32), 300, 1, 1, (overlaps, segments, args["decay"], args["k"]), ())
     np.testing.assert_array_equal(overlaps[:, 0, 1:], [counts, counts])
 
 

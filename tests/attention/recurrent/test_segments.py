@@ -20,7 +20,7 @@ from attention.kernels import (
 )
 from attention.parts.recurrent.delta_recent_chunks import RecentChunks
 from attention.parts.recurrent.tokens import TokenRange
-from attention.plans import delta_walk, recurrent_chunks
+from attention.plans import delta_scans, delta_walk, recurrent_chunks
 from attention.plans.recurrent_chunks import Costs, choose_segments
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
@@ -72,7 +72,7 @@ def cut(monkeypatch, nothing_known):
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
 
     def cut(n, consumers=1):
-        for place in recurrent_chunks, delta_walk:
+        for place in recurrent_chunks, delta_scans, delta_walk:
             monkeypatch.setattr(place, "choose_segments", lambda *_: n)
         monkeypatch.setattr(delta_walk, "choose_consumers", lambda *_: consumers)
 
@@ -270,10 +270,10 @@ def test_without_an_initial_state(place, cut, delta, kind):
 @pytest.mark.parametrize(("delta", "kind"), [(False, "token"), (False, "channel"), (True, "token"), (True, "channel")])
 def test_calls_use_the_chosen_number(monkeypatch, nothing_known, delta, kind):
     """Also when only the length of a repeated call is new."""
-    numbers, plans = [], delta_walk if delta and kind == "token" else recurrent_chunks
+    numbers, plans = [], (delta_walk if kind == "token" else delta_scans) if delta else recurrent_chunks
     choose = plans.choose_segments
     monkeypatch.setattr(plans, "choose_segments", lambda *args: numbers.append(choose(*args)) or numbers[-1])
-    for place in recurrent_chunks, delta_walk, module:
+    for place in recurrent_chunks, delta_walk, delta_scans:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=9))
     monkeypatch.setattr(module, "serves_channel_walk", lambda _: False)
     monkeypatch.setattr(module, "serves_walk", lambda _: True)

@@ -8,8 +8,8 @@ import pytest
 from delta_cases import BF16, FP16, agree
 from test_kda_hopper import inputs
 
-from attention.plans import delta_walk
-from attention.plans.delta_walk import count_walk_segments
+from attention.plans import delta_channel_walk
+from attention.plans.delta_channel_walk import count_walk_segments
 from attention.public import delta_rules
 
 
@@ -17,7 +17,7 @@ from attention.public import delta_rules
 def cut(monkeypatch, nothing_known):
     """cut(n): calls are served by a walk in n segments from then on."""
     monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
-    return lambda n: monkeypatch.setattr(delta_walk, "count_walk_segments", lambda *_: n)
+    return lambda n: monkeypatch.setattr(delta_channel_walk, "count_walk_segments", lambda *_: n)
 
 
 def model_inputs(length, heads=1, value_dim=64, dtype=BF16, **more):
@@ -109,9 +109,9 @@ def test_count_walk_segments(walk_blocks, chunks, segments):
 def test_calls_choose_segments(monkeypatch, nothing_known):
     """By the number of heads and chunks."""
     chosen = []
-    monkeypatch.setattr(delta_walk, "machine", lambda _: SimpleNamespace(processors=9))
+    monkeypatch.setattr(delta_channel_walk, "machine", lambda _: SimpleNamespace(processors=9))
     count = count_walk_segments
-    monkeypatch.setattr(delta_walk, "count_walk_segments", lambda *args: chosen.append(count(*args)) or chosen[-1])
+    monkeypatch.setattr(delta_channel_walk, "count_walk_segments", lambda *args: chosen.append(count(*args)) or chosen[-1])
     place = SimpleNamespace(put=lambda x: x, get=lambda x: x)
     agree(place, *model_inputs(640))
     assert [int(x) for x in chosen] == [9]

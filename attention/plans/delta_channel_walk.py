@@ -1,0 +1,193 @@
+"""The plans of the delta rule with decays of channels on few long sequences. One launch computes everything that does not
+depend on the state, for all chunks at once (kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
+along the sequence (kda_walk_hopper.py), or, where a few chunks leave nothing of an older state, along each of its segments.
+
+Where states are kept for longer, a walk beside the launch before it is faster, or kernels that compute how segments change a
+state (delta_scans.py). The gates decide, which no plan knows: a launch looks at them (delta_channel_cuts_hopper.py), and of
+the launches of both ways those of one end at once (parts/recurrent/launch_conditions.py)."""
+
+from typing import Any
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.devices import machine
+from tiles.launching.launch import kernel_for
+from tiles.launching.lengths import watched_function
+
+from ..kernels import delta_channel_cuts_hopper, kda_transform_hopper, kda_walk_hopper
+from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.launch_conditions import HistoryCondition
+from ..parts.recurrent.tokens import CHUNK, COLUMNS
+from .chunk_schedule import (
+    MIN_GAIN,
+    ChunkCosts,
+    ChunkSchedule,
+    count_late_blocks,
+    count_stored_chunks,
+    schedule_by_heads,
+    schedule_chunks,
+    time_beside,
+)
+from .delta_scans import UNCONDITIONAL, LaunchCondition, plan_channel_scans
+from .delta_walk import count_blocks, serves_walk
+from .raw_inputs import RawOptions
+from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
+from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
+
+# The least part of the multiprocessors that a walk of whole sequences must fill, if these have more than so many chunks. It may
+# be one block a head and 64 columns; with fewer chunks it is faster than other launches nevertheless
+MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 128
+EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays
+MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
+MAX_SCRATCH_BYTES = 4 * 2**30
+WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that the walk takes
+CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)
+# How much longer a walk in segments takes than its chunks one by one; microseconds of a launch that looks at gates, and of
+# those that end at once
+SEGMENTS_FACTOR, HISTORY = 1.2, 8.0
+# One in so many segments of a head may keep what is before it in sequences that are walked in segments: a block then walks it,
+# too
+KEPT_SEGMENTS = 8
+CHOOSES = False  # may gates choose? Not timed yet
+
+
+def serves_channel_walk(problem: Problem) -> bool:
+    """Do launches of this module serve a call? serves_walk with decays of channels: is the scratch memory also below
+    MAX_SCRATCH_BYTES?"""
+    batch, length, heads, key_dim = problem("batch", "seqlen", "heads", "key_dim")
+    fits = serves_walk(problem) and batch * length * heads * (3 * key_dim + CHUNK) * 2 <= MAX_SCRATCH_BYTES
+    return fits and (CHOOSES or fills(*count_blocks(problem), machine(problem.device).processors))
+
+
+@watched_function
+def count_walk_segments(walk_blocks: int, chunks: int, processors: int) -> int:
+    """The segments of each sequence in a walk: as many as fill the GPU, if a block then walks fewer chunks. walk_blocks: of a
+    segment of all sequences. chunks: of each sequence."""
+    segments = max(1, min(processors // walk_blocks, chunks)) if walk_blocks else 1
+    return segments if -(-chunks // segments) + EARLY_CHUNKS < chunks else 1
+
+
+@watched_function
+def fills(walk_blocks: int, chunks: int, processors: int) -> bool:
+    """Is a walk of whole sequences at least as fast as the launches of delta_scans.py?"""
+    return chunks <= MIN_LONG_CHUNKS or walk_blocks >= MIN_OCCUPANCY * processors
+
+
+@watched_function
+def gains_segments(head_sequences: int, chunks: int, segments: int, late_blocks: int, processors: int) -> bool:
+    """Does a walk in segments of sequences that forget take less time than one beside the launch before it, which has so many
+    late_blocks?"""
+    walk = (-(-chunks // segments) + EARLY_CHUNKS) * CHANNEL_COSTS.walk
+    in_segments = SEGMENTS_FACTOR * (head_sequences * chunks * CHANNEL_COSTS.chunk / processors + walk) + HISTORY
+    return in_segments < time_beside(head_sequences, chunks, late_blocks, 2, CHANNEL_COSTS)
+
+
+class ChannelWalk:
+    """The launches of a call and their arrays. arrays: those of kda_hopper.py's kernel; factors, solved, state_decays: what is
+    stored of chunks. raw: the formulas that kernels apply to raw inputs. width: blocks of 64 columns of a head."""
+
+    def __init__(self, problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator):
+        self.problem, self.arrays, self.scale, self.scratch = problem, arrays, scale, scratch
+        self.blocks, self.sequence_chunks = count_blocks(problem)
+        self.width, self.chunks = -(-problem.extents["value_dim"] // COLUMNS), count_stored_chunks(problem)
+        self.key_dim, gates = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), arrays["gGates"]
+        assert gates is not None
+        self.fields = self.key_dim, 0, DTYPES[gates.form.dtype], DTYPES[problem.dtype], is_varlen(problem)
+        self.options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
+        heads, key_heads = problem("heads", "heads_k")
+        self.numbers = {"length": problem.extents["seqlen"], "heads": key_heads, "group": heads // key_heads}
+        self.inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS}
+        self.inputs |= {"gGateRows": gates, "gKeyRows": arrays["gK"], "gCuSeqlens": arrays["gCuSeqlens"]}
+        self.factors: Arrays = {"gQueries": self.allocate(self.key_dim), "gDecayedKeys": self.allocate(self.key_dim)}
+        self.solved, self.state_decays = self.allocate(self.key_dim + CHUNK), scratch(self.chunks, heads, 2 * self.key_dim)
+
+    def allocate(self, extent: int) -> Operand:
+        """Scratch memory for so many columns of each chunk and head."""
+        return self.scratch(self.chunks, self.problem.extents["heads"], CHUNK, extent, dtype=self.problem.dtype)
+
+    def count_overlaps(self, segments: int) -> tuple[Step, Operand]:
+        """(the launch that counts the chunks before each segment which still count there, these counts)"""
+        head_sequences = self.blocks // self.width
+        overlaps = self.scratch(1, head_sequences, segments)
+        config = intern_value(delta_channel_cuts_hopper.Config, *self.fields, **self.options)
+        names = "gBeta", "gA", "gDtBias", "gGateRows", "gKeyRows", "gCuSeqlens"
+        inputs = {name: self.inputs[name] for name in names if name in self.inputs}
+        step = kernel_for(delta_channel_cuts_hopper, config, self.problem.device).bind(
+            head_sequences * (segments - 1), segments=segments, gOverlaps=overlaps, **self.numbers, **inputs
+        )
+        return step, overlaps
+
+    def walk(
+        self,
+        schedule: ChunkSchedule,
+        segments: int,
+        overlaps: Operand | None = None,
+        transform_condition: LaunchCondition = UNCONDITIONAL,
+        walk_condition: LaunchCondition = UNCONDITIONAL,
+    ) -> list[Step]:
+        """The launches of a walk. overlaps: the counts before segments, if they are known; otherwise the first launch
+        counts."""
+        head_sequences, counts = self.blocks // self.width, 0
+        if segments > 1 and overlaps is None:
+            overlaps, counts = self.scratch(1, head_sequences, segments), head_sequences * (segments - 1)
+        order, condition = schedule.order, transform_condition.static
+        config = intern_value(kda_transform_hopper.Config, *self.fields, **self.options, order=order, condition=condition)
+        transform = kernel_for(kda_transform_hopper, config, self.problem.device).bind(
+            schedule.blocks + counts,
+            segments=segments,
+            counts=counts,
+            gOverlaps=overlaps,
+            scale=self.scale,
+            gSolvedKeys=self.solved,
+            gSolvedScores=self.solved,
+            gStateDecays=self.state_decays,
+            **self.numbers,
+            **schedule.args,
+            **self.inputs,
+            **self.factors,
+            **transform_condition.args,
+        )
+        _, _, _, input_dtype, varlen = self.fields
+        walk_config = intern_value(kda_walk_hopper.Config, self.key_dim, input_dtype, varlen, order, walk_condition.static)
+        walk = kernel_for(kda_walk_hopper, walk_config, self.problem.device).bind(
+            self.blocks * segments,
+            length=self.numbers["length"],
+            blocks=self.width,
+            segments=segments,
+            heads=self.problem.extents["heads"],
+            gOverlaps=overlaps,
+            scale=self.scale,
+            gSolved=self.solved,
+            gStateDecays=self.state_decays,
+            **schedule.walk_args,
+            **{name: self.arrays[name] for name in WALK_ARRAYS},
+            **self.factors,
+            **walk_condition.args,
+        )
+        return [transform, walk]
+
+
+def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
+    """The launches. arrays: those of kda_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
+    launches, processors = ChannelWalk(problem, arrays, scale, raw, scratch), machine(problem.device).processors
+    head_sequences, chunks = launches.blocks // launches.width, launches.sequence_chunks
+    segments = count_walk_segments(launches.blocks, chunks, processors)
+    resident_ctas = kda_transform_hopper.CTAS_PER_SM * processors
+    min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
+    schedule = schedule_chunks(problem, launches.blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
+    fills_gpu = fills(launches.blocks, chunks, processors)
+    if fills_gpu and schedule.order.overlaps:
+        late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
+        if not CHOOSES or segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
+            return launches.walk(schedule, 1)
+    elif fills_gpu:
+        return launches.walk(schedule, segments)
+    count, overlaps = launches.count_overlaps(segments)
+    args: dict[str, Any] = {"gHistories": overlaps, "max_kept": segments // KEPT_SEGMENTS}
+    forgets, keeps = (LaunchCondition(intern_value(HistoryCondition, x), args) for x in (True, False))
+    steps = launches.walk(schedule_by_heads(problem, resident_ctas), segments, overlaps, forgets, forgets)
+    if fills_gpu:
+        beside = LaunchCondition(intern_value(HistoryCondition, False, True), args)
+        return [count, *steps, *launches.walk(schedule, 1, None, keeps, beside)]
+    return [count, *steps, *plan_channel_scans(problem, arrays, scale, raw, scratch, keeps)]
