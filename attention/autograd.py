@@ -8,6 +8,7 @@ import torch
 
 from tiles.launching.arrays import Form
 
+from . import public
 from .autograd_inputs import (
     any_requires_grad,
     autocast_inputs,
@@ -21,8 +22,16 @@ from .autograd_inputs import (
 from .plans.call_options import requires_grad
 from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, group_arrays
 from .plans.planning import INDICES
-from .public import softmax_backward
 from .public.softmax_forward import forward, forward_without_options
+
+
+def softmax_backward() -> Any:
+    """The module public.softmax_backward. It is imported when gradients are prepared or computed, when Numba has compiled
+    forward's kernels. See call_options.autograd on how."""
+    module = getattr(public, "softmax_backward", None)
+    if module is None:
+        from .public import softmax_backward as module
+    return module
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -80,7 +89,7 @@ class PlainAttentionFunction(torch.autograd.Function):
         causal, scale, deterministic, family, layout = ctx.options
         in_order = deterministic or torch.are_deterministic_algorithms_enabled()
         arguments = _out_gradient(dout, saved[3]), *saved, dlse
-        return *softmax_backward.backward_without_options(arguments, causal, scale, in_order, family, layout), None, None
+        return *softmax_backward().backward_without_options(arguments, causal, scale, in_order, family, layout), None, None
 
 
 class TransformedAttentionFunction(torch.autograd.Function):
@@ -132,7 +141,7 @@ def prepare_backward(forms: dict[str, Form], causal: bool, scale: float | None, 
     """Compile the backward kernels for such calls, those without a deterministic order. forms: of q, k, v, out and lse. If a
     call sets deterministic, its backward pass compiles other kernels."""
     in_order = torch.are_deterministic_algorithms_enabled()
-    softmax_backward._backward.prepare({"dout": forms["out"], **forms}, (causal, scale, in_order, family), layout)
+    softmax_backward()._backward.prepare({"dout": forms["out"], **forms}, (causal, scale, in_order, family), layout)
 
 
 def attend_with_gradients(arrays: dict[str, Any], options: dict[str, Any], return_lse: bool) -> Any:

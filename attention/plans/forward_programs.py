@@ -15,7 +15,6 @@ from ..options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
 from ..parts.block_masks import MAX_WARP_ROWS
 from ..parts.variant import Variant
 from ..scoring.algebra import score_variant
-from . import split_forward
 from .call_options import AUX_ROWS, BLOCK_MASK_ROWS, autograd, needs_gradient
 from .forward_launches import choose_config, plan_forward
 from .fp8_checks import FP8_SCHEMA, INT8_REMEDY, check_output, fp8_cache_schema
@@ -66,6 +65,7 @@ ACCUMULATED_OUTPUTS = """
     out  (batch, seqlen_q, heads, head_dim_v)  float32  updated
     lse  (batch, heads, seqlen_q)              float32  updated
 """
+FEWER = 2  # times as many keys as queries, for decode's kernels: bits of self-attention never depend on the number of heads
 VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS, remedies=INT8_REMEDY), Schema("block_lists", INPUTS)
 IN_FLOAT32 = Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=INT8_REMEDY)
 INTO = Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=INT8_REMEDY)
@@ -84,8 +84,11 @@ def _prepare_gradient(arrays: dict[str, Array], results: dict[str, Form], option
 def _forward(problem: Problem, causal: bool, scale: float | None, return_lse: bool, family: str | None) -> Plan:
     """The Plan of a call without options that are arrays: causal and scale alone."""
     check_extents(problem)
-    if split_forward.serves(problem, family):
-        return split_forward.plan_by_decode(problem, causal, scale, return_lse)
+    if family is None and problem.extents["seqlen_k"] >= FEWER * problem.extents["seqlen_q"]:
+        from . import split_forward  # and with it all of decode's kernels, which training never needs
+
+        if split_forward.serves(problem):
+            return split_forward.plan_by_decode(problem, causal, scale, return_lse)
     return plan_forward(problem, build_variant(resolve_scale(problem, scale), ScoreOptions(causal)), return_lse, family)
 
 

@@ -14,13 +14,12 @@ from .decode_norms import DecodeNorms
 from .planning import resolve_scale
 
 LEAST = 1024  # keys: with fewer, tiles of one consumer do as well
-FEWER = 2  # times as many keys as queries at least, so that the bits of self-attention never depend on the number of heads
 
 
-def serves(problem: Problem, family: str | None) -> bool:
-    """Is this one of the calls that decode's kernels serve? A call that asks for a family never is."""
+def serves(problem: Problem) -> bool:
+    """Do decode's kernels serve this call? It has fewer queries than keys, and asks for no family."""
     batch, queries, heads, kv_heads, keys = problem("batch", "seqlen_q", "heads", "heads_k", "seqlen_k")
-    if family is not None or keys < LEAST or keys < FEWER * queries or 0 in problem("batch", "seqlen_q", "heads"):
+    if keys < LEAST or 0 in problem("batch", "seqlen_q", "heads"):
         return False
     rows = queries * (heads // kv_heads)
     if rows <= (decode_hopper.Config.tile_rows if problem.by_tma else decode_ampere.TALL_ROWS):

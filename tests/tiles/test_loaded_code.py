@@ -141,10 +141,13 @@ def test_what_cannot_be_compiled_is_said_and_tried_again(gpu, monkeypatch):
 
 
 def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
-    """The second program's kernel is being made when the first one is launched, and is made once, whoever asks first."""
-    begun, go_on, result = threading.Event(), threading.Event(), []
+    """The second program's kernel is being made when the first one is launched, and is made once, whoever asks first. It is
+    prepared when Numba is done with the first one, before that is linked."""
+    begun, go_on, result, turns = threading.Event(), threading.Event(), [], []
 
-    def machine_code(kernel, *_):
+    def machine_code(kernel, signature, gpu, turn):
+        with turn:
+            turns.append(kernel)
         if kernel is two:
             begun.set()
             assert go_on.wait(60)
@@ -159,6 +162,7 @@ def test_what_is_prepared_meanwhile_is_waited_for(gpu, monkeypatch):
 
     def prepare_next(arrays, result, options, layout):
         heard.append(([*arrays], arrays["x"].shape, result["out"].shape, options, layout))
+        assert turns == [one]
         second.prepare({"x": arrays["x"].form}, (), layout)
         raise ValueError("of which nobody hears")
 

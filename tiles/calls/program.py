@@ -46,7 +46,7 @@ from ..launching.arrays import ITEMSIZE, Array, Form, Number, ascending, c_order
 from ..launching.checks import check_options
 from ..launching.frameworks import describe, kind_of, stream_handle
 from ..launching.lengths import Trace
-from ..launching.loaded_code import compile_together
+from ..launching.loaded_code import compile_together, wait_for_numba
 from . import jax_call, remembered_calls, torch_op
 from .plan import ArrayView, LruTable, Plan, PreparedCall
 from .planner_options import option_types, to_records
@@ -317,8 +317,10 @@ class Program:
         return self._plan(forms, descriptions[0], options, layout) if compiles_later else prepared
 
     def _prepare_next(self, descriptions: list, options: tuple, layout: str) -> None:
-        """Call `prepare_next`, in a thread of its own, with the forms of a call's arrays and of its results."""
+        """Call `prepare_next`, in a thread of its own, with the forms of a call's arrays and of its results. Before Numba is
+        done with the call, what this imports and plans would only delay it."""
         assert self.prepare_next is not None
+        wait_for_numba()
         arrays, named = {name: x for name, x in zip(self.names, descriptions) if x}, dict(zip(self.options, options))
         problem = self.schema.problem({name: x.form for name, x in arrays.items()}, layout)
         results = {name: c_ordered(*problem.result_form(name), problem.device) for name in self.schema.results(named)}

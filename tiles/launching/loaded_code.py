@@ -166,6 +166,11 @@ def _next_turn() -> NumbaTurn:
         return turn
 
 
+def wait_for_numba() -> None:
+    """Return when Numba has compiled all kernels that were asked for."""
+    _last_turn.is_over.wait()
+
+
 def _compile_and_load(future, turn, kernel, signature, gpu):
     """Compile and load the kernel, and set the future to the result or the error."""
     try:
