@@ -84,7 +84,7 @@ class ChannelHistory:
 
 
 class BlockHistory(ChannelHistory):
-    """The same counts by a block of BLOCK_WARPGROUPS, each of which has a chunk."""
+    """ChannelHistory, counted by a block of BLOCK_WARPGROUPS, each of which has a chunk."""
 
     @property
     def sums(self):
