@@ -34,7 +34,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
-from ..parts.recurrent.delta_channel_chunks import ChunkArrays, ChunkLoads, ChunkRings
+from ..parts.recurrent.delta_channel_chunks import ChunkInputs
 from ..parts.recurrent.delta_gradient_sums import diagonal, store_beta_gradients
 from ..parts.recurrent.gates import ROW_VEC
 from ..parts.recurrent.token_channels import BLOCK, SUMS
@@ -80,14 +80,13 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, WITH_GATES, pairs = config.dtype, config.with_gates, TokenPairs(config.dtype, HALF, config.gates)
     seq_layout = SequenceLayout(config.varlen)
-    chunk_items, loads = ChunkItems(seq_layout), ChunkLoads(seq_layout)
     KEY, VALUE, STATE = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
     GATES, SCORES = st(CHUNK, KEYS, config.gates), st(2 * CHUNK, CHUNK, INPUT, width=BLOCK * INPUT.itemsize)
+    chunk_items, inputs = ChunkItems(seq_layout), ChunkInputs(seq_layout, KEY, VALUE, GATES, STATE)
+    INPUTS, KEY_OUTPUT, GATE_OUTPUT = inputs.params(), tiled(KEY, unit=1), tiled(st(CHUNK, HALF, fp32), unit=1)
     VOTE = rt(16, VOTES, fp32).row_vec
     GATE_GRADIENTS = st(CHUNK, KEYS, fp32)  # of both consumers, which overwrite K^
     PRODUCER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
-    KEY_INPUT, VALUE_INPUT, STATES = tiled(KEY, unit=1), tiled(VALUE, unit=1), tiled(STATE, rows=2)
-    GATE_INPUT, GATE_OUTPUT = tiled(GATES, unit=1), tiled(st(CHUNK, HALF, fp32), unit=1)
     smem = shared(
         q=ring(KEY, 1, 1),
         k=ring(KEY, 1, 1),
@@ -121,28 +120,21 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
-        gQ: KEY_INPUT, gK: KEY_INPUT, gDOut: VALUE_INPUT, gGates: GATE_INPUT, gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2),
-        gErrors: tiled(VALUE, rows=2), gDV: VALUE_INPUT, gStates: STATES, gStateGradients: STATES, gDQ: KEY_INPUT,
-        gDK: KEY_INPUT, gDBeta: array(3), gDGates: GATE_OUTPUT, gStrong: array(2), gStrongBlocks: array(1), gTailQ: KEY_INPUT,
-        gTailK: KEY_INPUT, gTailDOut: VALUE_INPUT, gTailDV: VALUE_INPUT, gTailGates: GATE_INPUT, gTailDQ: KEY_INPUT,
-        gTailDK: KEY_INPUT, gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT,
-        group: INT, scale: FLOAT,
+        arrays: INPUTS, gDQ: KEY_OUTPUT, gDK: KEY_OUTPUT, gDBeta: array(3), gDGates: GATE_OUTPUT, gStrong: array(2),
+        gStrongBlocks: array(1), gTailDQ: KEY_OUTPUT, gTailDK: KEY_OUTPUT, gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS,
+        length: INT, chunks: INT, items: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """chunks, items: see ChunkGrid. gErrors: E. gStates, gStateGradients: S^T, dS^T. gStrong (chunk, head): 1 if the chunk
-        is strong, else 0; gStrongBlocks: 1 if one of a thread block's chunks is. gTailQ .. gTailDGates: see packed_tails.py."""
-        q, k, do, e, dv, s, ds, g, w, read_keys, beta, results = smem.open()
+        """arrays: see ChunkInputs; chunks, items: ChunkGrid; gTailDQ .. gTailDGates: packed_tails.py. gStrong (chunk, head): 1
+        if the chunk is strong, else 0; gStrongBlocks: 1 if one of a thread block's chunks is."""
+        memory = smem.open()
+        q, k, do, e, dv, s, ds, g, w, read_keys, beta, results = memory
         grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
         if warpgroup.id() == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
             j = int32(0)
             if warpgroup.rank() == LOADER:
-                rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
-                arrays = ChunkArrays(
-                    gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates,
-                    gStateGradients, gChunkBeta,
-                )  # fmt: skip
                 while chunk_items.has(grid, j):
-                    loads.fill(rings, arrays, j, chunk_items.locate(grid, j), group)
+                    inputs.fill(memory, arrays, j, chunk_items.locate(grid, j), group)
                     j = int32(j + 1)
             elif warpgroup.rank() == BETA_SENDER:
                 while chunk_items.has(grid, j):

@@ -25,7 +25,7 @@ from tiles.targets import Target
 from ..parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
 from ..parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
 from ..parts.recurrent.chunk_items import ChunkGrid, ChunkItems
-from ..parts.recurrent.delta_channel_chunks import ChunkArrays, ChunkLoads, ChunkRings
+from ..parts.recurrent.delta_channel_chunks import ChunkInputs
 from ..parts.recurrent.delta_gradient_sums import diagonal, store_beta_gradients
 from ..parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -85,14 +85,13 @@ def make(config: Config):
     channels, seq_layout = ChunkChannels(config.key_dim), SequenceLayout(config.varlen)
     pairs, PART, OUT = BlockPairs(channels, INPUT), channels.half, channels.rows
     ONLY_STRONG, STATE_ROWS = config.only_strong, VALUES // (warpgroup.WARPGROUP - GATE_WARPS)
-    chunk_items, loads = ChunkItems(seq_layout, ONLY_STRONG), ChunkLoads(seq_layout)
+    chunk_items = ChunkItems(seq_layout, ONLY_STRONG)
     KEY = st(CHUNK, config.key_dim, INPUT, width=min(128, PART * INPUT.itemsize))  # a panel belongs to one consumer
     GATE = st(CHUNK, config.key_dim, GATES, width=LANES * GATES.itemsize)  # a panel belongs to one warp that sums gates up
     VALUE, SCORES = st(CHUNK, VALUES, INPUT), st(2 * CHUNK, CHUNK, INPUT, width=32)
     STATE = st(VALUES, config.key_dim, INPUT, width=KEY.width)
-    KEYS, VALUE_INPUT = tiled(KEY, unit=1), tiled(VALUE, unit=1)
-    CHUNK_ARRAY, STATES = tiled(VALUE, rows=2), tiled(STATE, rows=2)
-    GATE_INPUT, GATE_OUTPUT = tiled(GATE, unit=1), tiled(st(CHUNK, PART, fp32, width=channels.sums.width), unit=1)
+    inputs = ChunkInputs(seq_layout, KEY, VALUE, GATE, STATE)
+    INPUTS, GATE_OUTPUT = inputs.params(), tiled(st(CHUNK, PART, fp32, width=channels.sums.width), unit=1)
     DKEYS, (PRODUCER_REGISTERS, CONSUMER_REGISTERS) = tiled(st(CHUNK, PART, INPUT), unit=1), REGISTERS
     smem = shared(
         q=ring(KEY, 1, WARPS),
@@ -151,17 +150,16 @@ def make(config: Config):
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
-        gQ: KEYS, gK: KEYS, gDOut: VALUE_INPUT, gGates: GATE_INPUT, gChunkBeta: tiled(sv(CHUNK, fp32), 3, None, 2),
-        gErrors: CHUNK_ARRAY, gDV: VALUE_INPUT, gStates: STATES, gStateGradients: STATES, gDQ: DKEYS, gDK: DKEYS,
-        gDBeta: array(3), gDGates: GATE_OUTPUT, gQueryRows: array(4, INPUT), gKeyRows: array(4, INPUT),
-        gGateRows: array(4, GATES), gStrong: array(2), gStrongBlocks: array(1), gTailQ: KEYS, gTailK: KEYS,
-        gTailDOut: VALUE_INPUT, gTailDV: VALUE_INPUT, gTailGates: GATE_INPUT, gTailDQ: DKEYS, gTailDK: DKEYS,
-        gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT, group: INT, scale: FLOAT,
+        arrays: INPUTS, gDQ: DKEYS, gDK: DKEYS, gDBeta: array(3), gDGates: GATE_OUTPUT, gQueryRows: array(4, INPUT),
+        gKeyRows: array(4, INPUT), gGateRows: array(4, GATES), gStrong: array(2), gStrongBlocks: array(1), gTailDQ: DKEYS,
+        gTailDK: DKEYS, gTailDGates: GATE_OUTPUT, gCuSeqlens: ENDS, length: INT, chunks: INT, items: INT, heads: INT,
+        group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """chunks, items: see ChunkGrid. gErrors: E. gStates, gStateGradients: S^T and dS^T. gQueryRows, gKeyRows, gGateRows:
-        gQ, gK and gGates, for rows of blocks that are not gentle. gStrong, gStrongBlocks: see
-        delta_channel_block_gradients_hopper.py. gTailQ .. gTailDGates: see packed_tails.py."""
-        q, k, do, e, dv, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = smem.open()
+        """arrays: see ChunkInputs; chunks, items: ChunkGrid; gTailDQ .. gTailDGates: packed_tails.py; gStrong, gStrongBlocks:
+        delta_channel_block_gradients_hopper.py. gQueryRows, gKeyRows, gGateRows: gQ, gK and gGates, for rows of blocks that are
+        not gentle."""
+        memory = smem.open()
+        q, k, do, e, dv, s, ds, g, beta, w, dbeta, gate_sums, read_keys, vectors, carried = memory
         grid = ChunkGrid(gCuSeqlens, length, chunks, items, heads)
         if ONLY_STRONG and gStrongBlocks[cuda.blockIdx.x] == 0:
             return
@@ -169,13 +167,8 @@ def make(config: Config):
             warpgroup.release_registers(PRODUCER_REGISTERS)
             item, j = chunk_items.next_item(grid, int32(0), gStrong), int32(0)
             if warpgroup.rank() == LOADER:
-                rings = ChunkRings(q, k, do, e, dv, s, ds, beta, g)
-                arrays = ChunkArrays(
-                    gQ, gTailQ, gK, gTailK, gDOut, gTailDOut, gDV, gTailDV, gGates, gTailGates, gErrors, gStates,
-                    gStateGradients, gChunkBeta,
-                )  # fmt: skip
                 while chunk_items.has(grid, item):
-                    loads.fill(rings, arrays, j, chunk_items.locate(grid, item), group)
+                    inputs.fill(memory, arrays, j, chunk_items.locate(grid, item), group)
                     item, j = chunk_items.next_item(grid, int32(item + 1), gStrong), int32(j + 1)
             elif warpgroup.rank() == BETA_SENDER:
                 while chunk_items.has(grid, item):

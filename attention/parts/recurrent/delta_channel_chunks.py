@@ -1,57 +1,39 @@
-"""The tiles that both kernels of KDA's gradients in chunks load of a chunk (delta_channel_block_gradients_hopper.py,
+"""What both kernels of KDA's gradients in chunks load of a chunk (delta_channel_block_gradients_hopper.py,
 delta_channel_gradients_hopper.py)."""
 
-from typing import Any, NamedTuple
-
 from ops import divmod
-from tiles import inlined, static
+from tiles import fp32, inlined, st, static, sv
+from tiles.launching.arguments import record, tiled
 
-from .tokens import SequenceLayout
-
-
-class ChunkRings(NamedTuple):
-    """The rings of queries, keys, dO, E, dV, S, dS, beta and gates."""
-
-    q: Any
-    k: Any
-    do: Any
-    e: Any
-    dv: Any
-    s: Any
-    ds: Any
-    beta: Any
-    g: Any
-
-
-class ChunkArrays(NamedTuple):
-    """Queries, keys, dO, dV and the gates, each with the copy of the tails of packed sequences (packed_tails.py). Of each chunk
-    and head: E, S, dS, both transposed, and beta."""
-
-    gQ: Any
-    gTailQ: Any
-    gK: Any
-    gTailK: Any
-    gDOut: Any
-    gTailDOut: Any
-    gDV: Any
-    gTailDV: Any
-    gGates: Any
-    gTailGates: Any
-    gErrors: Any
-    gStates: Any
-    gStateGradients: Any
-    gChunkBeta: Any
+from .tokens import CHUNK, SequenceLayout
 
 
 @static
-class ChunkLoads:
-    """The loads of a kernel."""
+class ChunkInputs:
+    """The arrays that a kernel loads its chunks from. key, value, gate: the tiles of 64 tokens of q or k, of what has the
+    columns of V, and of gates. state: the tile of a state, transposed."""
 
     seq_layout: SequenceLayout
+    key: st
+    value: st
+    gate: st
+    state: st
+
+    def params(self):
+        """The arrays as a record. gQ .. gGates: of tokens, each with the copy of the tails of packed sequences
+        (packed_tails.py), gTailQ .. gTailGates. gErrors, gStates, gStateGradients, gChunkBeta: E, S, dS and beta of each chunk
+        and head, S and dS transposed."""
+        keys, values, gates = (tiled(tile, unit=1) for tile in (self.key, self.value, self.gate))
+        tokens = {"Q": keys, "K": keys, "DOut": values, "DV": values, "Gates": gates}
+        tokens = {f"g{prefix}{name}": x for prefix in ("", "Tail") for name, x in tokens.items()}
+        errors, states = tiled(self.value, rows=2), tiled(self.state, rows=2)
+        betas = tiled(sv(CHUNK, fp32), 3, None, 2)
+        return record(**tokens, gErrors=errors, gStates=states, gStateGradients=states, gChunkBeta=betas)
 
     @inlined
     def fill(self, rings, arrays, j, place, group):
-        """Have TMA load the j-th chunk, which lies at a ChunkPlace. `group` heads share a key head."""
+        """Have TMA load the j-th chunk, which lies at a ChunkPlace, to rings with the names q, k, do, e, dv, s, ds, beta and g.
+        arrays: the record of `params`. `group` heads share a key head."""
         key_head, _ = divmod(place.head, group)
         self.seq_layout.fill_chunk(rings.do, j, arrays.gDOut, arrays.gTailDOut, place, place.head)
         rings.e.fill(j, arrays.gErrors, (place.chunk, place.head, 0))
