@@ -11,7 +11,7 @@ from tiles import bf16
 from tiles.compiling import compiler, faster_llvmlite
 from tiles.launching.arguments import INT, array, signature
 
-OWN = [x for x in compiler.INSTEAD if x[1] == "get_func_def_lineno"]  # without it Numba fails at our methods
+OWN = [x for x in compiler.REPLACEMENTS if x[1] == "get_func_def_lineno"]  # without it Numba fails at our methods
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def both(monkeypatch):
     """What Numba makes of a kernel with the table and without, or says of it."""
 
     def result(kernel):
-        for table in (compiler.INSTEAD, OWN):
-            monkeypatch.setattr(compiler, "INSTEAD", table)
+        for table in (compiler.REPLACEMENTS, OWN):
+            monkeypatch.setattr(compiler, "REPLACEMENTS", table)
             try:
                 actual = compiler.Lowered(kernel, signature(kernel), "sm_90a")
                 yield actual.ptx().replace(actual.name, "kernel")
@@ -60,8 +60,8 @@ def test_a_function_inside_a_kernel(both):
 def test_little_is_left_for_the_collector(collect, monkeypatch):
     """Of what Numba makes of a kernel most is let go at once: the collector takes a tenth of the time for what is not."""
     left = []
-    for table in (compiler.INSTEAD, OWN):
-        monkeypatch.setattr(compiler, "INSTEAD", table)
+    for table in (compiler.REPLACEMENTS, OWN):
+        monkeypatch.setattr(compiler, "REPLACEMENTS", table)
         kernel = linear_token_loop.make(linear_token_loop.Config(64, "channel", True))[0]
         compiler.Lowered(kernel, signature(kernel), "sm_90a")
         collect()
@@ -83,7 +83,7 @@ def test_the_same_words(both):
 
 def test_a_type_that_was_pickled_has_the_hash_of_its_process():
     """Python's hashes of texts differ from process to process."""
-    hash_of = next(ours for owner, name, ours in compiler.INSTEAD if name == "__hash__")
+    hash_of = next(ours for owner, name, ours in compiler.REPLACEMENTS if name == "__hash__")
     ty = types.Array(types.float32, 2, "A")
     kept = ty._hash = object(), hash(ty) + 1  # as it would come from another process
     assert hash_of(ty) == hash(ty) and ty._hash != kept and hash_of(ty) == hash(ty)
@@ -121,7 +121,7 @@ def some_of_each_instruction():
 def test_the_same_text(monkeypatch):
     """Instructions are made and printed as llvmlite does it, letter by letter, but for the names of long structs."""
     theirs = faster_llvmlite.name_structs(some_of_each_instruction())
-    for owner, name, ours in faster_llvmlite.INSTEAD:
+    for owner, name, ours in faster_llvmlite.REPLACEMENTS:
         monkeypatch.setattr(owner, name, ours)
     ours = some_of_each_instruction()
     assert faster_llvmlite.name_structs(ours) == theirs and theirs.count("value {") == 5
@@ -131,7 +131,7 @@ def test_the_same_text(monkeypatch):
 @pytest.mark.parametrize("part", [("a", 2), ("a", (0, 5)), ("b", 0)])
 def test_a_wrong_index_is_refused(monkeypatch, part):
     """Of a struct of two, or of a number."""
-    for owner, name, ours in faster_llvmlite.INSTEAD:
+    for owner, name, ours in faster_llvmlite.REPLACEMENTS:
         monkeypatch.setattr(owner, name, ours)
     number = ir.FloatType()
     function = ir.Function(ir.Module(), ir.FunctionType(number, [ir.LiteralStructType([number] * 2), number]), "f")

@@ -1,4 +1,5 @@
-"""How much code a kernel has, compared with others, before anybody compiles it: the linker's time follows from that."""
+"""How much code a kernel has, compared with others, before anybody compiles it: of several kernels that a call needs, the one
+with the most code is compiled first (tiles/launching/loaded_code.py), as the linker takes longest for it."""
 
 import contextlib
 import dis
@@ -9,8 +10,8 @@ from typing import Any
 
 from ..op import OPS
 
-OP = 20  # instructions of an op, compared with those of Python
-NAMES, ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_DEREF"), ("LOAD_ATTR", "LOAD_METHOD")
+OP = 20  # Python's instructions that a call of an op counts for
+NAMES, ATTRIBUTES = ("LOAD_GLOBAL", "LOAD_DEREF"), ("LOAD_ATTR", "LOAD_METHOD")  # instructions that name a function or a module
 
 
 @functools.cache
@@ -19,15 +20,15 @@ def _instructions(code: CodeType) -> list[tuple[str, Any]]:
 
 
 def estimate_size(kernel: Any) -> int:
-    """The instructions of Python of a kernel, with those of its helpers at each place that names them: they are inlined. 0 if
-    it names what cannot be looked up."""
+    """The number of Python's instructions of a kernel, with those of its helpers at each place that names them, as they are
+    inlined; 0 if it names what cannot be looked up."""
     with contextlib.suppress(Exception):
         return _count(kernel.py_func, {})
     return 0
 
 
 def _count(function: Callable, known: dict[tuple, int]) -> int:
-    """The instructions of a function or a method. known: those of others."""
+    """The number of instructions of a function or a method, with its helpers'. known: the numbers of others."""
     plain, receiver = (function.__func__, function.__self__) if isinstance(function, MethodType) else (function, None)
     key = plain, id(receiver)
     if key not in known:
@@ -37,6 +38,7 @@ def _count(function: Callable, known: dict[tuple, int]) -> int:
 
 
 def _count_inlined(value: Any, known: dict[tuple, int]) -> int:
+    """The number of instructions that the name of a value adds: those of a helper, OP for an op, else 0."""
     value = getattr(value, "py_func", value)
     if not isinstance(value, (FunctionType, MethodType)):
         return 0
@@ -44,8 +46,8 @@ def _count_inlined(value: Any, known: dict[tuple, int]) -> int:
 
 
 def _named_values(function: Callable, receiver: Any) -> Iterator[Any]:
-    """What each instruction names, None if nothing that is known before the kernel runs: `module.f` names a module, and then a
-    function. receiver: what a method belongs to."""
+    """For each instruction the value that it names, or None if that is not known before the kernel runs. `module.f` is two
+    instructions, which name a module and a function. receiver: what a method belongs to."""
     code, value = function.__code__, None
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
     for opname, argument in _instructions(code):

@@ -102,7 +102,7 @@ _COMPLAINT = re.compile(r"(?:ptxas application ptx input, line (\d+); )?(?:ptxas
 _SUMMARY = re.compile(r"aborted due to errors|NVJITLINK_ERROR")  # the lines after the complaints, which are none themselves
 
 
-INSTEAD = [*faster_numba.INSTEAD, *faster_llvmlite.INSTEAD]
+REPLACEMENTS = [*faster_numba.REPLACEMENTS, *faster_llvmlite.REPLACEMENTS]
 _numba_lock = threading.RLock()  # Numba cannot compile in two threads at once
 
 
@@ -112,7 +112,7 @@ def _compiling_for(cc, form="code"):
     asks the current device for its capability: we answer for it.) No garbage is collected inside, which would take a fifth of
     the time. Afterwards Numba forgets what a factory made. form: of the functions that are compiled in (helpers_as)."""
     device = SimpleNamespace(compute_capability=cc)
-    instead = (dispatcher, "get_current_device", lambda: device), *INSTEAD
+    instead = (dispatcher, "get_current_device", lambda: device), *REPLACEMENTS
     with _numba_lock, uncollected(), helpers_as(form):
         before = [getattr(owner, name) for owner, name, _ in instead]
         for owner, name, ours in instead:

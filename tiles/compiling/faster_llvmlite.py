@@ -1,9 +1,9 @@
-"""llvmlite with less to do: its instructions are made and printed without what most of them have no use for. While
-tiles/compiling/compiler.py compiles, these stand in its place. The text of a module stays the same, letter by letter, but for
-long structs, which have names.
+"""llvmlite's instructions made and printed by one function each, without what most of them have no use for. While
+tiles/compiling/compiler.py compiles, the functions of REPLACEMENTS stand in the place of llvmlite's. The text of a module stays
+the same, letter by letter, but for long structs, which get names.
 
-A kernel has some 20,000 instructions, and two in five take a tile apart into registers or put it together. Otherwise the
-struct of a tile would be written out in each of them: that was five sixths of the text, and NVVM took three times as long."""
+A kernel has some 20,000 instructions. Two in five take the registers of a tile, a struct, apart or put them together, and each
+would write the struct out: that was five sixths of the text, and NVVM took three times as long."""
 
 import functools
 import itertools
@@ -13,12 +13,12 @@ from llvmlite.ir import instructions, values
 
 _STRUCT = re.compile(r"\{(?:float|i32)(?:, (?:float|i32)){7,}\}")
 _NAME = re.compile(r'%"\d+ (?:float|i32)[^"]*"')
-_structs: dict[str, str] = {}  # name: struct
+_structs: dict[str, str] = {}  # {a name that _struct_name has given: the struct}
 
 
 @functools.cache
-def _name_of(struct):
-    """A long struct's name: {float, float, ..., i32} -> %"16 float, 1 i32"."""
+def _struct_name(struct):
+    """The name of a long struct: {float, float, ..., i32} -> %"16 float, 1 i32"."""
     parts = itertools.groupby(struct[1:-1].split(", "))
     name = f'%"{", ".join(f"{len(list(run))} {part}" for part, run in parts)}"'
     _structs[name] = struct
@@ -26,28 +26,28 @@ def _name_of(struct):
 
 
 def name_structs(text):
-    """LLVM's text of a module, with names for long structs."""
-    text = _STRUCT.sub(lambda match: _name_of(match[0]), text)
+    """LLVM's text of a module, with names for long structs, which are defined behind its first paragraph."""
+    text = _STRUCT.sub(lambda match: _struct_name(match[0]), text)
     head, gap, functions = text.partition("\n\n")
-    return (
-        "\n".join([head, *(f"{name} = type {_structs[name]}" for name in dict.fromkeys(_NAME.findall(text)))]) + gap + functions
-    )
+    definitions = [f"{name} = type {_structs[name]}" for name in dict.fromkeys(_NAME.findall(text))]
+    return "\n".join([head, *definitions]) + gap + functions
 
 
 @functools.cache
-def _short(text):
+def _named(text):
     """A type's text, with names for long structs."""
-    return _STRUCT.sub(lambda match: _name_of(match[0]), text)
+    return _STRUCT.sub(lambda match: _struct_name(match[0]), text)
 
 
 def _typed(value):
     """A value with its type, as operands are printed."""
-    return f"{_short(str(value.type))} {value.get_reference()}"
+    return f"{_named(str(value.type))} {value.get_reference()}"
 
 
+# ---- how instructions are made -----------------------------------------------------------------------------------------------
 def _init_instruction(self, parent, typ, opname, operands, name="", flags=()):
-    """An instruction with a name of its own, and that name as others refer to it. llvmlite comes here through three more
-    functions, and asks for the reference's text later."""
+    """Instruction.__init__: gives the instruction a name that is unique in its function, and the text by which others refer to
+    it. llvmlite gets here through three more functions, and makes that text later."""
     scope = parent.scope
     used = scope._useset
     if (unique := name) in used:
@@ -63,7 +63,7 @@ def _init_instruction(self, parent, typ, opname, operands, name="", flags=()):
 
 
 def _init_extract(self, parent, agg, indices, name=""):
-    """A part of a struct or an array."""
+    """ExtractValue.__init__: a member of a struct or an array."""
     typ = agg.type
     try:
         for i in indices:
@@ -75,7 +75,7 @@ def _init_extract(self, parent, agg, indices, name=""):
 
 
 def _init_insert(self, parent, agg, elem, indices, name=""):
-    """A struct or an array with another part."""
+    """InsertValue.__init__: a struct or an array with another member."""
     typ = agg.type
     try:
         for i in indices:
@@ -88,68 +88,70 @@ def _init_insert(self, parent, agg, elem, indices, name=""):
     self.aggregate, self.value, self.indices = agg, elem, indices
 
 
-def _operation(x):
+# ---- how they are printed ----------------------------------------------------------------------------------------------------
+def _print_operation(x):
     left, right = x.operands
     flags = "".join([f" {flag}" for flag in x.flags])
-    return f"{x.get_reference()} = {x.opname}{flags} {_short(str(x.type))} {left.get_reference()}, {right.get_reference()}"
+    return f"{x.get_reference()} = {x.opname}{flags} {_named(str(x.type))} {left.get_reference()}, {right.get_reference()}"
 
 
-def _comparison(x):
+def _print_comparison(x):
     left, right = x.operands
     flags = "".join([f" {flag}" for flag in x.flags])
     return f"{x.get_reference()} = {x.opname}{flags} {x.op} {_typed(left)}, {right.get_reference()}"
 
 
-def _extract(x):
+def _print_extract(x):
     return f"{x.get_reference()} = extractvalue {_typed(x.aggregate)}, {', '.join(map(str, x.indices))}"
 
 
-def _insert(x):
+def _print_insert(x):
     return f"{x.get_reference()} = insertvalue {_typed(x.aggregate)}, {_typed(x.value)}, {', '.join(map(str, x.indices))}"
 
 
-def _load(x):
+def _print_load(x):
     (pointer,), align = x.operands, "" if x.align is None else f", align {x.align}"
-    return f"{x.get_reference()} = load {_short(str(x.type))}, {_typed(pointer)}{align}"
+    return f"{x.get_reference()} = load {_named(str(x.type))}, {_typed(pointer)}{align}"
 
 
-def _store(x):
+def _print_store(x):
     (value, pointer), align = x.operands, "" if x.align is None else f", align {x.align}"
     return f"store {_typed(value)}, {_typed(pointer)}{align}"
 
 
-def _cast(x):
-    return f"{x.get_reference()} = {x.opname} {_typed(x.operands[0])} to {_short(str(x.type))}"
+def _print_cast(x):
+    return f"{x.get_reference()} = {x.opname} {_typed(x.operands[0])} to {_named(str(x.type))}"
 
 
-TEXTS = {  # how an instruction of a class is printed, unless it has metadata
-    instructions.CompareInstr: _comparison,
-    instructions.ICMPInstr: _comparison,
-    instructions.FCMPInstr: _comparison,
-    instructions.ExtractValue: _extract,
-    instructions.InsertValue: _insert,
-    instructions.LoadInstr: _load,
-    instructions.StoreInstr: _store,
-    instructions.CastInstr: _cast,
+PRINTERS = {  # {class: what prints an instruction of it that has no metadata}
+    instructions.CompareInstr: _print_comparison,
+    instructions.ICMPInstr: _print_comparison,
+    instructions.FCMPInstr: _print_comparison,
+    instructions.ExtractValue: _print_extract,
+    instructions.InsertValue: _print_insert,
+    instructions.LoadInstr: _print_load,
+    instructions.StoreInstr: _print_store,
+    instructions.CastInstr: _print_cast,
 }
 
 
-def _text(x):
-    """An instruction is one line of LLVM's text."""
+def _print_instruction(x):
+    """An instruction as one line of LLVM's text; llvmlite prints what no function here does."""
     if x.metadata:
         return str(x)
-    write = TEXTS.get(type(x))
+    write = PRINTERS.get(type(x))
     if write is None and type(x) is instructions.Instruction and len(x.operands) == 2:
-        write = _operation
+        write = _print_operation
     return write(x) if write else str(x)
 
 
 def _describe_block(self, buffer):
+    """Block.descr: appends the lines of a block of instructions."""
     buffer.append(f"{self._format_name()}:\n")
-    buffer += [f"  {_text(x)}\n" for x in self.instructions]
+    buffer += [f"  {_print_instruction(x)}\n" for x in self.instructions]
 
 
-INSTEAD = [  # (owner, name, what stands there)
+REPLACEMENTS = [  # (owner, name, what stands in its place)
     (instructions.Instruction, "__init__", _init_instruction),
     (instructions.ExtractValue, "__init__", _init_extract),
     (instructions.InsertValue, "__init__", _init_insert),

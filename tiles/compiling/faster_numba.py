@@ -1,5 +1,6 @@
 """Numba's compiler with less to do: what it does again and again is done once, and what nobody asks for is left out. While
-tiles/compiling/compiler.py compiles, these stand in Numba's place; the code that comes out is the same.
+tiles/compiling/compiler.py compiles, the functions of REPLACEMENTS stand in the place of Numba's. The code that comes out is the
+same.
 
 Of Numba's part of an attention kernel, two seconds, they save about half (bench/notes/host.md).
 """
@@ -381,7 +382,7 @@ def _compiled(self):
     return compiled
 
 
-INSTEAD = [  # (owner, name, what stands there)
+REPLACEMENTS = [  # (owner, name, what stands in its place)
     (lowering, "get_func_def_lineno", _line_of_def),
     (target, "CUDADIBuilder", _TableOfLines),
     (postproc, "PostProcessor", _Processed),
