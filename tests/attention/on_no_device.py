@@ -103,15 +103,17 @@ def noting_driver(monkeypatch):
     monkeypatch.setattr(loaded_code, "_loaded", loaded_code.weakref.WeakKeyDictionary())
     launching._kernel_for.cache_clear()
 
-    def encode(constants, pointer, place):
-        if pointer % 16:
-            tensor_maps.refuse_address(pointer)
-        (dtype, rank), (box, steps, *words) = constants
-        numbers = ctypes.string_at(place.extents, 8 * rank), ctypes.string_at(place.strides, 8 * max(rank - 1, 1))
-        ctypes.c_int64.from_address(place.address).value = hash((dtype, rank, *box._obj, *steps._obj, *words, *numbers))
-        ctypes.c_uint64.from_address(place.address + 8).value = pointer
+    def encode(maps, addresses, places):
+        for number, source, ((dtype, rank), (box, steps, *words)) in maps:
+            place, pointer = places[number], addresses[source]
+            if pointer % 16:
+                tensor_maps.refuse_address(pointer)
+            numbers = ctypes.string_at(place.extents, 8 * rank), ctypes.string_at(place.strides, 8 * max(rank - 1, 1))
+            hashed = hash((dtype, rank, *box._obj, *steps._obj, *words, *numbers))
+            ctypes.c_int64.from_address(place.address).value = hashed
+            ctypes.c_uint64.from_address(place.address + 8).value = pointer
 
-    monkeypatch.setattr(tensor_maps, "write_map", encode)
+    monkeypatch.setattr(tensor_maps, "write_maps", encode)
     monkeypatch.setattr(driver, "CUtensorMap", lambda _ptr: _ptr)
     monkeypatch.setattr(
         tensor_maps, "set_address", lambda place, pointer: ctypes.c_uint64.from_address(place + 8).__setattr__("value", pointer)

@@ -306,7 +306,7 @@ def test_host_cost(torch):
     costs = {
         "bound, 4 maps + 1 array": p50(lambda: bound(stream, *addresses)),
         "the same, addresses never seen": p50(lambda: bound(stream, *(next(fresh) for _ in addresses)), 2000),
-        "encoding a map": p50(lambda: tensor_maps.write_map(bound.kernel.maps[0][2], next(fresh), frame.map_places[0]), 2000),
+        "encoding a map": p50(lambda: tensor_maps.write_maps(bound.kernel.maps[:1], [next(fresh)], frame.map_places), 2000),
         "moving a map": p50(lambda: tensor_maps.set_address(frame.maps[0], next(fresh)), 2000),
         "launch(...)(4 tensors, 1 array, 2 numbers)": p50(lambda: tiles.launch(nothing, 1, 128)(*launch_args), 2000),
         "launch(...)(2 arrays, 1 number)": p50(lambda: tiles.launch(scale, 1, 32)(x, x, 2.0), 2000),

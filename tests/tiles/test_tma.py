@@ -153,7 +153,7 @@ def written(encoding, pointer, address):
     numbers = (ctypes.c_uint64 * len(encoding.numbers))(*encoding.numbers)
     start = ctypes.addressof(numbers)
     places = address, start, start + 8 * len(encoding.extents)
-    tensor_maps.write_map(encoding.constants, pointer, tensor_maps.MapPlace(*places))
+    tensor_maps.write_maps([(0, 0, encoding.constants)], [pointer], [tensor_maps.MapPlace(*places)])
 
 
 @pytest.fixture

@@ -104,8 +104,8 @@ class ParameterFrame:
             if self.grid != launch.grid:
                 config.gridDimX, config.gridDimY, config.gridDimZ = self.grid = launch.grid
         if launch.encoded is None:
-            for place, source, constants in maps:
-                tensor_maps.write_map(constants, addresses[source], self.map_places[place])
+            if maps:
+                tensor_maps.write_maps(maps, addresses, self.map_places)
             if launch.launched:
                 launch.encoded = [bytes(self.map_views[place]) for place, *_ in maps]
         else:

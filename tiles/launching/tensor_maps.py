@@ -1,8 +1,8 @@
 """Tensor maps: what TMA reads about an array: its address, extents, strides, and the box that it copies.
 
     encoding = encode_form(tma_box(gl(tile, 4, 1, 3)), describe(q, "q").form)
-    write_map(encoding.constants, q.data_ptr(), place)          # the driver's 128 bytes, of the numbers that lie at `place`
-    set_address(tensor_map, q.data_ptr())                       # ... which then speak of another array of this form
+    write_maps([(0, 0, encoding.constants)], [q.data_ptr()], [place])     # the driver's 128 bytes, of the numbers at `place`
+    set_address(tensor_map, q.data_ptr())                                 # ... which then speak of another array of this form
 
 A map depends on the array's address and form, the tile, and on nothing else.
 
@@ -180,16 +180,20 @@ def _encode_tiled() -> Callable[..., int]:
     return _FUNCTION(address)
 
 
-def write_map(constants: MapConstants, pointer: int, place: MapPlace) -> None:
-    """Write the map of the array at address `pointer` to `place`, a multiple of MAP_ALIGNMENT. Some context must be current."""
-    if pointer % ALIGNMENT:
-        refuse_address(pointer)
-    if place.constants is not constants:
-        place.set_constants(constants)
-    place.pointer.value = pointer
-    status = _encode_tiled()(*place.arguments)
-    if status:
-        check((driver.CUresult(status),))
+def write_maps(maps: Sequence[tuple[int, int, MapConstants]], addresses: Sequence[int], places: Sequence[MapPlace]) -> None:
+    """Write tensor maps. maps: (which of the places, which of the addresses, what it is encoded with) for each. Places lie at
+    multiples of MAP_ALIGNMENT. Some context must be current."""
+    encode = _encode_tiled()
+    for number, source, constants in maps:
+        place, pointer = places[number], addresses[source]
+        if pointer % ALIGNMENT:
+            refuse_address(pointer)
+        if place.constants is not constants:
+            place.set_constants(constants)
+        place.pointer.value = pointer
+        status = encode(*place.arguments)
+        if status:
+            check((driver.CUresult(status),))
 
 
 def set_address(tensor_map, pointer: int):
