@@ -29,7 +29,14 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
-from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, REVERSE, BothRecurrences, StatesWithOutputs
+from ..parts.recurrent.delta_recurrences import (
+    BOTH,
+    GRADIENTS_ALONE,
+    GRADIENTS_BESIDE,
+    REVERSE,
+    BothRecurrences,
+    StatesWithOutputs,
+)
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
 
 BLOCKS = 2  # of columns of values, in each direction
@@ -58,6 +65,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield with_outputs(config)
             if everything or (largest and not gated):
                 yield replace(config, recurrences=GRADIENTS_ALONE)
+                yield replace(config, recurrences=GRADIENTS_BESIDE)
 
 
 def with_outputs(config: Config) -> Config:
@@ -173,6 +181,8 @@ def make(config: Config):
             k, v, x, vectors, q, p = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.q, tiles.p
             states, out = tiles.states, tiles.out
             rank, n = warpgroup.rank(), seq.num_chunks()
+            if rank == SENDER:
+                recurrences.begin(params)
             for j in range(n):
                 number = int32(n - 1 - j) if direction == REVERSE else j
                 token, chunk = seq.chunk_start(number), int32(first_chunk + number)
@@ -195,11 +205,11 @@ def make(config: Config):
                         tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
                     store_wait()
                     out.release(j)
+                    recurrences.finish_chunk(params, chunk, number, n, segments, key_head, member, block)
                 elif rank == STATE_SENDER and direction != REVERSE:
                     send_tile(states, j, gStates, (chunk, head, block))
                 elif rank == OUTPUT_SENDER:
                     recurrences.send_outputs(tiles, j, params, at)
-                    recurrences.clear_counts(params, chunk, key_head, member, block)
         else:
             coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:

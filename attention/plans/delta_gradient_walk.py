@@ -27,7 +27,8 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
-from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE
+from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, GRADIENTS_BESIDE
+from ..parts.recurrent.grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS
 from ..parts.recurrent.tokens import CHUNK
 from .delta_records import ONE_WALK, record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
@@ -38,6 +39,8 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 # Microseconds on an H200 for a chunk of a head: in the walk, in the pass before it, in a step of a recurrence, in the kernel
 # that needs no state (time of a multiprocessor, which runs several at once); and for one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
+STEP_ALONE, WALK_BESIDE = 1.1, 4.9  # a step of the recurrence of dS alone, and a chunk in the walk beside it
+OVERLAPS = True  # does the walk run beside the recurrence of dS, where forward stored what else it reads?
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * BOTH.count  # thread blocks of a head's recurrences
 
@@ -62,6 +65,24 @@ def choose_walked_segments(head_sequences: int, chunks: int, processors: int) ->
     return min(range(2, most + 1), key=lambda segments: _time_walk(head_sequences, chunks, processors, segments))
 
 
+@watched_function
+def choose_segments_beside(head_sequences: int, chunks: int, processors: int) -> int:
+    """The number of segments with which the walk beside the recurrence of dS ends first. The arguments are those of
+    choose_segments."""
+    most = max(2, chunks // MIN_SEGMENT_CHUNKS)
+    return min(range(2, most + 1), key=lambda segments: _time_beside(head_sequences, chunks, processors, segments))
+
+
+def _time_beside(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
+    """Microseconds of the recurrence and the walk beside it. The walk finds room on the multiprocessors that the recurrence
+    leaves once its first segments are there, and on all when it ends."""
+    segment_chunks, recurrence = math.ceil(chunks / segments), chunks * STEP_ALONE
+    block, beside = (segment_chunks + BLOCK_CHUNKS) * WALK_BESIDE, recurrence - segment_chunks * STEP_ALONE
+    beside *= processors - delta_chains_hopper.BLOCKS * head_sequences
+    rest = max(0.0, head_sequences * segments * block - beside) / processors
+    return recurrence + max(block, rest + block / 2)
+
+
 def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
     return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
@@ -77,7 +98,8 @@ def plan_delta_gradient_walk(
     stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
     if stored:
         by_segments = "gScores" in stored
-        segments = choose_walked_segments(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
+        choose = choose_segments_beside if OVERLAPS else choose_walked_segments
+        segments = choose(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
     else:
         segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, processors)
         by_segments = segments > 1
@@ -137,15 +159,19 @@ def plan_delta_gradient_walk(
             "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
         )
         walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gCounts"
+        grids = OVERLAPPING_GRIDS if stored and OVERLAPS else SEPARATE_GRIDS
         numbers = {"segments": segments, "scale": scale}
         if stored:
-            names, blocks = f"{chains} gCounts", delta_chains_hopper.BLOCKS
-            steps = [launch(delta_chains_hopper, blocks, names, GRADIENTS_ALONE, sequences=sequences, **numbers)]
+            names, blocks = f"{chains} gCounts {grids.arrays}", delta_chains_hopper.BLOCKS
+            buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32")
+            recurrence = GRADIENTS_BESIDE if grids.overlaps else GRADIENTS_ALONE
+            steps = [launch(delta_chains_hopper, blocks, names, recurrence, sequences=sequences, **numbers)]
         else:
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
             steps = [
                 launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
                 launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
             ]
-        steps.append(launch(delta_segment_gradients_hopper, segments, walk, wants_gates, adds_heads, **numbers))
+        walk, flags = f"{walk} {grids.arrays}", (wants_gates, adds_heads, grids)
+        steps.append(launch(delta_segment_gradients_hopper, segments, walk, *flags, **numbers))
     return [*copy_tails, *steps, *finish]

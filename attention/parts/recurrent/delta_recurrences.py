@@ -2,6 +2,7 @@
 that of their gradients side by side, for gradients of a call that stored nothing; in training's forward pass that of the
 states, with the outputs O = scale exp(b) Q S + P (beta E); in its backward pass that of the gradients."""
 
+from numba import cuda
 from numpy import int32
 
 from ops import divmod, warpgroup
@@ -9,6 +10,7 @@ from tiles import dtype, inlined, ring, static
 from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 
 from .delta_chunks import DECAY, ChunkVectors
+from .grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
 from .tokens import send_tile
 
 REVERSE, FORWARD = range(
@@ -76,8 +78,13 @@ class BothRecurrences:
         """The consumer stores the state after the last token."""
 
     @inlined
-    def clear_counts(self, params, chunk, key_head, member, block):
-        """A warp sets the counts of a chunk and head of keys to 0, once for all value heads and columns."""
+    def begin(self, params):
+        """The warp that stores E or dV, before the first chunk."""
+
+    @inlined
+    def finish_chunk(self, params, chunk, number, n, segments, key_head, member, block):
+        """That warp has stored a chunk. chunk: its index. number, n: its place in its sequence, which has n chunks in so many
+        `segments`."""
 
 
 @static
@@ -141,27 +148,35 @@ class StatesWithOutputs(BothRecurrences):
         warpgroup.store(params.gFinalState, s_t, at, aligned=False)
 
 
+@static
 class GradientsAlone(BothRecurrences):
-    """Without the launch that sets the counts of delta_segment_gradients_hopper.py to 0 it does so itself."""
+    """Without the launch that sets the counts of delta_segment_gradients_hopper.py to 0 it does so itself, once for all value
+    heads and columns. grids: how that kernel follows this one."""
 
+    grids: SeparateGrids
     count = 1
 
     def __str__(self):
-        return "gradients"
+        return ", ".join(filter(None, ("gradients", str(self.grids))))
 
     def params(self, values):
         """gCounts: for each chunk two of each head of keys."""
-        return record(gCounts=SEMAPHORES)
+        return record(gCounts=SEMAPHORES, **self.grids.params().fields)
 
     @inlined
     def locate(self, index, sequences):
         return REVERSE, index
 
     @inlined
-    def clear_counts(self, params, chunk, key_head, member, block):
+    def begin(self, params):
+        self.grids.begin(params, cuda.blockIdx.x)
+
+    @inlined
+    def finish_chunk(self, params, chunk, number, n, segments, key_head, member, block):
         if member == 0 and block == 0:
             params.gCounts[chunk, int32(2 * key_head)] = int32(0)
             params.gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+        self.grids.count_chunk(params, cuda.blockIdx.x, number, n, segments)
 
 
-BOTH, GRADIENTS_ALONE = BothRecurrences(), GradientsAlone()
+BOTH, GRADIENTS_ALONE, GRADIENTS_BESIDE = BothRecurrences(), GradientsAlone(SEPARATE_GRIDS), GradientsAlone(OVERLAPPING_GRIDS)

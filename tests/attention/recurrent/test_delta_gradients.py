@@ -212,14 +212,16 @@ def test_records_of_packed_sequences(place):
     assert record.errors.shape == (1, 6, 1, 64, 16)
 
 
-FEW_HEADS = [(130, "head", bf16, 80, 3), (129, "none", np.float16, 128, 2)]
+FEW_HEADS = [(130, "head", bf16, 80, 3, True), (129, "none", np.float16, 128, 2, False)]
 
 
-@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments"), FEW_HEADS)
-def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments):
-    """Forward runs the recurrence of the states, gradients the other one, and the walk through all segments."""
+@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments", "overlaps"), FEW_HEADS)
+def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments, overlaps):
+    """Forward runs the recurrence of the states, gradients the other one, and the walk through all segments, after it or
+    beside it."""
     monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
-    for name in "choose_segments", "choose_walked_segments":
+    monkeypatch.setattr(delta_gradient_walk, "OVERLAPS", overlaps)
+    for name in "choose_segments", "choose_walked_segments", "choose_segments_beside":
         monkeypatch.setattr(delta_gradient_walk, name, lambda *_: segments)
     args = delta_case(length, decay, heads=2, key_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
     assert check_record(place, args).scores.shape == (1, -(-length // 64), 2, 64, 64)
