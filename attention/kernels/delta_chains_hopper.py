@@ -25,6 +25,7 @@ from numpy import int32
 from ops import divmod, store_wait, tma_store, warpgroup
 from tiles import fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
+from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, TwoParts
@@ -33,6 +34,8 @@ from ..parts.recurrent.delta_recurrences import (
     BOTH,
     GRADIENTS_ALONE,
     GRADIENTS_BESIDE,
+    OUTPUTS,
+    PRODUCER,
     REVERSE,
     BothRecurrences,
     StatesWithOutputs,
@@ -40,7 +43,6 @@ from ..parts.recurrent.delta_recurrences import (
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
 
 BLOCKS = 2  # of columns of values, in each direction
-CONSUMER, PRODUCER = 0, 1  # warpgroups
 LOADER, SENDER, STATE_SENDER, OUTPUT_SENDER = range(4)  # warps of the producer
 STAGES = 3  # chunks in flight
 
@@ -50,7 +52,12 @@ class Config(DeltaConfig):
     """A kernel's configuration. recurrences: those that it runs."""
 
     recurrences: BothRecurrences = BOTH
-    label, threads = "recurrences", 2 * warpgroup.THREADS
+    label = "recurrences"
+
+    @property
+    def threads(self):
+        """The threads of a block: those of a consumer, of a producer, and of outputs."""
+        return 2 * warpgroup.THREADS + LANES * self.recurrences.output_warps
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -70,7 +77,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 
 def with_outputs(config: Config) -> Config:
     """The configuration for the forward pass in training."""
-    return replace(config, recurrences=StatesWithOutputs(config.dtype, config.vectors))
+    return replace(config, recurrences=StatesWithOutputs(config.key_dim, config.dtype, config.vectors))
 
 
 @functools.cache
@@ -81,49 +88,45 @@ def make(config: Config):
     chunk_vectors, two_parts = config.vectors, TwoParts(INPUT)
     forward, backward = SequenceLayout(), SequenceLayout(reversed=True)
     recurrences = config.recurrences
-    PARAMS, query_stages = recurrences.params(config.values), recurrences.query_stages
+    PARAMS, query_stages, output_warps = recurrences.params(config.values), recurrences.query_stages, recurrences.output_warps
+    WARPS, has_outputs = warpgroup.WARPGROUP, output_warps > 0
     smem = shared(
         k=ring(config.key, STAGES),
         v=ring(config.values, STAGES),  # dO in blocks of the reverse recurrence
         x=ring(two_parts.square, STAGES),
-        vectors=ring(chunk_vectors.spec, STAGES),
+        vectors=ring(chunk_vectors.spec, STAGES, WARPS + output_warps),
         q=ring(config.key, query_stages),
         p=ring(config.square, query_stages),
-        states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
-        out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
+        states=ring(config.state, 1, 1 + output_warps, writers=WARPS),
+        out=ring(config.values, 1, 1 + output_warps, writers=WARPS),
         **recurrences.rings(config.values),
     )
 
     @inlined
-    def advance_state(s_t, j, tiles, scale):
+    def advance_state(s_t, j, tiles):
         """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
-        producer, which stores them, and its outputs, if they are wanted."""
+        producer, which stores them, and to those that compute outputs."""
         k, v, x, vectors, states, out = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.states, tiles.out
         keys = k.wait(j)
         rounded = INPUT(s_t)
         u = warpgroup.mm_ABt(rounded, keys)
-        o = recurrences.multiply_queries(tiles, j, rounded)
         warpgroup.store(states.claim(j), rounded)
         states.publish(j, fenced=True)
         vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
-        y = values - chunk_vectors.decay_cols(warpgroup.wait(u, newer=recurrences.products), vector_tile, DECAY)
-        o = recurrences.finish_queries(o, tiles, j)
+        y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
         beta = chunk_vectors.cols(vector_tile, BETA)
         weighted, solution = y * beta, two_parts.halves(x.wait(j))
         e = two_parts.mma_AB(y, two_parts.split(weighted), solution)
         s_t, factors = chunk_vectors.decay_state(s_t, vector_tile), chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
-        o = recurrences.decay(o, vector_tile, scale)
         e = warpgroup.wait(e)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
-        o = recurrences.add_errors(o, tiles, j, e, beta)
         x.release(j)
         warpgroup.store_transposed(out.claim(j), e)
         out.publish(j, fenced=True)
         vectors.release(j)  # its fence is that of all loads of this chunk
         v.release(j)
-        s_t = warpgroup.wait(s_t, newer=recurrences.products)
+        s_t = warpgroup.wait(s_t)
         k.release(j)
-        recurrences.store_outputs(o, tiles, j)
         return s_t
 
     @inlined
@@ -177,7 +180,8 @@ def make(config: Config):
         key_head, member = divmod(head, group)
         seq = forward.sequence_tokens(0, sequence, length)
         first_chunk = forward.chunk_index(seq.start, sequence, length)
-        if warpgroup.id() == PRODUCER:
+        wg = warpgroup.id()
+        if wg == PRODUCER:
             k, v, x, vectors, q, p = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.q, tiles.p
             states, out = tiles.states, tiles.out
             rank, n = warpgroup.rank(), seq.num_chunks()
@@ -210,6 +214,8 @@ def make(config: Config):
                     send_tile(states, j, gStates, (chunk, head, block))
                 elif rank == OUTPUT_SENDER:
                     recurrences.send_outputs(tiles, j, params, at)
+        elif has_outputs and wg == OUTPUTS:
+            recurrences.compute_outputs(tiles, seq.num_chunks(), scale)
         else:
             coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
@@ -226,7 +232,7 @@ def make(config: Config):
             else:
                 s_t = warpgroup.load(gInitialState, STATE, coord, aligned=False)
                 for j in range(seq.num_chunks()):
-                    s_t = advance_state(s_t, j, tiles, scale)
+                    s_t = advance_state(s_t, j, tiles)
                 recurrences.store_last_state(params, s_t, coord)
 
     return walk, smem

@@ -6,24 +6,24 @@ from numba import cuda
 from numpy import int32
 
 from ops import divmod, warpgroup
-from tiles import dtype, inlined, ring, static
+from tiles import dtype, fp32, inlined, ring, rt, static
 from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 
-from .delta_chunks import DECAY, ChunkVectors
+from .delta_chunks import BETA, DECAY, ChunkVectors
 from .grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
-from .tokens import send_tile
+from .tokens import CHUNK, send_tile
 
-REVERSE, FORWARD = range(
-    2
-)  # the recurrences; the reverse one, whose blocks come first because it takes longer, is of gradients
+# The recurrences; the reverse one, whose blocks come first because it takes longer, is of gradients
+REVERSE, FORWARD = range(2)
+CONSUMER, PRODUCER, OUTPUTS = range(3)  # warpgroups; the third one only where outputs are computed
 
 
 @static
 class BothRecurrences:
-    """count: how many recurrences a head has. query_stages: chunks in flight of Q and P. products: how many products of outputs
-    are under way behind that which the recurrence of the states waits for."""
+    """count: how many recurrences a head has. query_stages: chunks in flight of Q and P. output_warps: how many warps compute
+    outputs."""
 
-    count, query_stages, products = 2, 3, 0
+    count, query_stages, output_warps = 2, 3, 0
 
     def __str__(self):
         return ""
@@ -46,28 +46,8 @@ class BothRecurrences:
         """The loader fills the queries and P of the j-th chunk for outputs. at: (batch, token, head of keys)."""
 
     @inlined
-    def multiply_queries(self, memory, j, rounded):
-        """Q S of the j-th chunk, pending, transposed, of the state `rounded`."""
-        return 0.0
-
-    @inlined
-    def finish_queries(self, o, memory, j):
-        """Wait for Q S, and give the queries back."""
-        return o
-
-    @inlined
-    def decay(self, o, vectors, scale):
-        """scale exp(b) Q S. vectors: of the chunk's tokens."""
-        return o
-
-    @inlined
-    def add_errors(self, o, memory, j, e, beta):
-        """O of the j-th chunk, pending."""
-        return o
-
-    @inlined
-    def store_outputs(self, o, memory, j):
-        """The consumer passes O of the j-th chunk on to the warp that stores it."""
+    def compute_outputs(self, memory, n, scale):
+        """The warpgroup for outputs computes those of n chunks."""
 
     @inlined
     def send_outputs(self, memory, j, params, at):
@@ -89,11 +69,14 @@ class BothRecurrences:
 
 @static
 class StatesWithOutputs(BothRecurrences):
-    """dtype: of inputs. chunk_vectors: of a chunk's tokens."""
+    """A warpgroup of its own computes outputs from S and E in shared memory, where they lie for the warps that store them, as
+    the chain of a step must not be longer. key_dim: the channels of keys, padded. dtype: of inputs. chunk_vectors: of a chunk's
+    tokens."""
 
+    key_dim: int
     dtype: dtype
     chunk_vectors: ChunkVectors
-    count, query_stages, products = 1, 2, 1
+    count, query_stages, output_warps = 1, 2, warpgroup.WARPGROUP
 
     def __str__(self):
         return "states, with outputs"
@@ -115,29 +98,25 @@ class StatesWithOutputs(BothRecurrences):
         memory.p.fill(j, gScores, (chunk, head))
 
     @inlined
-    def multiply_queries(self, memory, j, rounded):
-        return warpgroup.mm_ABt(rounded, memory.q.wait(j))
-
-    @inlined
-    def finish_queries(self, o, memory, j):
-        o = warpgroup.wait(o)
-        memory.q.release(j)
-        return o
-
-    @inlined
-    def decay(self, o, vectors, scale):
-        return self.chunk_vectors.decay_cols(o * scale, vectors, DECAY)
-
-    @inlined
-    def add_errors(self, o, memory, j, e, beta):
-        return warpgroup.mma_ABt(o, self.dtype(e * beta), memory.p.wait(j))
-
-    @inlined
-    def store_outputs(self, o, memory, j):
-        o = warpgroup.wait(o)
-        memory.p.release(j)
-        warpgroup.store_transposed(memory.outputs.claim(j), o)
-        memory.outputs.publish(j)
+    def compute_outputs(self, memory, n, scale):
+        for j in range(n):
+            # to registers, as nobody fences what the chain stores for wgmma
+            states = warpgroup.load(memory.states.wait(j), rt(16, self.key_dim, self.dtype), fenced=False)
+            o = warpgroup.mm_ABt(states, memory.q.wait(j))
+            cuda.syncwarp()  # all lanes have read the state
+            memory.states.release(j)
+            vector_tile = memory.vectors.wait(j)
+            o = warpgroup.wait(o)
+            memory.q.release(j)
+            o = self.chunk_vectors.decay_cols(o * scale, vector_tile, DECAY)
+            errors = fp32(warpgroup.load_transposed(memory.out.wait(j), rt(16, CHUNK, self.dtype), fenced=False))
+            weighted = self.dtype(errors * self.chunk_vectors.cols(vector_tile, BETA))
+            memory.vectors.release(j)  # its fence is that of all loads of this chunk
+            memory.out.release(j)
+            o = warpgroup.wait(warpgroup.mma_ABt(o, weighted, memory.p.wait(j)))
+            memory.p.release(j)
+            warpgroup.store_transposed(memory.outputs.claim(j), o)
+            memory.outputs.publish(j)
 
     @inlined
     def send_outputs(self, memory, j, params, at):
