@@ -28,6 +28,7 @@ from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.layout import LANES
 from tiles.targets import Target
 
+from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor, SingleChunks
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.delta_recurrences import (
@@ -59,6 +60,11 @@ class Config(DeltaConfig):
         """The threads of a block: those of a consumer, of a producer, and of outputs."""
         return 2 * warpgroup.THREADS + LANES * self.recurrences.output_warps
 
+    @property
+    def overlaps_previous(self) -> bool:
+        """Does the kernel begin while the grid before still runs?"""
+        return self.recurrences.overlaps
+
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16, for both recurrences, and one for each of
@@ -69,15 +75,16 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             largest = config.key_dim == max(KEY_DIMS)
             yield config
             if everything or (largest and gated):
-                yield with_outputs(config)
+                yield with_outputs(config, SingleChunks())
+                yield with_outputs(config, ChunkMajor())
             if everything or (largest and not gated):
                 yield replace(config, recurrences=GRADIENTS_ALONE)
                 yield replace(config, recurrences=GRADIENTS_BESIDE)
 
 
-def with_outputs(config: Config) -> Config:
-    """The configuration for the forward pass in training."""
-    return replace(config, recurrences=StatesWithOutputs(config.key_dim, config.dtype, config.vectors))
+def with_outputs(config: Config, order: HeadMajor) -> Config:
+    """The configuration for the forward pass in training. order: of the chunks in the grid before."""
+    return replace(config, recurrences=StatesWithOutputs(config.key_dim, config.dtype, config.vectors, order))
 
 
 @functools.cache
@@ -192,6 +199,7 @@ def make(config: Config):
                 token, chunk = seq.chunk_start(number), int32(first_chunk + number)
                 at = seq.batch, token, head, block
                 if rank == LOADER:
+                    recurrences.wait_for_chunk(params, j, int32(heads * sequence + head))
                     k.fill(j, gK, (seq.batch, token, key_head))
                     if direction == REVERSE:
                         v.fill(j, gDOut, at)
@@ -214,6 +222,8 @@ def make(config: Config):
                     send_tile(states, j, gStates, (chunk, head, block))
                 elif rank == OUTPUT_SENDER:
                     recurrences.send_outputs(tiles, j, params, at)
+            if rank == LOADER:
+                recurrences.wait_for_grid()
         elif has_outputs and wg == OUTPUTS:
             recurrences.compute_outputs(tiles, seq.num_chunks(), scale)
         else:

@@ -111,21 +111,21 @@ def make(config: Config):
         out.release(index)
 
     @inlined
-    def pass_turn(gCounts, at):
+    def pass_turn(gTurns, at):
         """Wait until what this warp has stored is in memory, and let the next value head have its turn."""
         stores_done()
-        count_up(gCounts, at)
+        count_up(gTurns, at)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
         gDV: ALL_VALUES, gVectors: tiled(chunk_vectors.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
-        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gCounts: SEMAPHORES, length: INT,
+        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gTurns: SEMAPHORES, length: INT,
         segments: INT, heads: INT, group: INT, scale: FLOAT, grid_args: GRIDS,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
         each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gDots, gCarriedDots,
-        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gCounts: how many value heads have added
+        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gTurns: how many value heads have added
         dQ and dK, for each chunk and, one after the other, both of each key head."""
         q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
         wg = warpgroup.id()
@@ -155,14 +155,14 @@ def make(config: Config):
                     at = seq.batch, token, int32(key_head if ADDS else head)
                     of_dq, of_dk = (chunk, int32(OUTPUTS * key_head)), (chunk, int32(OUTPUTS * key_head + 1))
                     if ADDS:
-                        wait_count(gCounts, of_dq, int32(member))
+                        wait_count(gTurns, of_dq, int32(member))
                     store_output(out, gDQ, at, OUTPUTS * j, member)
                     if ADDS and not ONE_TURN:
-                        pass_turn(gCounts, of_dq)
-                        wait_count(gCounts, of_dk, int32(member))
+                        pass_turn(gTurns, of_dq)
+                        wait_count(gTurns, of_dk, int32(member))
                     store_output(out, gDK, at, OUTPUTS * j + 1, member)
                     if ADDS:
-                        pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
+                        pass_turn(gTurns, of_dq if ONE_TURN else of_dk)
             else:
                 row_sums.send_key_sums(key_sums, gDots, gCarriedDots, walk)
         elif wg == DKDQ:

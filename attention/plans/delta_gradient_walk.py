@@ -153,23 +153,23 @@ def plan_delta_gradient_walk(
         steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
     else:
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
-        buffers["gCounts"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
-        inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gCounts"
+        buffers["gTurns"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
+        inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gTurns"
         chains = (
             "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
         )
-        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gCounts"
+        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gTurns"
         grids = OVERLAPPING_GRIDS if stored and OVERLAPS else SEPARATE_GRIDS
         numbers = {"segments": segments, "scale": scale}
         if stored:
-            names, blocks = f"{chains} gCounts {grids.arrays}", delta_chains_hopper.BLOCKS
+            names, blocks = f"{chains} gTurns {grids.arrays}", delta_chains_hopper.BLOCKS
             buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32")
             recurrence = GRADIENTS_BESIDE if grids.overlaps else GRADIENTS_ALONE
             steps = [launch(delta_chains_hopper, blocks, names, recurrence, sequences=sequences, **numbers)]
         else:
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
             steps = [
-                launch(delta_inverse_hopper, chunks_per_sequence, inverse, chunks=chunks_per_sequence, scale=scale),
+                launch(delta_inverse_hopper, chunks_per_sequence, inverse, parts=chunks_per_sequence, scale=scale),
                 launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
             ]
         walk, flags = f"{walk} {grids.arrays}", (wants_gates, adds_heads, grids)

@@ -9,6 +9,7 @@ from ops import divmod, warpgroup
 from tiles import dtype, fp32, inlined, ring, rt, static
 from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 
+from .chunk_order import HeadMajor
 from .delta_chunks import BETA, DECAY, ChunkVectors
 from .grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
 from .tokens import CHUNK, send_tile
@@ -24,6 +25,7 @@ class BothRecurrences:
     outputs."""
 
     count, query_stages, output_warps = 2, 3, 0
+    overlaps = False  # does the kernel run beside the end of the grid before it?
 
     def __str__(self):
         return ""
@@ -40,6 +42,14 @@ class BothRecurrences:
     def locate(self, index, sequences):
         """(the recurrence of a thread block, its sequence). index: of both."""
         return divmod(index, sequences)
+
+    @inlined
+    def wait_for_chunk(self, params, j, head_sequence):
+        """The loader waits until the j-th chunk's inverse and P are there. head_sequence: sequence * heads + head."""
+
+    @inlined
+    def wait_for_grid(self):
+        """The loader has no more to load, and waits for the end of the grid before, if that may still run."""
 
     @inlined
     def load_queries(self, memory, j, gQ, gScores, at, chunk, head):
@@ -71,19 +81,25 @@ class BothRecurrences:
 class StatesWithOutputs(BothRecurrences):
     """A warpgroup of its own computes outputs from S and E in shared memory, where they lie for the warps that store them, as
     the chain of a step must not be longer. key_dim: the channels of keys, padded. dtype: of inputs. chunk_vectors: of a chunk's
-    tokens."""
+    tokens. order: of the chunks in the grid before."""
 
     key_dim: int
     dtype: dtype
     chunk_vectors: ChunkVectors
+    order: HeadMajor
     count, query_stages, output_warps = 1, 2, warpgroup.WARPGROUP
 
+    @property
+    def overlaps(self) -> bool:
+        """Does the kernel run beside the end of the grid before it?"""
+        return self.order.overlaps
+
     def __str__(self):
-        return "states, with outputs"
+        return ", ".join(filter(None, ("states, with outputs", str(self.order))))
 
     def params(self, values):
         """gO: outputs, of tokens. gFinalState: transposed, if it is wanted."""
-        return record(gO=tiled(values, unit=1), gFinalState=array(4))
+        return record(gO=tiled(values, unit=1), gFinalState=array(4), **self.order.walk_params().fields)
 
     def rings(self, values):
         return {"outputs": ring(values, 1, 1, writers=warpgroup.WARPGROUP)}
@@ -91,6 +107,14 @@ class StatesWithOutputs(BothRecurrences):
     @inlined
     def locate(self, index, sequences):
         return FORWARD, index
+
+    @inlined
+    def wait_for_chunk(self, params, j, head_sequence):
+        self.order.wait_for_chunk(params, head_sequence, j)
+
+    @inlined
+    def wait_for_grid(self):
+        self.order.wait_for_grid()
 
     @inlined
     def load_queries(self, memory, j, gQ, gScores, at, chunk, head):
@@ -139,8 +163,8 @@ class GradientsAlone(BothRecurrences):
         return ", ".join(filter(None, ("gradients", str(self.grids))))
 
     def params(self, values):
-        """gCounts: for each chunk two of each head of keys."""
-        return record(gCounts=SEMAPHORES, **self.grids.params().fields)
+        """gTurns: for each chunk two of each head of keys."""
+        return record(gTurns=SEMAPHORES, **self.grids.params().fields)
 
     @inlined
     def locate(self, index, sequences):
@@ -153,8 +177,8 @@ class GradientsAlone(BothRecurrences):
     @inlined
     def finish_chunk(self, params, chunk, number, n, segments, key_head, member, block):
         if member == 0 and block == 0:
-            params.gCounts[chunk, int32(2 * key_head)] = int32(0)
-            params.gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+            params.gTurns[chunk, int32(2 * key_head)] = int32(0)
+            params.gTurns[chunk, int32(2 * key_head + 1)] = int32(0)
         self.grids.count_chunk(params, cuda.blockIdx.x, number, n, segments)
 
 

@@ -21,7 +21,8 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import delta_gradient_walk, delta_gradients, delta_records
+from attention.kernels import delta_inverse_hopper
+from attention.plans import chunk_schedule, delta_gradient_walk, delta_gradients, delta_records
 from attention.public import delta_rules
 from tiles.targets import SMALL
 
@@ -217,10 +218,14 @@ FEW_HEADS = [(130, "head", bf16, 80, 3, True), (129, "none", np.float16, 128, 2,
 
 @pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments", "overlaps"), FEW_HEADS)
 def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments, overlaps):
-    """Forward runs the recurrence of the states, gradients the other one, and the walk through all segments, after it or
-    beside it."""
+    """Forward runs the recurrence of the states, after all inverses or beside those of one worker, gradients the other one, and
+    the walk through all segments, after it or beside it."""
     monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
     monkeypatch.setattr(delta_gradient_walk, "OVERLAPS", overlaps)
+    monkeypatch.setattr(delta_inverse_hopper, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=5))
+    monkeypatch.setattr(chunk_schedule, "ROUNDS", 0)
+    monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: overlaps)
     for name in "choose_segments", "choose_walked_segments", "choose_segments_beside":
         monkeypatch.setattr(delta_gradient_walk, name, lambda *_: segments)
     args = delta_case(length, decay, heads=2, key_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
