@@ -1,6 +1,6 @@
 """Numba's compiler with less to do: what it does again and again is done once, and what nobody asks for is left out. While
-tiles/compiling/compiler.py compiles, the functions of REPLACEMENTS stand in the place of Numba's. The code that comes out is the
-same.
+tiles/compiling/compiler.py compiles, the functions of REPLACEMENTS stand in the place of Numba's. The code that comes out is
+the same.
 
 Of Numba's part of an attention kernel, two seconds, they save about half (bench/notes/host.md).
 """
