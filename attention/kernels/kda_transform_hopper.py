@@ -31,7 +31,7 @@ from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.launch_conditions import HistoryCondition
+from ..parts.recurrent.launch_conditions import HistoryCondition, SuccessorGrid
 from ..parts.recurrent.segment_spans import OverlapCounts
 from ..parts.recurrent.stepped_scores import RowScores
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -90,7 +90,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if everything:
                 yield replace(config, consumers=0, order=ChunkMajor(), condition=HistoryCondition(False))
         if everything:
-            yield replace(config, consumers=0, condition=HistoryCondition(True))
+            yield from (replace(config, consumers=0, condition=x) for x in (HistoryCondition(True), SuccessorGrid()))
 
 
 @functools.cache
@@ -184,6 +184,7 @@ def make(config: Config):
         channel_gates.load_constants(constants, params, chunk.head, warp)
         betas = truncate(gBeta, 1, chunks.end())
         beta = warpgroup.load(betas, COL_VEC, (chunk.seq.batch, chunk.token, chunk.head), cols=1)
+        condition.follow()
         for j in range(n):
             chunk = chunks.locate(j)
             queries, gates, at = q.wait(j), g.wait(j), (chunk.chunk, chunk.head)

@@ -17,7 +17,7 @@ from tiles.launching.lengths import watched_function
 
 from ..kernels import delta_channel_cuts_hopper, kda_transform_hopper, kda_walk_hopper
 from ..parts.recurrent.delta_chunks import KEY_DIMS
-from ..parts.recurrent.launch_conditions import HistoryCondition
+from ..parts.recurrent.launch_conditions import HistoryCondition, SuccessorGrid
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .chunk_schedule import (
     MIN_GAIN,
@@ -50,6 +50,7 @@ SEGMENTS_FACTOR, HISTORY = 1.2, 8.0
 # too
 KEPT_SEGMENTS = 8
 CHOOSES = False  # may gates choose? Not timed yet
+COUNTS_AHEAD = False  # are overlaps counted by a launch of their own, before walks in segments, too? Not timed yet
 
 
 def serves_channel_walk(problem: Problem) -> bool:
@@ -181,6 +182,9 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
         if not CHOOSES or segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
             return launches.walk(schedule, 1)
+    elif fills_gpu and segments > 1 and COUNTS_AHEAD:
+        count, overlaps = launches.count_overlaps(segments)
+        return [count, *launches.walk(schedule, segments, overlaps, LaunchCondition(intern_value(SuccessorGrid), {}))]
     elif fills_gpu:
         return launches.walk(schedule, segments)
     count, overlaps = launches.count_overlaps(segments)

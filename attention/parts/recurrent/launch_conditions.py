@@ -27,8 +27,27 @@ class NoCondition:
         """Does the other way serve this call? Then the block has nothing to do. args: the record of `params`."""
         return False
 
+    @inlined
+    def follow(self):
+        """Wait for the grid before this one, if that has not been done. Nothing is stored before."""
+
     def __str__(self):
         return ""
+
+
+@static
+class SuccessorGrid(NoCondition):
+    """A grid that runs in each call, and begins while the one before it still counts: the counts are read by grids that come
+    later."""
+
+    overlaps = True
+
+    @inlined
+    def follow(self):
+        grid.wait()
+
+    def __str__(self):
+        return "beside counts"
 
 
 @static

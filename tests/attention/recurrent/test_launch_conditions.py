@@ -73,6 +73,14 @@ def test_sequences_that_forget_are_walked_in_segments(place, choose):
     assert np.isfinite(out[:, 256:].astype(float)).all()
 
 
+def test_counts_ahead_of_a_walk_in_segments(place, choose, monkeypatch):
+    """Where no gate chooses."""
+    choose(3, BESIDE)
+    monkeypatch.setattr(delta_channel_walk, "COUNTS_AHEAD", True)
+    monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: False)
+    agree(place, *model_inputs(500))
+
+
 def write_decision(condition):
     """A kernel whose blocks write whether they are skipped."""
     ARGS = condition.params()
