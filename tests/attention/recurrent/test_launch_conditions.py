@@ -74,7 +74,7 @@ def test_sequences_that_forget_are_walked_in_segments(place, choose):
 
 
 def test_counts_ahead_of_a_walk_in_segments(place, choose, monkeypatch):
-    """Where no gate chooses."""
+    """A plan that has one way of launches counts, too."""
     choose(3, BESIDE)
     monkeypatch.setattr(delta_channel_walk, "COUNTS_AHEAD", True)
     monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: False)
