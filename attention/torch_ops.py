@@ -14,7 +14,7 @@ def register_torch_ops() -> None:
     from .public.based_features import _based
     from .public.based_gradients import _based_backward
     from .public.cache_quantize import _quantize, _quantize_blocks
-    from .public.delta_gradients import _delta_rule_backward
+    from .public.delta_gradients import _delta_rule_backward, _delta_rule_backward_into
     from .public.delta_rules import _delta_rule, _delta_rule_raw
     from .public.gated_norms import _gated_norm, _gated_norm_backward
     from .public.hedgehog_features import _hedgehog
@@ -22,7 +22,7 @@ def register_torch_ops() -> None:
     from .public.linear_family import _linear, _linear_raw
     from .public.linear_gradients import _linear_backward, _linear_backward_into
     from .public.mamba import _mamba2
-    from .public.mamba_gradients import _mamba2_backward
+    from .public.mamba_gradients import _mamba2_backward, _mamba2_backward_into
     from .public.mla_decoding import _mla_decode, _mla_decode_fp8
     from .public.projected_qkv import projected, projected_backward
     from .public.short_convolution import _short_conv, _short_conv_backward
@@ -30,12 +30,13 @@ def register_torch_ops() -> None:
 
     of_norms = [program for table in (NORMALISE, DIFFERENTIATE, INTO, ZEROS) for program in table.values()]
     backward = softmax_backward._backward, softmax_backward._variant, softmax_backward._accumulate, *of_norms
-    of_linear = _linear, _linear_backward, _linear_backward_into, _linear_step, _mamba2, _mamba2_backward
+    of_linear = _linear, _linear_backward, _linear_backward_into, _linear_step, _mamba2, _mamba2_backward, _mamba2_backward_into
     recurrent = (
         _based,
         _based_backward,
         _delta_rule,
         _delta_rule_backward,
+        _delta_rule_backward_into,
         _gated_norm,
         _gated_norm_backward,
         _hedgehog,

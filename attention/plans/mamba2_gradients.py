@@ -87,7 +87,7 @@ def plan_mamba2_gradients(problem: Problem, dt_options: DtOptions, vector_bytes:
 
 def _linear_arrays(problem: Problem, outputs: Arrays) -> Arrays:
     """The arrays of linear attention's gradients that are those of Mamba-2, by their names there."""
-    arrays: Arrays = {"q": problem["C"], "k": problem["B"], "dq": problem["dC"], "dk": problem["dB"]}
+    arrays: Arrays = {"q": problem["C"], "k": problem["B"], "dq": outputs["dC"], "dk": outputs["dB"]}
     arrays["chunk_states"] = problem["chunk_states"]
     for name, own_name in STATES.items():
         state = outputs.get(own_name) if name == "dinitial_state" else problem[own_name]
@@ -115,7 +115,7 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
         if y:
             steps += _plan_outputs(problem, y, dt_options, 0, scratch)
         steps.append(_differentiate_output_gate(problem, y, dy, outputs.get("dz")))
-    arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": problem["dx"]}
+    arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": outputs["dx"]}
     raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
     gate = choose_mamba2_gate(dt_options)
     dots = gate_dots(problem, scratch, width, STATE_WARPS * width, width)

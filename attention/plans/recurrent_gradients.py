@@ -327,11 +327,11 @@ def plan_accumulation(
     steps = plan(problem, arrays | gradients, scale, vector_bytes, scratch)
     for name, x in sums.items():
         if 0 not in x.form.shape:
-            steps.append(_plan_addition(problem, name, gradients[name], x))
+            steps.append(plan_addition(problem, name, gradients[name], x))
     return steps
 
 
-def _plan_addition(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
+def plan_addition(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
     """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
     gradients, total = (_view_as_tokens(name, x) for x in (gradients, total))
     batch, rows, heads, columns = total.form.shape
@@ -349,10 +349,10 @@ def _plan_addition(problem: Problem, name: str, gradients: Operand, total: Opera
 
 def _view_as_tokens(name: str, x: Operand) -> Operand:
     """A gradient of any of these names as (batch, token, head, column); of a state the channels of keys count as tokens."""
-    if name == "dinitial_state":
+    if name in ("dinitial_state", "dinitial_states"):
         return x.swapaxes(1, 2)
     if name == "dinitial_z":
         return x.spread(1, 1)
-    if len(x.form.shape) == 1:
+    if len(x.form.shape) < 3:
         x = x.spread(0, 1).spread(0, 1)
     return x if len(x.form.shape) == 4 else x.spread(3, 1)

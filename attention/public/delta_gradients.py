@@ -8,16 +8,16 @@ from tiles.calls.schema import Problem
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
-from ..options import check_number
+from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.delta_gradients import plan_delta_gradients
 from ..plans.delta_records import ARGUMENT_ROWS, ROWS, STORED_NAMES, record_schema, split_record
+from ..plans.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
 from ..plans.raw_inputs import refuse_raw
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
-DELTA_RULE_BACKWARD = record_schema(
-    "delta_rule_backward",
+ARRAYS = (
     """
     dout            (batch, seqlen, heads, value_dim)                               tile
     q               (batch, seqlen, heads_k, key_dim)                               tile
@@ -37,8 +37,10 @@ DELTA_RULE_BACKWARD = record_schema(
     dbeta           (batch, seqlen, heads)                                          float32  output
     ddecay          =decay                                                          float32  output  grads:ddecay
     dinitial_state  (sequences, heads, key_dim, value_dim)                          float32  output  grads:dinitial_state
-    """,
+    """
 )
+DELTA_RULE_BACKWARD = record_schema("delta_rule_backward", ARRAYS)
+GRADIENTS = "dq", "dk", "dv", "dbeta", "ddecay", "dinitial_state"
 
 
 @suggests_argument_names
@@ -63,6 +65,7 @@ def delta_rule_backward(
     dbeta: Any = None,
     ddecay: Any = None,
     dinitial_state: Any = None,
+    accumulate: bool = False,
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
@@ -83,7 +86,9 @@ def delta_rule_backward(
     of q, k and v. dbeta: as beta, float32. ddecay: as decay, float32; False where it is not wanted. For a decay of each head it
     is the sum over all tokens. A decay below -100, as -inf, counts as -inf and has a gradient of 0. dinitial_state: as
     initial_state; False where it is not wanted, True where it is and there is no initial state. Heads that share a key head add
-    to its gradients. Tokens after cu_seqlens[-1] have gradients of 0.
+    to its gradients. Tokens after cu_seqlens[-1] have gradients of 0. accumulate: gradients are added to what these arrays
+    hold. Then all that are wanted must be passed, as float32 arrays; those of q, k and v are rounded to q's dtype before. It
+    takes scratch memory for all gradients, and one more pass over them.
 
     Of what forward computed chunk_states alone is read, on Hopper; gradients have the same bits with it. All sums are made in
     float32, in a fixed order: the same bits every time. Sequences are processed in chunks of 64 tokens, on tensor cores: states
@@ -104,8 +109,11 @@ def delta_rule_backward(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)
     )
     inputs = dout, q, k, v, beta, decay, cu_seqlens, initial_state, dstate, *split_record(chunk_states)
-    arrays = *inputs, dq, dk, dv, dbeta, *optional_gradients
-    return _delta_rule_backward(stream, arrays, (check_number("scale", scale), grads, family), layout)
+    gradients = dict(zip(GRADIENTS, (dq, dk, dv, dbeta, *optional_gradients)))
+    options = check_number("scale", scale), grads, family
+    if check_flag("accumulate", accumulate):
+        return add_gradients(_delta_rule_backward_into, stream, inputs, gradients, options, grads, layout)
+    return _delta_rule_backward(stream, (*inputs, *gradients.values()), options, layout)
 
 
 @program(DELTA_RULE_BACKWARD, no_gradient=no_second_derivatives("attention.delta_rule"))
@@ -127,3 +135,6 @@ def _delta_rule_backward(problem: Problem, scale: float | None, grads: str, fami
 
 
 DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward, stored=STORED_NAMES)
+_delta_rule_backward_into = make_accumulating_program(
+    _delta_rule_backward, accumulating_schema(DELTA_RULE_BACKWARD, ARRAYS, record_schema)
+)

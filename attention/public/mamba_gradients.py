@@ -1,5 +1,6 @@
 """attention.mamba2_backward: the gradients of attention.mamba2."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,16 +10,16 @@ from tiles.calls.schema import Problem, Schema
 
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
+from ..options import check_flag
 from ..plans import recurrent_checks
 from ..plans.call_options import without_gradients
+from ..plans.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
 from ..plans.mamba2_gradients import plan_mamba2_gradients
 from ..plans.recurrent_checks import DtOptions
 from ..plans.recurrent_chunks import count_chunks
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 
-MAMBA2_BACKWARD = Schema(
-    "mamba2_backward",
-    """
+ROWS = """
     dout             (batch, seqlen, heads, value_dim)         tile
     x                (batch, seqlen, heads, value_dim)         tile
     dt               (batch, seqlen, heads)                    real
@@ -41,10 +42,11 @@ MAMBA2_BACKWARD = Schema(
     dz               (batch, seqlen, heads, value_dim)         tile     output  grads:dz
     ddt_bias         (heads)                                   float32  output  grads:ddt_bias
     dinitial_states  (sequences, heads, value_dim, key_dim)    float32  output  grads:dinitial_states
-    """,
-    chunks=count_chunks,
-)
+"""
+make_schema = functools.partial(Schema, chunks=count_chunks)
+MAMBA2_BACKWARD = make_schema("mamba2_backward", ROWS)
 OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out
+GRADIENTS = "dx", "ddt", "dA", "dB", "dC", "dD", "dz", "ddt_bias", "dinitial_states"
 
 
 @suggests_argument_names
@@ -75,6 +77,7 @@ def mamba2_backward(
     dz: Any = None,
     ddt_bias: Any = None,
     dinitial_states: Any = None,
+    accumulate: bool = False,
     stream: Any = None,
     family: str | None = None,
 ) -> tuple[Any, ...]:
@@ -92,7 +95,9 @@ def mamba2_backward(
     dx to dinitial_states: arrays to write to instead of new ones. dx, dB, dC and dz have the dtype and shape of x, B, C and z;
     ddt, dA, dD and ddt_bias are float32 in the shapes of dt, A, D and dt_bias. dD, dz, ddt_bias, dinitial_states: False for a
     gradient that is not wanted; dinitial_states=True for one that is, where there are no initial states. A gate dt A below -100
-    counts as -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold.
+    counts as -inf, and has a gradient of 0. Tokens after cu_seqlens[-1] have gradients of 0, whatever they hold. accumulate:
+    gradients are added to what these arrays hold. Then all that are wanted must be passed, as float32 arrays; those of x, B, C
+    and z are rounded to x's dtype before. It takes scratch memory for all gradients, and one more pass over them.
 
     For dz the outputs before the gate are computed once more, but for bf16 that is not packed in the next case. Where heads
     share B and C, on Hopper with N up to 128, two scans store the states before all chunks of 64 tokens, unless forward has,
@@ -108,9 +113,11 @@ def mamba2_backward(
         dD=(D, dD), dz=(z, dz), ddt_bias=(dt_bias, ddt_bias), dinitial_states=(initial_states, dinitial_states)
     )
     inputs = dout, x, dt, A, B, C, D, z, dt_bias, cu_seqlens, initial_states, dstates, chunk_states
-    gradients = dx, ddt, dA, dB, dC, *optional_gradients
+    gradients = dict(zip(GRADIENTS, (dx, ddt, dA, dB, dC, *optional_gradients)))
     options = *recurrent_checks.make_dt_options(dt_softplus, dt_limit), grads, family
-    return _mamba2_backward(stream, (*inputs, *gradients), options)
+    if check_flag("accumulate", accumulate):
+        return add_gradients(_mamba2_backward_into, stream, inputs, gradients, options, grads, "bshd")
+    return _mamba2_backward(stream, (*inputs, *gradients.values()), options)
 
 
 @program(MAMBA2_BACKWARD, no_gradient=no_second_derivatives("attention.mamba2"))
@@ -127,3 +134,4 @@ def _mamba2_backward(problem: Problem, dt_options: DtOptions, grads: str, family
 
 
 MAMBA2_DERIVATIVE = RecurrentDerivative("attention.mamba2", _mamba2_backward, "x", ("x", "B", "C", "z"), ("chunk_states",))
+_mamba2_backward_into = make_accumulating_program(_mamba2_backward, accumulating_schema(MAMBA2_BACKWARD, ROWS, make_schema))

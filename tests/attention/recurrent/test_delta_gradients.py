@@ -394,6 +394,38 @@ def test_outputs_and_options():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize(("decay", "layout", "gap"), [("head", "bhsd", 0), ("channel", "bshd", 3)])
+def test_accumulation(place, decay, layout, gap):
+    """Gradients are added to float32 arrays of any strides, which may be those of a larger one."""
+    args = delta_case(20, decay, key_heads=1)
+    want = {name: x.astype(f32) for name, x in run(place, args).items()}
+    if layout == "bhsd":
+        args, want = (
+            {name: x.swapaxes(1, 2).copy() if x.ndim > 2 and "state" not in name else x for name, x in table.items()}
+            for table in (args, want)
+        )
+    into = {name: place.put(np.ones((*x.shape[:-1], x.shape[-1] + gap), f32))[..., gap:] for name, x in want.items()}
+    arrays = {name: place.put(x) for name, x in args.items()}
+    actual = attention.delta_rule_backward(**arrays, **into, layout=layout, accumulate=True)
+    for (name, x), y in zip(want.items(), actual, strict=True):
+        assert y is into[name] and relative_rms(place.get(y) - 1, x) < 0.002, name
+
+
+def test_what_accumulates():
+    """Only what is wanted, with or without tokens; all of that must be arrays."""
+    args = delta_case(20, "none")
+    into = {"d" + name: np.ones(args[name].shape, f32) for name in ("q", "k", "v", "beta")}
+    assert len(attention.delta_rule_backward(**args, **into, dinitial_state=False, accumulate=True)) == 4
+    with pytest.raises(TypeError, match="^dinitial_state: must be a float32 array with accumulate=True"):
+        attention.delta_rule_backward(**args, **into, accumulate=True)
+    with pytest.raises(TypeError, match="^dq: dtype must be one of .'float32',.*"):
+        attention.delta_rule_backward(**args, **into | {"dq": args["q"]}, dinitial_state=False, accumulate=True)
+    args = delta_case(0, "none")
+    into = {"d" + name: np.ones(args[name].shape, f32) for name in ("q", "k", "v", "beta", "initial_state")}
+    attention.delta_rule_backward(**args, **into, accumulate=True)
+    np.testing.assert_array_equal(into["dinitial_state"], args["dstate"] + f32(1))
+
+
 @pytest.mark.parametrize("decay", ["none", "head", "token", "channel"])
 def test_no_sequences(decay):
     """No gradient has elements but that of gates of heads, a sum of nothing."""

@@ -69,6 +69,26 @@ def check(place, args, family=None, **options):
     return got
 
 
+@pytest.mark.parametrize(("groups", "D"), [(1, "column"), (2, "head")])
+def test_accumulation(place, groups, D):
+    """Gradients are added to float32 arrays: by the kernel of shared heads, and by those around linear attention's. Of no
+    tokens nothing is added."""
+    args = case(20, groups=groups, D=D)
+    want = {name: x.astype(f32) for name, x in run(place, args, dt_softplus=True).items()}
+    into = {name: place.put(np.ones(x.shape, f32)) for name, x in want.items()}
+    arrays = {name: place.put(x) for name, x in args.items()}
+    actual = attention.mamba2_backward(**arrays, **into, dt_softplus=True, accumulate=True)
+    for (name, x), y in zip(want.items(), actual, strict=True):
+        assert y is into[name] and relative_rms(place.get(y) - 1, x) < 0.002, name
+    no_tokens = {name: x[:, :0] if x.ndim > 2 and "state" not in name else x for name, x in arrays.items() if name != "dstates"}
+    before = place.get(into["dA"]).copy()
+    into |= {name: x[:, :0] if x.ndim > 2 and "state" not in name else x for name, x in into.items()}
+    attention.mamba2_backward(**no_tokens, **into, accumulate=True)
+    np.testing.assert_array_equal(place.get(into["dA"]), before)
+    with pytest.raises(TypeError, match="^dD: must be a float32 array with accumulate=True"):
+        attention.mamba2_backward(**arrays, **into | {"dD": None}, accumulate=True)
+
+
 LENGTHS = [(1, "sm_90"), (1, "sm_80"), (63, "sm_80"), (64, "sm_90"), (65, "sm_80"), (130, "sm_90"), (130, "sm_80")]
 
 
