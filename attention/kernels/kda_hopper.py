@@ -32,7 +32,7 @@ from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_SIZES, DELTA
 from ..parts.recurrent.channel_config import ConditionalConfig as Config
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
 from ..parts.recurrent.gate_formulas import BetaFormula
-from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.l2norm import choose_channel_norms
 from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.stepped_scores import SteppedScores, SteppedTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
@@ -58,6 +58,7 @@ def make(config: Config):
     readers = CONSUMERS * WARPS
     square, KEY = st(CHUNK, CHUNK, INPUT), config.key
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
+    channel_norms = choose_channel_norms(config)
     channel_gates, PARAMS, BETA = config.limited_gates, config.limited_gates.params(), config.beta
     condition, CONDITION = config.condition, config.condition.params()
     smem = shared(
@@ -75,10 +76,9 @@ def make(config: Config):
         gate_sums=ring(config.gate_sums, 1, WARPS, writers=WARPS),
         biases=channel_gates.biases,
         rates=channel_gates.rates,
-        normalized=ring(FLAG, 1, WARPS, writers=WARPS),
+        norms=channel_norms.make_ring(readers, WARPS),
         reads=config.key if IN_PLACE else st(16, 16, INPUT),
     )
-    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     halved_scores, block_scores = KdaScores(config.key_dim, INPUT), SteppedScores(config.key_dim, INPUT)
     seq_layout = SequenceLayout(config.varlen)
     state = TransposedState(config.key_dim, INPUT, seq_layout)
@@ -106,16 +106,6 @@ def make(config: Config):
         gate_sums.release(j)
         g.release(j)
 
-    @inlined
-    def normalize(q, k, normalized, j, n, warp):
-        """Divide the queries and keys of the j-th chunk by their L2 norms, if there is such a chunk. A consumer calls this,
-        too."""
-        if norm.enabled and j < n:
-            normalized.claim(j)
-            norm.normalize(q.wait(j), warp)
-            norm.normalize(k.wait(j), warp)
-            normalized.publish(j)
-
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
@@ -129,9 +119,7 @@ def make(config: Config):
         columns wide. condition_args: see launch_conditions.py."""
         if condition.is_skipped(condition_args):
             return
-        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, normalized, reads = (
-            smem.open()
-        )
+        q, k, k_decayed, g, v, t, p, state_decay, flag, triangles, out, gate_sums, biases, rates, norms, reads = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads * group)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -150,11 +138,10 @@ def make(config: Config):
                 warp = warpgroup.rank()  # for each chunk: addresses that follow from it would be kept, and spill
                 queries, keys, gates, sum_tile = q.wait(j), k.wait(j), g.wait(j), gate_sums.wait(j)
                 sums = gates if IN_PLACE else sum_tile
-                if norm.enabled:
-                    normalized.wait(j)
-                    normalized.release(j)
+                inverse_norms = channel_norms.wait(norms, j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
-                beta = BETA.compute(beta)
+                beta = channel_norms.scale_rows(BETA.compute(beta), inverse_norms)
+                row_beta = channel_norms.scale_rows(beta, inverse_norms)
                 b_last = decay.load_last_sums(sums, warp)
                 strong = warpgroup.reduce_any(tile_min(b_last) < decay.min_log2_decay)
                 decayed_keys, solved = k_decayed.claim(j), t.claim(j)
@@ -168,7 +155,7 @@ def make(config: Config):
                         decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
                         publish_decays(published, j)
                         warpgroup.sync()
-                        a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * beta
+                        a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * row_beta
                     else:
                         own_reads = reads if IN_PLACE else viewed(gates, KEY)
                         block_reads = viewed(sums, block_scores.block_reads)
@@ -179,7 +166,7 @@ def make(config: Config):
                         warpgroup.sync()
                         scores, a = block_scores.score(tiles, warp)
                         store(block_scores.query_rows(p.claim(j), warp), scores)
-                        a = a * beta
+                        a = a * row_beta
                     release_sums(gate_sums, g, j)
                     decay.fill_scored(rings, arrays, j + 1, n, seq, head, key_head)
                 else:
@@ -189,7 +176,7 @@ def make(config: Config):
                     warpgroup.sync()
                     decay.fill_scored(rings, arrays, j + 1, n, seq, head, key_head)
                     a, query_scores = warpgroup.mm_ABt(decayed_keys, keys), warpgroup.mm_ABt(queries, keys)
-                    a, query_scores = warpgroup.wait(a, newer=1) * beta, warpgroup.wait(query_scores)
+                    a, query_scores = warpgroup.wait(a, newer=1) * row_beta, warpgroup.wait(query_scores)
                     warpgroup.store(p.claim(j), warpgroup.causal(query_scores, 0, 0.0))  # with one stage, claimed late
                 p.publish(j)
                 k_decayed.release(j)
@@ -208,7 +195,7 @@ def make(config: Config):
                 channel_gates.load_constants(constants, params, head, warp)
                 sum_gates(g, gate_sums, constants, seq, 0, warp)
             if wg == CONSUMERS - 1:
-                normalize(q, k, normalized, 0, n, warp)
+                channel_norms.measure(norms, q, k, 0, seq, scale, warp)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
@@ -218,11 +205,12 @@ def make(config: Config):
                 k_decayed.release(j)
                 values = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), state.values))
                 v.release(CONSUMERS * j + wg)
+                u = channel_norms.scale_key_columns(u, norms, j)
                 u = INPUT(seq_layout.zero_other_columns(values, seq.remaining(j)) - u)
                 if wg == 0:
                     sum_gates(g, gate_sums, constants, seq, j + 1, warp)
                 if wg == CONSUMERS - 1:
-                    normalize(q, k, normalized, j + 1, n, warp)
+                    channel_norms.measure(norms, q, k, j + 1, seq, scale, warp)
                 decay.fill_values(v, gV, j + 1, n, seq, head, block, wg)
                 u = INPUT(warpgroup.wait(warpgroup.mm_AB(u, t.wait(j))))
                 t.release(j)
@@ -231,7 +219,7 @@ def make(config: Config):
                 s_t = decay.decay_state(s_t, state_factor, not strong)
                 state_decay.release(j)
                 flag.release(j)
-                o = warpgroup.wait(warpgroup.mma_ABt(o, u, p.wait(j))) * scale
+                o = channel_norms.scale_query_columns(warpgroup.wait(warpgroup.mma_ABt(o, u, p.wait(j))), norms, j, scale)
                 p.release(j)
                 state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)
             warpgroup.store_wait()

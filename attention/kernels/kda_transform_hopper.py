@@ -30,7 +30,7 @@ from ..parts.recurrent.channel_config import DELTA_KEY_DIMS
 from ..parts.recurrent.channel_decay import KdaDecay
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.gate_formulas import BetaFormula
-from ..parts.recurrent.l2norm import L2Norm
+from ..parts.recurrent.l2norm import choose_channel_norms
 from ..parts.recurrent.launch_conditions import HistoryCondition, SuccessorGrid
 from ..parts.recurrent.segment_spans import OverlapCounts
 from ..parts.recurrent.stepped_scores import RowScores
@@ -100,9 +100,9 @@ def make(config: Config):
     COL_VEC, seq_layout, chunk_order = SCORES.col_vec, SequenceLayout(config.varlen), config.order
     decay, channel_gates, BETA = KdaDecay(config.key_dim, INPUT, 1, False), config.limited_gates, config.beta
     PARAMS, ORDER = channel_gates.params(), chunk_order.params()
-    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // WARPS)
+    channel_norms = choose_channel_norms(config)
     halved_scores = KdaScores(config.key_dim, INPUT, chunk_order.block_workers)
-    block_scores = RowScores(config.key_dim, INPUT)
+    block_scores = RowScores(config.key_dim, INPUT, channel_norms.are_factors)
     overlap_counts, condition = OverlapCounts(config.history, seq_layout), config.condition
     OVERLAPS, CONDITION = overlap_counts.params(), condition.params()
     KEY, KEY_DIM, SOLVED_KEYS = config.key, config.key_dim, config.solved_keys
@@ -121,6 +121,7 @@ def make(config: Config):
         rates=channel_gates.rates,
         row_sums=overlap_counts.history.sums,
         roots=block_scores.roots,
+        norms=channel_norms.vector,
     ).per_warpgroup(chunk_order.block_workers)
 
     @inlined
@@ -167,7 +168,9 @@ def make(config: Config):
         chunks."""
         if condition.is_skipped(condition_args):
             return
-        q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots = smem.open()
+        (
+            q, k, g, k_decayed, square, triangles, state_decays, key_decays, gate_sums, biases, rates, row_sums, roots, norms,
+        ) = smem.open()  # fmt: skip
         block_index = int32(cuda.blockIdx.x - counts)
         if block_index < 0:
             overlap_counts.store(overlap_args, params, gBeta, gCuSeqlens, length, heads, group, cuda.blockIdx.x, row_sums)
@@ -198,9 +201,7 @@ def make(config: Config):
             channel_gates.cumsum(sums, gates, constants, warp, chunk.remaining)
             keys = k.wait(j)
             seq_layout.zero_other_rows(keys, chunk.remaining)
-            norm.normalize(queries, warp)
-            norm.normalize(keys, warp)
-            norm.sync()
+            channel_norms.prepare(norms, queries, keys, chunk.remaining, warp)
             beta = BETA.compute(beta)
             if IN_PLACE:
                 decayed_keys, solved_keys = k_decayed, k_decayed
@@ -225,7 +226,7 @@ def make(config: Config):
                 a = warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)
             else:
                 tiles = ScoreTiles(queries, keys, decayed_keys, viewed(sums, block_scores.reads), writes, far_writes)
-                block_scores.factor(tiles, roots, block_sums, references, warp)
+                block_scores.factor(tiles, roots, norms, block_sums, references, warp)
                 warpgroup.sync()
                 products = block_scores.issue(tiles, roots, references, warp)
                 send_decayed(decayed, decayed_arrays, at, warp)

@@ -19,6 +19,7 @@ from ..memory.shared_vectors import load_elements, store_elements
 from ..threads import lanes
 
 AT_ONCE = 16  # rows of a shared tile that are on their way to registers
+MAX_DIVISOR = 2.0**60  # what counts for greater ones: the product of two is a number
 GROUP = 16  # rows down which sums fall by so much at most, if there is a limit
 
 
@@ -89,12 +90,15 @@ def _columns(x):
 
 # ---- down a shared tile ----------------------------------------------------------------------------------------------
 @op
-def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None, fall=None):
+def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None, fall=None, factor=None, divides=False):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
-    that are `least` where they are less, or this number `below` (NaN stays NaN). target: an fp32 shared tile of source's shape,
-    or source itself.
+    that are `least` where they are less, or this number `below` (NaN stays NaN; least None: there is none). target: an fp32
+    shared tile of source's shape, or source itself.
 
     function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector.
+
+    factor: they are of factor function(..), or with `divides` of factor / function(..); factor is negative. A function that
+    divides is at least 1; where it is greater than 2^60, this counts. Rows 2 i and 2 i + 1 share a reciprocal, and NaN.
 
     fall: elements are never positive, and from the first to the last of each GROUP rows, sums fall by no more than so much (a
     Python number). Where they would, the elements between are cut off, all below one number: as low as its share of what others
@@ -102,7 +106,10 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
-    x = np.where(x < least, np.float32(least if below is None else below), x)
+    if factor is not None:
+        x = _divide(np.float32(factor), x) if divides else np.float32(factor) * x
+    if least is not None:
+        x = np.where(x < least, np.float32(least if below is None else below), x)
     sums = np.cumsum(x, axis=0, dtype=np.float32)
     if fall is not None:
         exceeds = (sums[GROUP - 1 :: GROUP] - sums[::GROUP] < -fall).any(axis=0)
@@ -110,6 +117,13 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
         limited = [_limit_fall(x[i : i + GROUP], np.float32(fall)) for i in range(0, len(x), GROUP)]
         sums[:, exceeds] = np.cumsum(np.concatenate(limited), axis=0, dtype=np.float32)
     current_warp().write(target, sums)
+
+
+def _divide(factor, x):
+    """factor / x, where two rows share a reciprocal."""
+    x = np.where(x > MAX_DIVISOR, np.float32(MAX_DIVISOR), x)
+    pairs = x.reshape(-1, 2, *x.shape[1:])
+    return (factor / pairs.prod(axis=1, keepdims=True) * pairs[:, ::-1]).reshape(x.shape)
 
 
 def _limit_fall(x, fall):
@@ -122,7 +136,7 @@ def _limit_fall(x, fall):
 
 
 @lowers(cumsum_columns)
-def _(target, source, least, function, y, z, below, fall):
+def _(target, source, least, function, y, z, below, fall, factor, divides: int):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
     if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
         raise TypeError(
@@ -136,12 +150,28 @@ def _(target, source, least, function, y, z, below, fall):
 
     at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
 
-    has_below, has_fall = number(below), number(fall)
+    has_least, has_below, has_fall, has_factor = number(least), number(below), number(fall), number(factor)
+    if has_factor and (has_below or function is None):
+        raise TypeError(
+            f"cumsum_columns: takes a factor of a function, and then no other number below, got {function}, {below}"
+        )
 
-    def emit(b, target_address, source_address, least, python_function, y, z_address, below, fall):
-        least = b.real(least)
+    def emit(b, target_address, source_address, least, python_function, y, z_address, below, fall, factor, *_):
+        least = b.real(least) if has_least else None
         below = b.real(below) if has_below else least
         fall = b.real(fall) if has_fall else None
+        factor = b.real(factor) if has_factor else None
+        limit = _limit_of_values(b, least, factor, divides)
+
+        def scale(values):
+            """The elements, of values of the function."""
+            if limit is not None:
+                values = [b.asm(f32, "min.NaN.f32 $0, $1, $2;", "=f,f,f", x, limit, effect=False) for x in values]
+            if not divides:
+                return [b.fmul(factor, x) for x in values]
+            return [
+                quotient for pair in zip(values[::2], values[1::2], strict=True) for quotient in _divide_pair(b, factor, *pair)
+            ]
 
         def column(first):
             """Running sums down column first + lane."""
@@ -155,7 +185,10 @@ def _(target, source, least, function, y, z, below, fall):
                 ]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
-                return [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
+                elements = scale(elements) if has_factor else elements
+                if has_least and (divides or not has_factor):
+                    elements = [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
+                return elements
 
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
@@ -194,6 +227,25 @@ def _(target, source, least, function, y, z, below, fall):
     return void, emit
 
 
+def _limit_of_values(b, least, factor, divides):
+    """How great a function's values may be; None if there is no limit."""
+    if divides:
+        return b.real(MAX_DIVISOR)
+    if factor is None or least is None:
+        return None
+    return b.fmul(least, _reciprocal(b, factor))
+
+
+def _divide_pair(b, factor, x, y):
+    """factor / x and factor / y, by one reciprocal."""
+    inverse = b.fmul(factor, _reciprocal(b, b.fmul(x, y)))
+    return b.fmul(inverse, y), b.fmul(inverse, x)
+
+
+def _reciprocal(b, x):
+    return b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", x, effect=False)
+
+
 def _cut_elements(b, elements, fall):
     """The later elements of a group, as `_limit_fall` cuts them off."""
     share = b.fmul(fall, b.real(-1 / (GROUP - 1)))
@@ -203,8 +255,7 @@ def _cut_elements(b, elements, fall):
         count = b.fadd(count, b.select(is_low, b.real(1), b.real(0)))
         rest = b.fadd(rest, b.select(is_low, share, x))
         total = b.fadd(total, x)
-    inverse = b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", count, effect=False)
-    least = b.fsub(share, b.fmul(rest, inverse))
+    least = b.fsub(share, b.fmul(rest, _reciprocal(b, count)))
     least = b.select(b.fcmp_ordered("<", total, b.real(0)), least, b.real(-math.inf))
     return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 

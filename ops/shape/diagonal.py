@@ -62,22 +62,23 @@ def _(tile):
 @op
 def diagonal(tile):
     """The diagonal of the 64 x 64 tile of which each warp of a warpgroup has rt(16, 64, fp32): the warp's 16 elements, as the
-    col_vec of its rows."""
-    first = BASE * current_warp().rank
+    col_vec of its rows. Of an rt(16, 16, fp32) its own."""
+    first = BASE * current_warp().rank if tile.array.shape[1] > BASE else 0
     return np.diagonal(tile.array[:, first : first + BASE]).reshape(-1, 1).copy()
 
 
 @lowers(diagonal)
 def _(tile):
-    if tile != rt(BASE, WARPGROUP * BASE, fp32):
-        raise TypeError(f"diagonal: takes {rt(BASE, WARPGROUP * BASE, fp32)} in row layout, got {tile}")
     block = rt(BASE, BASE, fp32)
+    if tile not in (block, rt(BASE, WARPGROUP * BASE, fp32)):
+        raise TypeError(f"diagonal: takes {rt(BASE, WARPGROUP * BASE, fp32)} or {block} in row layout, got {tile}")
 
     def emit(b, value):
         _, quad = in_quad(b)
         row = b.lshr(b.lane(), b.u32(2))  # also row + 8; its element is in lane row / 2 of the quad
         is_odd, source = b.icmp_unsigned("!=", b.and_(row, b.u32(1)), b.u32(0)), b.or_(quad, b.lshr(row, b.u32(1)))
-        elements, places = _select_quarter(b, b.unpack(value)), {block.element(0, k): k for k in range(block.elements)}
+        elements = b.unpack(value) if tile == block else _select_quarter(b, b.unpack(value))
+        places = {block.element(0, k): k for k in range(block.elements)}
         pairs = [(elements[places[half, half + 1]], elements[places[half, half]]) for half in (0, BASE // 2)]
         return b.pack([ptx.shuffle(b, b.select(is_odd, odd, even), source) for odd, even in pairs])
 

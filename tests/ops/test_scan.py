@@ -155,6 +155,36 @@ def test_sums_of_a_function_down_columns(run, sample, dtype):
     close(y, np.cumsum(np.maximum(0.5 * wide(x) + 2 * wide(z), -0.25), axis=0), atol=1e-4)
 
 
+@inlined
+def shift(x, y, z):
+    """x + y z: of fp32 numbers alone."""
+    return x + y * z
+
+
+@pytest.mark.parametrize("least", [-0.25, None])
+@pytest.mark.parametrize("divides", [False, True])
+def test_sums_of_a_factor_and_a_function(run, sample, divides, least):
+    """Times a function, or over it. An infinite divisor spoils nothing beside it, NaN the sums from it on, or its pair on."""
+    T, smem = rt(32, 32, fp32), shared(x=st(32, 32, bf16), sums=st(32, 32, fp32), z=sv(32, fp32))
+
+    @cuda.jit
+    def body(x, z, factor, y):
+        source, sums, of_columns = smem.open()
+        store(source, load(x, T, (0, 0)))
+        store(of_columns, load(z, T.row_vec, (0,)))
+        block.sync()
+        cumsum_columns(sums, source, least, shift, float32(2.0), of_columns, factor=factor, divides=divides)
+        store(y, load(sums, T), (0, 0))
+
+    x, z, y = sample((32, 32), bf16), sample(32), blank((32, 32))
+    x[:], z[:] = 1 + abs(wide(x)), abs(wide(z))
+    x[3, 4], x[6, 5], x[8, 5] = (np.inf, 2.0**100, np.nan) if divides else (100, 200, np.nan)
+    run(body, x, z, np.float32(-0.5), y, shared=smem)
+    value = wide(x) + 2 * wide(z)
+    terms = -0.5 / np.minimum(value, 2.0**60) if divides else -0.5 * value
+    close(y, np.cumsum(terms if least is None else np.maximum(terms, least), axis=0), atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(64, 32), (32, 64), (48, 48)])
 def test_sum_up(run, sample, shape):
     T = rt(*shape, fp32)

@@ -27,7 +27,8 @@ class ChannelGates:
 
     @property
     def biases(self):
-        """The shared vector of dt_bias of all channels, if gates are computed by a formula; else a small one, not used."""
+        """The shared vector of dt_bias of all channels, times the formula's slope, if gates are computed by a formula; else a
+        small one, not used."""
         return sv(16, fp32)
 
     @property
@@ -41,8 +42,8 @@ class ChannelGates:
 
     @inlined
     def load_constants(self, constants, params, head, warp):
-        """Write dt_bias of the warp's channels and exp(A_log) of a head to `constants`, vectors of `biases` and `rates`, if
-        gates are computed by a formula."""
+        """Write to `constants`, vectors of `biases` and `rates`, what is added to the numbers of the warp's channels, and
+        exp(A_log) of a head, if gates are computed by a formula."""
 
     @inlined
     def cumsum(self, sums, gates, constants, warp, remaining):
@@ -68,6 +69,11 @@ class FormulaChannelGates(ChannelGates):
     formula: GateFormula
 
     @property
+    def least(self):
+        """The least gate that counts as it is, None if the formula has none below."""
+        return FLOOR if self.formula.lowest < FLOOR else None
+
+    @property
     def biases(self):
         return sv(4 * self.channels, fp32)
 
@@ -83,16 +89,18 @@ class FormulaChannelGates(ChannelGates):
     def load_constants(self, constants, params, head, warp):
         biases, rates = constants
         bias = load(params.gDtBias, self.group_tile.row_vec, (head, self.channels * warp))
-        store(subtile(biases, self.channels, warp), bias)
-        store(subtile(rates, RATE.length, warp), zeros(RATE) + self.formula.load_rate(params.gA, head))
+        rate = self.formula.load_rate(params.gA, head)
+        store(subtile(biases, self.channels, warp), bias * self.formula.slope(rate))
+        store(subtile(rates, RATE.length, warp), zeros(RATE) + rate)
         cuda.syncwarp()  # other lanes read them
 
     @inlined
     def cumsum(self, sums, gates, constants, warp, remaining):
-        biases, rates = constants
-        bias, rate = subtile(biases, self.channels, warp), tile_max(load(subtile(rates, RATE.length, warp), RATE))
+        (biases, rates), formula = constants, self.formula
+        rate, offsets = tile_max(load(subtile(rates, RATE.length, warp), RATE)), subtile(biases, self.channels, warp)
+        function, slope, factor = formula.value_at, formula.slope(rate), formula.factor(rate)
         sums_part, gates_part = self.part(sums, warp), self.part(gates, warp)
-        cumsum_columns(sums_part, gates_part, FLOOR, self.formula.compute, rate, bias, fall=self.fall)
+        cumsum_columns(sums_part, gates_part, self.least, function, slope, offsets, None, self.fall, factor, formula.divides)
         if remaining < CHUNK:
             self.repeat_last(sums, warp, remaining)
 

@@ -1,33 +1,65 @@
 """Gates and beta as functions of what a layer projects (attention.gates has the functions that people call). Kernels of the
 recurrent family evaluate these where they read a gate or beta, so that no pass before them writes one. Each formula stands here
-twice: for kernels, `compute`, and for arrays of a framework, `evaluate`, where derivatives or a reference are wanted.
+twice: for kernels, in powers of 2, and for arrays of a framework, `evaluate`, where derivatives or a reference are wanted.
 
 x is an element in memory, rate is exp(A_log) of its head, bias is dt_bias of its head, or of its channel. A gate g is the
 logarithm of a decay, never positive."""
 
 import functools
+import math
 from dataclasses import fields
 from typing import Any, ClassVar
 
 from numpy import float32
 
-from ops import exp, load, sigmoid, softplus, tile_max
+from ops import exp, exp2, load, log2, maximum, reciprocal, sigmoid, tile_max
 from tiles import fp32, inlined, rt, static
 
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 HEAD_VEC = rt(16, 64, fp32).col_vec  # what holds a number of a head that strides of 0 bytes repeat
+
+
+@inlined
+def log2_of_sum(t):
+    """log2(1 + 2^t), which is never below t or 0."""
+    return maximum(t, float32(0)) + log2(exp2(-abs(t)) + float32(1))  # no overflow, and 1 + 2^-|t| is at most 2
 
 
 @static
 class GateFormula:
-    """The gate itself is in memory: g = x. A formula has a name, by which options of calls know it, and at most one field, a
-    number, with the value that models have."""
+    """For kernels, g = factor value(slope (x + bias)), or factor / value(..) if `divides`; here the gate itself is in memory,
+    g = x. A formula has a name, by which options of calls know it, and at most one field, a number, with the value that models
+    have."""
 
     name: ClassVar[str] = ""
+    divides: ClassVar[bool] = False
+    lowest: ClassVar[float] = -math.inf  # the least gate that there is
+
+    @inlined
+    def slope(self, rate):
+        """What x is multiplied by."""
+        return float32(1)
+
+    @inlined
+    def factor(self, rate):
+        """What the value is multiplied by, or divided into; never positive."""
+        return float32(1)
+
+    @inlined
+    def value(self, t):
+        """The function of t = slope (x + bias); at least 1 if the formula divides by it."""
+        return t
+
+    @inlined
+    def value_at(self, x, slope, offset):
+        """`value` of a number x, where offset is slope bias."""
+        return self.value(x * slope + offset)
 
     @inlined
     def compute(self, x, rate, bias):
         """g of a tile, vector or number x."""
-        return x
+        value = self.value((x + bias) * self.slope(rate))
+        return (reciprocal(value) if self.divides else value) * self.factor(rate)
 
     @staticmethod
     def evaluate(library: Any, x: Any, rate: Any, number: float) -> Any:
@@ -54,8 +86,16 @@ class SoftplusFormula(GateFormula):
         return "softplus"
 
     @inlined
-    def compute(self, x, rate, bias):
-        return softplus(x + bias) * -rate
+    def slope(self, rate):
+        return float32(LOG2_E)
+
+    @inlined
+    def factor(self, rate):
+        return rate * float32(-LN_2)
+
+    @inlined
+    def value(self, t):
+        return log2_of_sum(t)
 
     @staticmethod
     def evaluate(library, x, rate, number):
@@ -67,14 +107,28 @@ class SigmoidFormula(GateFormula):
     """g = lower sigmoid(exp(A_log) (x + dt_bias)): gates that are bounded below."""
 
     name = "sigmoid"
+    divides = True
     lower: float = -5.0
 
     def __str__(self):
         return f"{self.lower} sigmoid"
 
+    @property
+    def lowest(self):
+        """The least gate that there is."""
+        return self.lower
+
     @inlined
-    def compute(self, x, rate, bias):
-        return sigmoid((x + bias) * rate) * float32(self.lower)
+    def slope(self, rate):
+        return rate * float32(-LOG2_E)
+
+    @inlined
+    def factor(self, rate):
+        return float32(self.lower)
+
+    @inlined
+    def value(self, t):
+        return exp2(t) + float32(1)
 
     @staticmethod
     def evaluate(library, x, rate, number):
@@ -92,8 +146,16 @@ class LogSigmoidFormula(GateFormula):
         return f"logsigmoid / {self.divisor}"
 
     @inlined
-    def compute(self, x, rate, bias):
-        return softplus(-(x + bias)) * float32(-1 / self.divisor)
+    def slope(self, rate):
+        return float32(-LOG2_E)
+
+    @inlined
+    def factor(self, rate):
+        return float32(-LN_2 / self.divisor)
+
+    @inlined
+    def value(self, t):
+        return log2_of_sum(t)
 
     @staticmethod
     def evaluate(library, x, rate, number):

@@ -1,24 +1,33 @@
 """Queries and keys that chunk kernels divide by their L2 norms, x / sqrt(sum(x^2) + 1e-6), instead of a pass before them.
 
-Kernels of channel decays, whose preparer rewrites the tiles of q and k anyhow, do so in shared memory (`normalize`). Those of
-the delta rule leave the tiles as they are and multiply what follows, with l_q and l_k the inverse norms of a chunk's queries
-and keys:
+GLA's kernels, whose preparer rewrites the tiles of q and k anyhow, do so in shared memory (`normalize`). Those of the delta
+rule leave the tiles as they are and multiply what follows, with l_q and l_k the inverse norms of a chunk's queries and keys:
 
     A' = tril(beta l_k^2 K K^T, -1)            T' = (I + A')^-1 beta l_k = l_k T
     U' = T' (V - l_k K S) = l_k U              O = l_q (Q S + tril(Q K^T) U')         S' = S + K^T U'
 
 All factors of A' and T' are those of a warp's rows of A'. The solver computes l_k from the diagonal of K K^T, the scorer l_q;
 both pass them to consumers through rings (`publish`). Q K^T is rounded before it is
-multiplied, so this is for bfloat16, which has float32's range."""
+multiplied, so this is for bfloat16, which has float32's range.
 
-from ops import load, row_sum, rsqrt, store, subtile, warpgroup, zeros
-from tiles import fp32, inlined, ring, rt, static, sv
+Those of KDA have ChannelNorms. kda_transform_hopper.py multiplies rows by their inverse norms where it decays them. In
+kda_hopper.py a consumer measures a chunk ahead, and factors are as above, with K' and K* of channel_decay.py for the K that
+reads and the K that is read. In fp16 both divide the rows in shared memory, before they are decayed."""
+
+from typing import Any
+
+from numpy import float32
+
+from ops import less, load, mma_ABt, row_index, row_sum, rsqrt, store, subtile, warpgroup, where, zeros
+from tiles import bf16, fp32, inlined, ring, rt, static, sv
 
 from .tokens import CHUNK
 
 L2NORM_EPSILON = 1e-6  # as in flash-linear-attention and transformers
 ROWS = 16  # of a warp
-ROW_VEC = rt(16, CHUNK, fp32).row_vec
+COL_VEC, ROW_VEC = rt(ROWS, CHUNK, fp32).col_vec, rt(ROWS, CHUNK, fp32).row_vec
+UNUSED = sv(16, fp32)  # stands for a vector that is not used
+STAGES = 2  # consumers still read a chunk's norms when the next one's are written
 
 
 @static
@@ -49,6 +58,15 @@ class L2Norm:
             x = load(subtile(tile, ROWS, warp, self.columns, i), self.panel_tile, fenced=fenced)
             squares = squares + row_sum(x * x)
         return rsqrt(squares + L2NORM_EPSILON)
+
+    @inlined
+    def sum_squares(self, tile, warp):
+        """The squares of the norms of a warp's 16 rows of a chunk's 16-bit tile, by mma.sync: the diagonal of X X^T."""
+        products = zeros(rt(ROWS, ROWS, fp32))
+        for i in range(self.key_dim // self.columns):
+            x = load(subtile(tile, ROWS, warp, self.columns, i), rt(ROWS, self.columns, tile.dtype), fenced=False)
+            products = mma_ABt(products, x, x)
+        return warpgroup.diagonal(products)
 
     @inlined
     def normalize(self, tile, warp):
@@ -112,3 +130,145 @@ class L2Norm:
         """Release the j-th slot of rings[index]."""
         if self.enabled:
             rings[index].release(j)
+
+
+@static
+class ChannelNorms:
+    """Queries and keys as they are. It has the methods that kernels call."""
+
+    norm: L2Norm
+    are_factors = False  # do kernels multiply by inverse norms?
+
+    @property
+    def vector(self):
+        """The shared vector of inverse norms of a chunk's queries and then keys, if they are factors; else a small one, not
+        used."""
+        return sv(2 * CHUNK, fp32) if self.are_factors else UNUSED
+
+    @inlined
+    def prepare(self, vector, queries, keys, remaining, warp):
+        """Write the inverse norms of a chunk's queries and keys to `vector`, or divide by norms. All warps of a warpgroup call
+        this, which then synchronises."""
+
+    def make_ring(self, readers: int, warps: int) -> Any:
+        """The ring through which a warpgroup of so many warps passes norms on to another one, and to `readers`, the warps of
+        all consumers."""
+        return ring(UNUSED, 1, warps, writers=warps)
+
+    @inlined
+    def measure(self, norms, q, k, j, seq, scale, warp):
+        """Compute the inverse norms of the j-th chunk's queries and keys, if there is one. scale: the softmax scale, by
+        which those of queries are multiplied. A consumer calls this."""
+
+    @inlined
+    def wait(self, norms, j):
+        """The inverse norms of the keys of a warp's rows. The preparer calls this before it overwrites queries and keys."""
+        return 1.0
+
+    @inlined
+    def scale_rows(self, x, inverse_norms):
+        """A vector or tile of a warp's rows, times what `wait` returned."""
+        return x
+
+    @inlined
+    def scale_key_columns(self, x, norms, j):
+        """A consumer's tile with a column for each key, times their inverse norms."""
+        return x
+
+    @inlined
+    def scale_query_columns(self, x, norms, j, scale):
+        """A consumer's tile with a column for each query, times the softmax scale and their inverse norms. It releases
+        them."""
+        return x * scale
+
+
+class RowDivision(ChannelNorms):
+    """Queries and keys are divided in shared memory."""
+
+    @inlined
+    def prepare(self, vector, queries, keys, remaining, warp):
+        self.norm.normalize(queries, warp)
+        self.norm.normalize(keys, warp)
+        warpgroup.sync()
+
+    @inlined
+    def measure(self, norms, q, k, j, seq, scale, warp):
+        if j < seq.num_chunks():
+            norms.claim(j)
+            self.norm.normalize(q.wait(j), warp)
+            self.norm.normalize(k.wait(j), warp)
+            norms.publish(j)
+
+    @inlined
+    def wait(self, norms, j):
+        norms.wait(j)
+        norms.release(j)
+        return 1.0
+
+
+@static
+class NormFactors(ChannelNorms):
+    """Norms are factors of rows and columns. varlen: may rows of another sequence, which have any numbers, follow the last
+    one?"""
+
+    varlen: bool
+    are_factors = True
+
+    @inlined
+    def prepare(self, vector, queries, keys, remaining, warp):
+        store(self.rows(vector, 0, warp), self.measure_rows(queries, remaining, warp))
+        store(self.rows(vector, 1, warp), self.measure_rows(keys, remaining, warp))
+        warpgroup.sync()
+
+    def make_ring(self, readers, warps):
+        return ring(self.vector, STAGES, readers + warps, writers=warps)
+
+    @inlined
+    def measure(self, norms, q, k, j, seq, scale, warp):
+        if j < seq.num_chunks():
+            slot, remaining = norms.claim(j), seq.remaining(j)
+            store(self.rows(slot, 0, warp), self.measure_rows(q.wait(j), remaining, warp) * scale)
+            store(self.rows(slot, 1, warp), self.measure_rows(k.wait(j), remaining, warp))
+            norms.publish(j)
+
+    @inlined
+    def rows(self, slot, index, warp):
+        """Where the norms of a warp's rows of queries (index 0) or keys (1) are."""
+        return subtile(slot, ROWS, index * (CHUNK // ROWS) + warp)
+
+    @inlined
+    def measure_rows(self, tile, remaining, warp):
+        """The inverse norms of a warp's rows; 1 for rows of another sequence."""
+        inverse_norms = self.norm.invert_squares(self.norm.sum_squares(tile, warp))
+        if self.varlen:
+            return where(less(row_index(COL_VEC), float32(remaining - ROWS * warp)), inverse_norms, 1.0)
+        else:
+            return inverse_norms
+
+    @inlined
+    def wait(self, norms, j):
+        inverse_norms = warpgroup.load(subtile(norms.wait(j), CHUNK, 1), COL_VEC)
+        norms.release(j)
+        return inverse_norms
+
+    @inlined
+    def scale_rows(self, x, inverse_norms):
+        return x * inverse_norms
+
+    @inlined
+    def scale_key_columns(self, x, norms, j):
+        return x * load(subtile(norms.wait(j), CHUNK, 1), ROW_VEC)
+
+    @inlined
+    def scale_query_columns(self, x, norms, j, scale):
+        x = x * load(subtile(norms.wait(j), CHUNK, 0), ROW_VEC)
+        norms.release(j)
+        return x
+
+
+def choose_channel_norms(config: Any) -> ChannelNorms:
+    """The norms of a kernel with this configuration (channel_config.py)."""
+    norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
+    if not config.l2norm:
+        return ChannelNorms(norm)
+    return NormFactors(norm, config.varlen) if config.dtype is bf16 else RowDivision(norm)

@@ -27,6 +27,8 @@ from tiles import fp16, fp32, inlined, rt, st, static, sv
 from .tokens import CHUNK
 from .two_block_scores import BLOCK, PANEL_CHANNELS, TwoBlockScores
 
+STEPS = 4  # of a chunk, 16 tokens each
+
 
 class SteppedTiles(NamedTuple):
     """The shared tiles of a chunk's SteppedScores, Q_i, K_i and K*_i being those of the i-th 16 tokens. keys: k, then k~.
@@ -94,7 +96,11 @@ class RowScores(SteppedFactors):
     own as `far_writes`.
 
     The end of a chunk is rounded, too, so that k~ is K* times a power of 2: what becomes of k~ is still to be multiplied by
-    exp(last - end)."""
+    exp(last - end).
+
+    normed: are queries and keys multiplied by inverse norms?"""
+
+    normed: bool = False
 
     @property
     def roots(self):
@@ -122,21 +128,26 @@ class RowScores(SteppedFactors):
         return (first + last) * factor // 1 * 2.0
 
     @inlined
-    def factor(self, tiles, roots, sums, references, warp):
-        """Write all of the ScoreTiles, and `roots`. sums: b of both blocks."""
+    def factor(self, tiles, roots, norms, sums, references, warp):
+        """Write all of the ScoreTiles, and `roots`. norms: the inverse norms of queries and keys (l2norm.py). sums: b of
+        both blocks."""
         (b_0, b_1), (r_0, r_1, r_2, r_3), end, mild = sums, references.steps, references.end, references.mild
         if references.stepped:
             channels, later = self.warp_tile.cols, int32(warpgroup.WARPGROUP + warp)
             store(subtile(roots, channels, warp), exp2((r_1 - r_0) * 0.5))
             store(subtile(roots, channels, later), exp2((r_3 - r_2) * 0.5))
-        keys = self.factor_step(tiles, columns(b_0, self.step, 0), r_0, end, mild, 0, warp)
+        keys = self.factor_step(tiles, norms, columns(b_0, self.step, 0), r_0, end, mild, 0, warp)
         self.store_writes(tiles.writes, keys, 3, warp)
         self.store_writes(tiles.writes, self.decay_on(keys, r_2 - r_0, mild), 0, warp)
-        keys = self.factor_step(tiles, columns(b_0, self.step, 1), r_1, end, mild, 1, warp)
+        keys = self.factor_step(tiles, norms, columns(b_0, self.step, 1), r_1, end, mild, 1, warp)
         self.store(tiles.far_writes, keys, 0, warp)
         self.store_writes(tiles.writes, self.decay_on(keys, r_2 - r_1, mild), 1, warp)
-        self.store_writes(tiles.writes, self.factor_step(tiles, columns(b_1, self.step, 0), r_2, end, mild, 2, warp), 2, warp)
-        self.store(tiles.far_writes, self.factor_step(tiles, columns(b_1, self.step, 1), r_3, end, mild, 3, warp), 1, warp)
+        self.store_writes(
+            tiles.writes, self.factor_step(tiles, norms, columns(b_1, self.step, 0), r_2, end, mild, 2, warp), 2, warp
+        )
+        self.store(
+            tiles.far_writes, self.factor_step(tiles, norms, columns(b_1, self.step, 1), r_3, end, mild, 3, warp), 1, warp
+        )
 
     @inlined
     def decay_on(self, keys, difference, mild):
@@ -148,10 +159,11 @@ class RowScores(SteppedFactors):
             return keys * root * root
 
     @inlined
-    def factor_step(self, tiles, b, r, end, mild, i, warp):
+    def factor_step(self, tiles, norms, b, r, end, mild, i, warp):
         """Write 16 tokens to all tiles but those of K*. Returns their K*."""
         c, read_queries, read_keys = b - r, self.read_part(tiles.reads, 0), self.read_part(tiles.reads, 1)
-        query, key, decay = self.load(tiles.queries, i, warp), self.load(tiles.keys, i, warp), exp2(c)
+        query, key = self.load_normed(tiles.queries, norms, i, warp), self.load_normed(tiles.keys, norms, STEPS + i, warp)
+        decay = exp2(c)
         query, read_key, key = self.dtype(query * decay), self.dtype(key * decay), self.dtype(key * exp2(-c))
         if mild:
             self.store(tiles.queries, query, i, warp)
@@ -164,6 +176,15 @@ class RowScores(SteppedFactors):
             self.store(tiles.decayed_keys, self.rescale(read_key, to_start), i, warp)
         self.store(tiles.keys, self.rescale(key, exp2(end - r)), i, warp)
         return key
+
+    @inlined
+    def load_normed(self, tile, norms, i, warp):
+        """16 tokens of a shared tile, multiplied by their inverse norms, the i-th 16 in `norms`."""
+        x = self.load(tile, i % STEPS, warp)
+        if self.normed:
+            return x * load(subtile(norms, self.step, i), self.channel_tile.row_vec)
+        else:
+            return x
 
     @inlined
     def issue(self, tiles, roots, references, warp):

@@ -11,6 +11,7 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import gates, reference
+from attention.kernels import kda_transform_hopper
 from attention.plans import token_loop
 from attention.public.delta_rules import delta_rule
 from attention.public.linear_family import gla, linear
@@ -126,6 +127,16 @@ WAYS = [  # name, member, channels, doubled, dtype of raw inputs, family
 def test_raw_inputs(place, name, member, channels, doubled, dtype, family):
     """With a last chunk that is shorter: what follows the last token has no gate."""
     agree(place, name, 70, member, channels, doubled, dtype, family=family)
+
+
+def test_walk(place, monkeypatch, nothing_known):
+    """Norms as factors of rows where a launch before the walk decays them."""
+    launched = set()
+    make = kda_transform_hopper.make
+    monkeypatch.setattr(kda_transform_hopper, "make", lambda config: launched.add(config) or make(config))
+    monkeypatch.setattr("attention.public.delta_rules.serves_channel_walk", lambda _: True)
+    agree(place, "sigmoid", 70, delta_rule, True)
+    assert [config.l2norm for config in launched] == [True]
 
 
 SEGMENTED = [(delta_rule, False), (linear, True)]
