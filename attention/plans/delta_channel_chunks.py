@@ -25,8 +25,6 @@ from .recurrent_gradients import count_chunk_indices
 
 FACTORS = "gDecayedQ gReadKeys gWriteKeys gB gChunkBeta gScores gSolutions"  # what depends on no state
 STATES = "gErrors gStates"  # E and S
-INVERSE_ARRAYS = f"{FACTORS} gQ gK gBeta gGates gTailQ gTailK gTailGates gCuSeqlens"
-OUTPUT_ARRAYS = f"{FACTORS} {STATES} gV gInitialState gO gFinalState gTailV gTailO gCuSeqlens"
 INPUTS_WITH_TAILS, OUTPUTS_WITH_TAILS = (("gQ", "gK"), ("gV",), ("gGates",)), (("gO",),)
 MIN_CUT_CHUNKS, MIN_SEGMENT_CHUNKS = 64, 16  # the least chunks of a sequence that is cut into segments, and of a segment
 MIN_CUT_DIRECTIONS = 2  # the least recurrences side by side of which sequences are cut: one alone is not timed yet
@@ -50,8 +48,9 @@ def choose_cuts(blocks: int, chunks: int, processors: int) -> int:
 
 
 class ChannelChunks:
-    """The launches of a call by chunks, and their arrays. buffers: arrays by the names of kernels' parameters; a plan adds
-    further ones. key_dim, columns: of a state, as padded; blocks: of 64 columns. walks: sequences times heads."""
+    """The launches of a call by chunks, and their arrays. buffers: arrays by the names of kernels' parameters, of which each
+    launch takes those that its kernel declares; a plan adds further ones. key_dim, columns: of a state, as padded; blocks: of
+    64 columns. walks: sequences times heads."""
 
     def __init__(self, problem: Problem, arrays: Arrays, scratch: ScratchAllocator):
         """arrays: those of the call by the names of parameters, states as the call has them. What they lack of FACTORS and
@@ -84,12 +83,10 @@ class ChannelChunks:
         """Scratch memory for something of each chunk and head."""
         return self.scratch(self.chunks, self.problem.extents["heads"], *extents, dtype=dtype)
 
-    def launch(self, module: Any, fields: tuple, grid: int, names: str, **numbers: float) -> Step:
-        """A launch of `grid` thread blocks. fields: of the configuration. names: of its arrays."""
-        config = intern_value(module.Config, *fields)
-        operands = {name: self.buffers.get(name) for name in names.split()}
-        kernel = kernel_for(module, config, self.problem.device)
-        return kernel.bind(grid, length=self.problem.extents["seqlen"], **numbers, **operands)
+    def launch(self, module: Any, fields: tuple, grid: int, **numbers: float) -> Step:
+        """A launch of `grid` thread blocks. fields: of the configuration."""
+        kernel = kernel_for(module, intern_value(module.Config, *fields), self.problem.device)
+        return kernel.bind_declared(grid, self.buffers, length=self.problem.extents["seqlen"], **numbers)
 
     def invert(self) -> Step:
         """The launch that computes FACTORS."""
@@ -102,11 +99,10 @@ class ChannelChunks:
             parts = count_parts(self.walks, chunks, resident_ctas)
         fields = self.key_dim, 0, self.gates_dtype, self.dtype, self.varlen
         numbers = {"parts": parts, "heads": key_heads, "group": self.group}
-        return self.launch(delta_channel_inverse_hopper, fields, self.walks * parts, INVERSE_ARRAYS, **numbers)
+        return self.launch(delta_channel_inverse_hopper, fields, self.walks * parts, **numbers)
 
-    def run_recurrences(self, module: Any, names: str, scale: float, directions: int = 1, **numbers: float) -> list[Step]:
-        """The launches of a recurrence, or of two in as many `directions`; of segments of sequences where there are few. names:
-        of its arrays."""
+    def run_recurrences(self, module: Any, scale: float, directions: int = 1, **numbers: float) -> list[Step]:
+        """The launches of a recurrence, or of two in as many `directions`; of segments of sequences where there are few."""
         heads, length = self.problem("heads", "seqlen")
         fields, blocks = (self.key_dim, self.dtype, self.varlen), directions * self.walks * self.blocks
         numbers |= {"blocks": self.blocks, "heads": heads, "scale": scale}
@@ -114,19 +110,18 @@ class ChannelChunks:
         if not self.varlen and directions >= MIN_CUT_DIRECTIONS:
             segments = choose_cuts(blocks, -(-length // CHUNK), machine(self.problem.device).processors)
         if segments == 1:
-            return [self.launch(module, fields, blocks, names, **numbers)]
+            return [self.launch(module, fields, blocks, **numbers)]
         self.buffers["gOverlaps"] = self.scratch(delta_channel_cuts_hopper.DIRECTIONS, self.walks, segments)
         cuts = self.launch(
             delta_channel_cuts_hopper,
             (self.key_dim, 0, self.gates_dtype, self.dtype, False, delta_channel_cuts_hopper.DIRECTIONS),
             delta_channel_cuts_hopper.DIRECTIONS * self.walks * (segments - 1),
-            "gBeta gOverlaps gGateRows gKeyRows",
             segments=segments,
             heads=self.problem.extents["heads_k"],
             group=self.group,
         )
-        cut_fields, cut_names = (*fields, OverlappingSegments()), f"{names} gOverlaps"
-        return [cuts, self.launch(module, cut_fields, segments * blocks, cut_names, segments=segments, **numbers)]
+        cut_fields = *fields, OverlappingSegments()
+        return [cuts, self.launch(module, cut_fields, segments * blocks, segments=segments, **numbers)]
 
 
 def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
@@ -134,5 +129,5 @@ def plan_channel_outputs(problem: Problem, arrays: Arrays, scale: float, scratch
     stored."""
     chunks = ChannelChunks(problem, arrays, scratch)
     copy_tails, copy_back = plan_tails(problem, chunks.buffers, scratch, INPUTS_WITH_TAILS, OUTPUTS_WITH_TAILS)
-    outputs = chunks.run_recurrences(delta_channel_outputs_hopper, OUTPUT_ARRAYS, scale)
+    outputs = chunks.run_recurrences(delta_channel_outputs_hopper, scale)
     return [*copy_tails, chunks.invert(), *outputs, *copy_back]

@@ -19,7 +19,7 @@ from ..kernels import (
     delta_channel_state_gradients_hopper,
 )
 from ..parts.recurrent.tokens import CHUNK
-from .delta_channel_chunks import FACTORS, STATES, ChannelChunks, count_packed_parts
+from .delta_channel_chunks import ChannelChunks, count_packed_parts
 from .delta_records import BY_CHANNEL, record_buffers
 from .packed_tails import INPUTS, KEY_GRADIENTS, VALUE_GRADIENTS, NameGroups, plan_tails
 from .recurrent_checks import is_varlen
@@ -45,13 +45,6 @@ PARAMETERS = {
 INPUTS_WITH_TAILS: NameGroups = (*INPUTS, ("gGates",))
 INPUTS_WITHOUT_VALUES: NameGroups = (("gQ", "gK"), ("gDOut",), ("gGates",))
 RESULTS_WITH_TAILS = *KEY_GRADIENTS, ("gDGates",), *VALUE_GRADIENTS
-REVERSE_ARRAYS = f"{FACTORS} gDOut gStateGradients gDV gLastState gFirstState gTailDOut gTailDV gCuSeqlens"
-CHAIN_ARRAYS = f"{REVERSE_ARRAYS} {STATES} gV gInitialState gTailV"
-GRADIENT_ARRAYS = (
-    f"{STATES} gQ gK gDOut gGates gChunkBeta gDV gStateGradients gDQ gDK gDBeta gDGates gTailQ gTailK gTailDOut gTailDV "
-    "gTailGates gTailDQ gTailDK gTailDGates gCuSeqlens"
-)
-ROW_ARRAYS, STRONG_ARRAYS = "gQueryRows gKeyRows gGateRows", "gStrong gStrongBlocks"
 
 
 def plan_delta_channel_gradients(
@@ -74,10 +67,10 @@ def plan_delta_channel_gradients(
     if heads > key_heads:
         finish += [step for name, x in (("gDQ", "dq"), ("gDK", "dk")) for step in sum_heads(problem, buffers[name], arrays[x])]
     if stored:
-        steps = chunks.run_recurrences(delta_channel_state_gradients_hopper, REVERSE_ARRAYS, scale)
+        steps = chunks.run_recurrences(delta_channel_state_gradients_hopper, scale)
     else:
         directions, numbers = delta_channel_chains_hopper.DIRECTIONS, {"sequences": problem.extents["sequences"]}
-        both = chunks.run_recurrences(delta_channel_chains_hopper, CHAIN_ARRAYS, scale, directions, **numbers)
+        both = chunks.run_recurrences(delta_channel_chains_hopper, scale, directions, **numbers)
         steps = [chunks.invert(), *both]
     return [*copy_tails, *steps, *_plan_chunk_gradients(chunks, scale), *finish]
 
@@ -97,7 +90,6 @@ def _plan_chunk_gradients(chunks: ChannelChunks, scale: float) -> list[Step]:
     steps = []
     if (chunks.key_dim, chunks.columns) == delta_channel_block_gradients_hopper.SIZES:
         buffers |= {"gStrong": chunks.chunk_scratch(), "gStrongBlocks": chunks.scratch(grid)}
-        names = f"{GRADIENT_ARRAYS} {STRONG_ARRAYS}"
-        steps.append(chunks.launch(delta_channel_block_gradients_hopper, fields, grid, names, **numbers))
-    sizes, names = (chunks.key_dim, chunks.columns), f"{GRADIENT_ARRAYS} {ROW_ARRAYS} {STRONG_ARRAYS}"
-    return [*steps, chunks.launch(delta_channel_gradients_hopper, (*sizes, *fields), grid, names, **numbers)]
+        steps.append(chunks.launch(delta_channel_block_gradients_hopper, fields, grid, **numbers))
+    sizes = chunks.key_dim, chunks.columns
+    return [*steps, chunks.launch(delta_channel_gradients_hopper, (*sizes, *fields), grid, **numbers)]

@@ -10,6 +10,7 @@ import torch
 
 from tiles.calls.program import Program
 from tiles.launching import devices
+from tiles.launching.arguments import declared
 from tiles.launching.arrays import Form
 from tiles.targets import AMPERE, HOPPER, Target
 
@@ -45,7 +46,14 @@ def noted(monkeypatch, gpu):
     target = SimpleNamespace(**GPUS[gpu], ordinal=0)
 
     def kernel_for(family, config, ordinal):
-        return SimpleNamespace(bind=lambda grid, **kernel_args: SimpleNamespace(config=config, kernel_args=kernel_args))
+        def bind(grid, **kernel_args):
+            return SimpleNamespace(config=config, kernel_args=kernel_args)
+
+        def bind_declared(grid, arrays, **numbers):
+            kernel, _ = family.make(config)
+            return bind(grid, **numbers, **{name: arrays[name] for name in declared(kernel.py_func) if name in arrays})
+
+        return SimpleNamespace(bind=bind, bind_declared=bind_declared)
 
     def call(self, stream, arrays, options, layout="bshd"):
         inputs = {name: form_of(x) for name, x in zip(self.names, arrays) if x is not None}

@@ -21,6 +21,7 @@ import functools
 import math
 import struct
 import threading
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..compiling.numba_types import Value
@@ -167,6 +168,11 @@ class Kernel:
         shape = (self.threads, 1, 1), self.cluster
         kernel = BoundKernel(code, self.title, *shape, self.nbytes, self.frames, plain, maps, self.overlaps_previous)
         return watched_call(BoundLaunch, kernel, grid, block)
+
+    def bind_declared(self, grid, arrays: Mapping[str, Any], **numbers: Any) -> "BoundLaunch | InterpretedLaunch":
+        """`bind` with those of `arrays`, by the names of parameters, that the kernel declares: for a plan of several launches
+        that read and write the same arrays."""
+        return self.bind(grid, **numbers, **{name: arrays[name] for name in self.parameters if name in arrays})
 
     def read_arguments(self, bound: "BoundLaunch") -> dict[str, Any]:
         """The arguments that a launch of this kernel was bound to, read from its parameter block: numbers, and an Operand for
