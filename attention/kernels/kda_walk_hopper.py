@@ -25,7 +25,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.delta_chunks import KEY_DIMS
-from ..parts.recurrent.launch_conditions import HistoryCondition, NoCondition
+from ..parts.recurrent.launch_conditions import HistoryCondition, NoCondition, SuccessorGrid
 from ..parts.recurrent.segment_spans import OverlappingSegments
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -94,7 +94,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if not varlen and (everything or key_dim == max(KEY_DIMS)):
                 yield Config(key_dim, input_dtype, order=ChunkMajor())
             if everything:
-                yield Config(key_dim, input_dtype, varlen, condition=HistoryCondition(True))
+                conditions = HistoryCondition(True), SuccessorGrid()
+                yield from (Config(key_dim, input_dtype, varlen, condition=condition) for condition in conditions)
             if everything and not varlen:
                 yield Config(key_dim, input_dtype, order=ChunkMajor(), condition=HistoryCondition(False, True))
 
@@ -194,6 +195,7 @@ def make(config: Config):
         if condition.is_skipped(condition_args):
             return
         tiles = smem.open()
+        condition.follow()
         decayed, solved, v, state_decays, out = tiles[:5]
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, span_args.segments, heads)

@@ -184,7 +184,8 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
             return launches.walk(schedule, 1)
     elif fills_gpu and segments > 1 and COUNTS_AHEAD:
         count, overlaps = launches.count_overlaps(segments)
-        return [count, *launches.walk(schedule, segments, overlaps, LaunchCondition(intern_value(SuccessorGrid), {}))]
+        successor = LaunchCondition(intern_value(SuccessorGrid), {})
+        return [count, *launches.walk(schedule, segments, overlaps, successor, successor)]
     elif fills_gpu:
         return launches.walk(schedule, segments)
     count, overlaps = launches.count_overlaps(segments)

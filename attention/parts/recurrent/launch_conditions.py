@@ -37,8 +37,8 @@ class NoCondition:
 
 @static
 class SuccessorGrid(NoCondition):
-    """A grid that runs in each call, and begins while the one before it still counts: the counts are read by grids that come
-    later."""
+    """A grid that runs in each call, and begins while the one before it still runs, whose end it waits for before it stores
+    anything."""
 
     overlaps = True
 
@@ -47,7 +47,7 @@ class SuccessorGrid(NoCondition):
         grid.wait()
 
     def __str__(self):
-        return "beside counts"
+        return "early launch"
 
 
 @static
