@@ -133,45 +133,29 @@ def plan_delta_gradient_walk(
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
 
-    def launch(module: Any, blocks: int, names: str, *flags: Any, **numbers: float) -> Step:
+    def launch(module: Any, blocks: int, *flags: Any, **numbers: float) -> Step:
         config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, *flags)
-        return kernel_for(module, config, problem.device).bind(
-            sequences * heads * blocks,
-            length=length,
-            heads=heads,
-            group=heads // key_heads,
-            **numbers,
-            **{name: buffers.get(name) for name in names.split()},
-        )
+        kernel, group = kernel_for(module, config, problem.device), heads // key_heads
+        return kernel.bind_declared(sequences * heads * blocks, buffers, length=length, heads=heads, group=group, **numbers)
 
-    gate_names = "gDots gCarriedDots gStateDots"
     if not by_segments:
-        names = "gK gV gBeta gGates gInitialState gErrors gStates gSolutions gVectors gTailK gTailV gCuSeqlens"
-        steps = [] if stored else [launch(delta_chunk_states_hopper, 1, names, varlen)]
-        names = f"gQ gK gDOut gErrors gStates gSolutions gVectors gLastState gFirstState gDQ gDK gDV gDBeta {gate_names} "
-        names += "gTailQ gTailK gTailDOut gTailDQ gTailDK gTailDV gCuSeqlens"
-        steps.append(launch(delta_gradients_hopper, 1, names, wants_gates, varlen, segments=1, scale=scale))
+        steps = [] if stored else [launch(delta_chunk_states_hopper, 1, varlen)]
+        steps.append(launch(delta_gradients_hopper, 1, wants_gates, varlen, segments=1, scale=scale))
     else:
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
         buffers["gTurns"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
-        inverse = "gQ gK gBeta gGates gSolutions gScores gVectors gTurns"
-        chains = (
-            "gQ gK gV gDOut gSolutions gScores gVectors gInitialState gErrors gStates gDV gLastState gSegmentStates gFirstState"
-        )
-        walk = f"gQ gK gDOut gErrors gStates gDV gVectors gSegmentStates gDQ gDK gDBeta {gate_names} gTurns"
         grids = OVERLAPPING_GRIDS if stored and OVERLAPS else SEPARATE_GRIDS
         numbers = {"segments": segments, "scale": scale}
         if stored:
-            names, blocks = f"{chains} gTurns {grids.arrays}", delta_chains_hopper.BLOCKS
+            blocks = delta_chains_hopper.BLOCKS
             buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32")
             recurrence = GRADIENTS_BESIDE if grids.overlaps else GRADIENTS_ALONE
-            steps = [launch(delta_chains_hopper, blocks, names, recurrence, sequences=sequences, **numbers)]
+            steps = [launch(delta_chains_hopper, blocks, recurrence, sequences=sequences, **numbers)]
         else:
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
             steps = [
-                launch(delta_inverse_hopper, chunks_per_sequence, inverse, parts=chunks_per_sequence, scale=scale),
-                launch(delta_chains_hopper, CHAINS, chains, sequences=sequences, **numbers),
+                launch(delta_inverse_hopper, chunks_per_sequence, parts=chunks_per_sequence, scale=scale),
+                launch(delta_chains_hopper, CHAINS, sequences=sequences, **numbers),
             ]
-        walk, flags = f"{walk} {grids.arrays}", (wants_gates, adds_heads, grids)
-        steps.append(launch(delta_segment_gradients_hopper, segments, walk, *flags, **numbers))
+        steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, grids, **numbers))
     return [*copy_tails, *steps, *finish]

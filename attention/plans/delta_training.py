@@ -24,14 +24,9 @@ from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 from .recurrent_gradients import spread_to_tokens
 
 INPUTS = ("gQ", "gK"), ("gV",)
-# The arrays of the pass, of the launch for all chunks at once, and of the recurrence
-PASS = "gQ gK gV gBeta gGates gO gInitialState gFinalState gErrors gStates gSolutions gVectors "
-PASS += "gTailQ gTailK gTailV gTailO gCuSeqlens"
-INVERSE = "gQ gK gBeta gGates gSolutions gScores gVectors"
 OVERLAPS = True  # may the recurrence run beside the launch before it?
 # Microseconds of a chunk in that launch, beside the recurrence, and in a step of the recurrence
 COSTS, ALONE = ChunkCosts(1.6, 1.7, 1.25), SingleChunks()
-RECURRENCE = "gQ gK gV gO gSolutions gScores gVectors gInitialState gFinalState gErrors gStates"
 
 
 def plan_forward_with_record(
@@ -50,21 +45,14 @@ def plan_forward_with_record(
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_RESULTS)
     sizes = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], buffers["gGates"] is not None
 
-    def launch(module: Any, config: Any, blocks: int, names: str, **operands: Any) -> Step:
-        return kernel_for(module, config, problem.device).bind(
-            blocks,
-            length=length,
-            heads=heads,
-            group=heads // key_heads,
-            scale=scale,
-            **operands,
-            **{name: buffers.get(name) for name in names.split()},
-        )
+    def launch(module: Any, config: Any, blocks: int, **operands: Any) -> Step:
+        kernel, group = kernel_for(module, config, problem.device), heads // key_heads
+        return kernel.bind_declared(blocks, buffers, length=length, heads=heads, group=group, scale=scale, **operands)
 
     head_sequences, module = sequences * heads, delta_chains_hopper
     if "scores" not in record:
         config = intern_value(delta_chunk_states_hopper.config_for, *sizes, is_varlen(problem), True)
-        step = launch(delta_chunk_states_hopper, config, head_sequences, PASS)
+        step = launch(delta_chunk_states_hopper, config, head_sequences)
         return [*copy_rows, *copy_tails, step, *copy_back]
     walk_blocks, chunks, workers = head_sequences * module.BLOCKS, -(-length // CHUNK), delta_inverse_hopper.CTAS_PER_SM
     resident_ctas = workers * machine(problem.device).processors
@@ -77,6 +65,6 @@ def plan_forward_with_record(
     config = intern_value(module.with_outputs, intern_value(module.Config, *sizes), walk_order)
     return [
         *copy_rows,
-        launch(delta_inverse_hopper, inverse_config, blocks, INVERSE, **args),
-        launch(module, config, walk_blocks, RECURRENCE, sequences=sequences, segments=1, **walk_args),
+        launch(delta_inverse_hopper, inverse_config, blocks, **args),
+        launch(module, config, walk_blocks, sequences=sequences, segments=1, **walk_args),
     ]

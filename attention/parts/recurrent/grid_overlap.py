@@ -20,14 +20,14 @@ from .tokens import CHUNK
 class SeparateGrids:
     """The walk begins when the recurrence is done."""
 
-    overlaps, arrays = False, ""
+    overlaps = False  # does it run beside the recurrence?
 
     def __str__(self):
         return ""
 
     def params(self):
-        """The parameters of both kernels, as a record. gWalked: how many segments each block of the recurrence has walked."""
-        return record(**dict.fromkeys(self.arrays.split(), ENDS))
+        """The further parameters of both kernels, as a record."""
+        return record()
 
     @inlined
     def begin(self, params, block):
@@ -56,10 +56,14 @@ class SeparateGrids:
 class OverlappingGrids(SeparateGrids):
     """The walk runs beside the recurrence. Sequences are not packed."""
 
-    overlaps, arrays = True, "gWalked"
+    overlaps = True
 
     def __str__(self):
         return "overlapping"
+
+    def params(self):
+        """gWalked: how many segments each block of the recurrence has walked."""
+        return record(gWalked=ENDS)
 
     @inlined
     def begin(self, params, block):
