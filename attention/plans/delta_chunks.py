@@ -18,7 +18,6 @@ from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_
 from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 DECAYED = "gDecayedQ", "gReadKeys", "gWriteKeys"  # queries, and keys that read and write states, multiplied by their decays
-WALK_ARRAYS = "gReadKeys gWriteKeys gB gV gForward gInitialState"
 
 
 def serves_delta_chunks(problem: Problem) -> bool:
@@ -28,9 +27,9 @@ def serves_delta_chunks(problem: Problem) -> bool:
 
 
 class DeltaChunks:
-    """The launches of a call by chunks, and their arrays. buffers: arrays by the names of kernels' parameters; a plan adds
-    further ones. width: the blocks of columns of a head. parts: the thread blocks for the chunks of a head of a sequence, one a
-    chunk if all sequences are equally long."""
+    """The launches of a call by chunks, and their arrays. buffers: arrays by the names of kernels' parameters, of which each
+    launch takes those that its kernel declares; a plan adds further ones. width: the blocks of columns of a head. parts: the
+    thread blocks for the chunks of a head of a sequence, one a chunk if all sequences are equally long."""
 
     def __init__(self, problem: Problem, arrays: Arrays, scratch: ScratchAllocator, columns: int):
         """arrays: gQ, gK, gV, gBeta, gGates, gInitialState as the call has them. columns: of a state."""
@@ -52,31 +51,21 @@ class DeltaChunks:
         """Scratch memory for a matrix of each chunk and head."""
         return self.scratch(self.chunks, self.problem.extents["heads"], rows, cols, dtype=self.problem.dtype)
 
-    def launch(
-        self, module: Any, fields: tuple, grid: int, names: str, raw: RawOptions | None = None, **arguments: Any
-    ) -> Step:
+    def launch(self, module: Any, fields: tuple, grid: int, raw: RawOptions | None = None, **arguments: Any) -> Step:
         """A launch of `grid` thread blocks for each head of a sequence. fields: of the configuration, after `config_fields`.
-        names: of its arrays. raw: the formulas that it applies to raw inputs, if it takes any."""
+        raw: the formulas that it applies to raw inputs, if it takes any."""
         length, heads, key_heads, sequences = self.problem("seqlen", "heads", "heads_k", "sequences")
         formulas = {} if raw is None else {"formula": raw.gate, "beta": raw.beta}
         config = intern_value(module.Config, *self.config_fields, *fields, **formulas)
-        return kernel_for(module, config, self.problem.device).bind(
-            sequences * heads * grid,
-            length=length,
-            heads=heads,
-            group=heads // key_heads,
-            **arguments,
-            **{name: self.buffers.get(name) for name in (*names.split(), "gChunkBeta", "gCuSeqlens")},
-        )
+        kernel, sizes = kernel_for(module, config, self.problem.device), {"heads": heads, "group": heads // key_heads}
+        return kernel.bind_declared(sequences * heads * grid, self.buffers, length=length, **sizes, **arguments)
 
     def invert(self, for_gradients: bool, scale: float, raw: RawOptions = NOT_RAW) -> Step:
         """The launch of the first kernel: it computes gForward, the inverse for E, and with channel decays decayed queries and
         keys. for_gradients: gReverse, too, the inverse for Z."""
         module: Any = delta_channel_inverse_ampere if self.by_channel else delta_inverse_ampere
-        names = f"{' '.join(DECAYED) if self.by_channel else ''} gQ gK gB gBeta gGates gForward gReverse"
-        return self.launch(
-            module, (for_gradients,), self.parts, names, raw, parts=self.parts, scale=scale, **formula_arrays(self.problem)
-        )
+        numbers = {"parts": self.parts, "scale": scale}
+        return self.launch(module, (for_gradients,), self.parts, raw, **numbers, **formula_arrays(self.problem))
 
 
 def swap_axes(state: Operand | None) -> Operand | None:
@@ -93,12 +82,6 @@ def plan_delta_chunks(
     chunks = DeltaChunks(problem, arrays | copies, scratch, columns or problem.extents["value_dim"])
     matrices = chunks.chunk_scratch(3 * CHUNK, CHUNK)
     chunks.buffers |= {"gForward": matrices, "gReverse": matrices, "gFinalState": swap_axes(arrays["gFinalState"])}
-    walk = chunks.launch(
-        delta_walk_ampere,
-        (chunks.by_channel, True),
-        chunks.width,
-        f"{WALK_ARRAYS} gDecayedQ gO gFinalState",
-        blocks=chunks.width,
-        scale=scale,
-    )
+    fields = chunks.by_channel, True
+    walk = chunks.launch(delta_walk_ampere, fields, chunks.width, blocks=chunks.width, scale=scale)
     return [*steps, chunks.invert(False, scale, raw), walk]

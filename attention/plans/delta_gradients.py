@@ -18,7 +18,7 @@ from ..parts.recurrent.delta_chunks import PANEL
 from ..parts.recurrent.delta_gradient_config import VALUES
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
-from .delta_chunks import WALK_ARRAYS, DeltaChunks, serves_delta_chunks, swap_axes
+from .delta_chunks import DeltaChunks, serves_delta_chunks, swap_axes
 from .delta_gradient_walk import plan_delta_gradient_walk
 from .raw_inputs import by_tma
 from .recurrent_checks import has_channel_decay, is_varlen
@@ -31,13 +31,6 @@ from .recurrent_gradients import (
 )
 from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import launch_walk, sum_gates_by_token
-
-# The kernel of chunks after the walks, and its arrays besides those that both have: for decays of tokens or none (False), and
-# of channels (True).
-GRADIENTS = {
-    False: (delta_gradients_ampere, "gB gQueryDots gKeyDots gCarriedDots gStateDots"),
-    True: (delta_channel_gradients_ampere, "gGates gDGates"),
-}
 
 
 def plan_delta_gradients(
@@ -95,28 +88,15 @@ def plan_delta_chunk_gradients(problem: Problem, arrays: Arrays, scale: float, s
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
     chunks.buffers |= buffers
     stages = 2 if machine(problem.device).shared_bytes >= (LARGE if by_channel else MEDIUM) else 1
-    gradients, gradient_names = GRADIENTS[by_channel]
-    state_gradient_names = "gDecayedQ gReadKeys gWriteKeys gB gDOut gReverse gErrors gStates gDV gLastState gFirstState"
+    gradients, fields = (
+        delta_channel_gradients_ampere if by_channel else delta_gradients_ampere,
+        (unrounded, wants_gates, stages),
+    )
     return [
         chunks.invert(True, scale),
-        chunks.launch(delta_walk_ampere, (by_channel,), width, f"{WALK_ARRAYS} gErrors gStates", blocks=width),
-        chunks.launch(
-            delta_state_gradients_ampere,
-            (by_channel,),
-            width,
-            f"{state_gradient_names} gDQ gDK gDBeta",
-            blocks=width,
-            scale=scale,
-        ),
-        chunks.launch(
-            gradients,
-            (unrounded, wants_gates, stages),
-            chunks.parts,
-            f"{gradient_names} gQ gK gDOut gErrors gStates gDQ gDK gDBeta",
-            parts=chunks.parts,
-            panels=columns // PANEL,
-            scale=scale,
-        ),
+        chunks.launch(delta_walk_ampere, (by_channel,), width, blocks=width),
+        chunks.launch(delta_state_gradients_ampere, (by_channel,), width, blocks=width, scale=scale),
+        chunks.launch(gradients, fields, chunks.parts, parts=chunks.parts, panels=columns // PANEL, scale=scale),
         *finish,
     ]
 
