@@ -28,7 +28,7 @@ def choose(monkeypatch, nothing_known):
 
     def choose(segments, fills):
         monkeypatch.setattr(delta_rules, "serves_channel_walk", lambda _: True)
-        monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=3))
+        monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=2))
         monkeypatch.setattr(chunk_schedule, "LEAD", 1000)
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", 1)
         monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: fills)
@@ -44,15 +44,15 @@ def choose(monkeypatch, nothing_known):
 @pytest.mark.parametrize("draw", [model_inputs, lambda length: inputs(1, length, 1, 64, 64)], ids=["forget", "keep"])
 def test_either_way(place, choose, draw, fills):
     choose(3, fills)
-    agree(place, *draw(500))
+    agree(place, *draw(280))
 
 
 def test_packed_sequences(place, choose):
     """One without tokens, and one that keeps what another one forgets."""
     choose(2, SCANS)
-    ends = np.array([0, 70, 70, 330], np.int32)
+    ends = np.array([0, 70, 70, 200], np.int32)
     start = np.random.default_rng(1).standard_normal((3, 1, 64, 64), np.float32)
-    q, k, v, beta, decay = model_inputs(330)
+    q, k, v, beta, decay = model_inputs(200)
     agree(place, q, k, v, beta, decay, cu_seqlens=ends, initial_state=start)
     decay[:, 70:] *= 1e-3
     agree(place, q, k, v, beta, decay, cu_seqlens=ends, initial_state=start)
@@ -60,17 +60,17 @@ def test_packed_sequences(place, choose):
 
 def test_raw_inputs(place, choose):
     choose(2, SCANS)
-    agree_raw(place, "sigmoid", 3 * 64 - 9, delta_rule, True)
+    agree_raw(place, "sigmoid", 2 * 64 + 9, delta_rule, True)
 
 
 def test_sequences_that_forget_are_walked_in_segments(place, choose):
     """NaN in the first chunk does not reach the second segment; it would by the other way."""
     choose(2, SCANS)
-    q, k, v, beta, decay = model_inputs(512)
+    q, k, v, beta, decay = model_inputs(384)
     v[:, :64] = np.nan
     out = place.get(delta_rule(*map(place.put, (q, k, v, beta)), decay=place.put(decay)))
     assert np.isnan(out[:, :64]).all()
-    assert np.isfinite(out[:, 256:].astype(float)).all()
+    assert np.isfinite(out[:, 192:].astype(float)).all()
 
 
 def test_counts_ahead_of_a_walk_in_segments(place, choose, monkeypatch):
@@ -78,7 +78,7 @@ def test_counts_ahead_of_a_walk_in_segments(place, choose, monkeypatch):
     choose(3, BESIDE)
     monkeypatch.setattr(delta_channel_walk, "COUNTS_AHEAD", True)
     monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: False)
-    agree(place, *model_inputs(500))
+    agree(place, *model_inputs(280))
 
 
 def write_decision(condition):
