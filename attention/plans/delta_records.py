@@ -23,39 +23,33 @@ from ..parts.recurrent.tokens import CHUNK
 from .chunk_states import RECOMPUTED, device_ordinal, is_hopper, merge_chunks
 from .recurrent_chunks import MIN_SEGMENT_CHUNKS, Arrays, count_chunks
 
-# {field of a record: its row in schemas}
-ROWS = {
-    "states": "(batch, chunks, heads, value_dim, key_dim)  tile",
-    "errors": "(batch, chunks, heads, chunk, value_dim)  tile",
-    "solutions": "(batch, chunks, heads, two_chunks, chunk)  tile",
-    "vectors": "(batch, chunks, heads, chunk_vectors)  float32",
-    "scores": "(batch, chunks, heads, chunk, chunk)  tile",
-    "queries": "(batch, chunks, heads, chunk, key_dim)  tile",
-    "read_keys": "(batch, chunks, heads, chunk, key_dim)  tile",
-    "write_keys": "(batch, chunks, heads, chunk, key_dim)  tile",
-    "state_decays": "(batch, chunks, heads, key_dim)  float32",
-    "betas": "(batch, chunks, heads, chunk)  float32",
-}
-PARAMETERS = {  # {field: the parameter of kernels}
-    "states": "gStates",
-    "errors": "gErrors",
-    "solutions": "gSolutions",
-    "vectors": "gVectors",
-    "scores": "gScores",
-    "queries": "gDecayedQ",
-    "read_keys": "gReadKeys",
-    "write_keys": "gWriteKeys",
-    "state_decays": "gB",
-    "betas": "gChunkBeta",
-}
-# The fields that a record has where channels have decays
+
+class RecordField(NamedTuple):
+    """An array of a record. row: its axes and elements, as schemas have them. parameter: its name in kernels."""
+
+    row: str
+    parameter: str
+
+
+FIELDS = {
+    "states": RecordField("(batch, chunks, heads, value_dim, key_dim)  tile", "gStates"),
+    "errors": RecordField("(batch, chunks, heads, chunk, value_dim)  tile", "gErrors"),
+    "solutions": RecordField("(batch, chunks, heads, two_chunks, chunk)  tile", "gSolutions"),
+    "vectors": RecordField("(batch, chunks, heads, chunk_vectors)  float32", "gVectors"),
+    "scores": RecordField("(batch, chunks, heads, chunk, chunk)  tile", "gScores"),
+    "queries": RecordField("(batch, chunks, heads, chunk, key_dim)  tile", "gDecayedQ"),
+    "read_keys": RecordField("(batch, chunks, heads, chunk, key_dim)  tile", "gReadKeys"),
+    "write_keys": RecordField("(batch, chunks, heads, chunk, key_dim)  tile", "gWriteKeys"),
+    "state_decays": RecordField("(batch, chunks, heads, key_dim)  float32", "gB"),
+    "betas": RecordField("(batch, chunks, heads, chunk)  float32", "gChunkBeta"),
+}  # those of DeltaChunkRecord, which says what they are
+# The fields of a record where channels have decays; for gradients of many heads, by one walk; of few heads, by segments
 BY_CHANNEL = "states errors solutions scores queries read_keys write_keys state_decays betas"
-# The fields that a record has for gradients of many heads, by one walk, and for those of few heads, by segments
 ONE_WALK = "states errors solutions vectors"
 SEGMENTED = f"{ONE_WALK} scores"
 UNTIMED = SEGMENTED  # by count 7 % faster with 32 heads of 32768 tokens, both passes; stored if a caller asks for it
-# Of how many multiprocessors one must have a head of a sequence so that a record is faster: with fewer heads the recurrences of
-# states and of their gradients, side by side, take no longer than one of them, and forward has a faster way
+# A record is faster if there are fewer multiprocessors than this for each head of a sequence. Otherwise the recurrences of
+# states and of their gradients run side by side and take no longer than one of them, and forward has a faster way
 PROCESSORS_PER_HEAD = 8
 
 
@@ -78,11 +72,12 @@ class DeltaChunkRecord(NamedTuple):
     betas: Any = None
 
 
-STORED_NAMES = tuple([f"chunk_{field}" for field in ROWS])  # the fields as results and arguments of programs
+# The fields as results of forward's program and arguments of backward's: their names, and their rows in the schemas
+STORED_NAMES = tuple([f"chunk_{field}" for field in FIELDS])
 RESULT_ROWS = "".join(
-    [f"    chunk_{field}  {row}  output  return_chunk_states  memory:{field}\n" for field, row in ROWS.items()]
+    [f"    chunk_{field}  {x.row}  output  return_chunk_states  memory:{field}\n" for field, x in FIELDS.items()]
 )
-ARGUMENT_ROWS = "".join([f"    chunk_{field}  {row}  optional\n" for field, row in ROWS.items()])
+ARGUMENT_ROWS = "".join([f"    chunk_{field}  {x.row}  optional\n" for field, x in FIELDS.items()])
 
 
 def _constant(number: int) -> Any:
@@ -90,7 +85,7 @@ def _constant(number: int) -> Any:
 
 
 def record_schema(name: str, table: str) -> Schema:
-    """A Schema with rows for records."""
+    """The Schema of a function whose table has RESULT_ROWS or ARGUMENT_ROWS: it knows the extents of their axes."""
     extents = {"chunk": CHUNK, "two_chunks": 2 * CHUNK, "chunk_vectors": VECTORS * CHUNK}
     return Schema(name, table, chunks=count_chunks, **{axis: _constant(n) for axis, n in extents.items()})
 
@@ -117,9 +112,9 @@ def pays(head_sequences: int, processors: int) -> bool:
 
 
 def choose_fields(head_sequences: int, length: int, packed: bool, processors: int) -> str:
-    """The fields of a record: those for few heads if a walk in one segment would leave most of the GPU idle. head_sequences:
-    the number of sequences times heads. length: of each sequence. packed: are they packed (cu_seqlens)? processors: the GPU's
-    multiprocessors."""
+    """The fields of a record where tokens have decays: SEGMENTED if a walk in one segment would leave most of the GPU idle.
+    head_sequences: the number of sequences times heads. length: of each sequence. packed: are they packed (cu_seqlens)?
+    processors: the GPU's multiprocessors."""
     few = 2 * head_sequences <= processors and not packed and length >= 2 * MIN_SEGMENT_CHUNKS * CHUNK
     return SEGMENTED if few else ONE_WALK
 
@@ -165,15 +160,15 @@ def check_record(problem: Problem, on_hopper: bool) -> None:
 def split_record(record: Any) -> tuple[Any, ...]:
     """The arrays of a record in the order of schemas, None for those that it lacks. TypeError: it is none."""
     if record is None:
-        return (None,) * len(ROWS)
+        return (None,) * len(FIELDS)
     if not isinstance(record, DeltaChunkRecord):
         kind = type(record).__name__
         raise TypeError(f"chunk_states: must be what delta_rule(.., return_chunk_states=True) returned last, not {kind}")
-    return tuple([getattr(record, field, None) for field in ROWS])
+    return tuple([getattr(record, field, None) for field in FIELDS])
 
 
 def join_record(fields: str, arrays: Iterable[Any]) -> DeltaChunkRecord:
-    """The record of these fields."""
+    """The DeltaChunkRecord with these arrays, one for each of the fields that are named."""
     return DeltaChunkRecord(**dict(zip(fields.split(), arrays, strict=True)))
 
 
@@ -184,4 +179,4 @@ def record_buffers(record: Mapping[str, Operand | None], fields: str = "") -> Ar
     if missing and any(record.values()):
         cause = f"lacks {', '.join(missing)}: decay must have as many axes as in the call of delta_rule that returned it"
         raise ValueError(f"chunk_states: {cause}")
-    return {PARAMETERS[field]: merge_chunks(x) for field, x in record.items() if x}
+    return {FIELDS[field].parameter: merge_chunks(x) for field, x in record.items() if x}

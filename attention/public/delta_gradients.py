@@ -12,7 +12,7 @@ from ..options import check_flag, check_number
 from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
 from ..plans.call_options import without_gradients
 from ..plans.delta_gradients import plan_delta_gradients
-from ..plans.delta_records import ARGUMENT_ROWS, ROWS, STORED_NAMES, record_schema, split_record
+from ..plans.delta_records import ARGUMENT_ROWS, FIELDS, STORED_NAMES, record_schema, split_record
 from ..plans.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
 from ..plans.raw_inputs import refuse_raw
 from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
@@ -129,7 +129,7 @@ def _delta_rule_backward(problem: Problem, scale: float | None, grads: str, fami
     on_hopper = uses_hopper_kernels(problem, family, None if tokens else True)  # arrays without elements have no address
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
-    record = {field: problem[f"chunk_{field}"] for field in ROWS}
+    record = {field: problem[f"chunk_{field}"] for field in FIELDS}
     scratch = recurrent_chunks.ScratchAllocator(problem)
     return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper, record), scratch.shapes)
 

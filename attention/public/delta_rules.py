@@ -29,8 +29,8 @@ from ..plans.chunk_states import check_memory
 from ..plans.delta_channel_walk import plan_channel_walk, serves_channel_walk
 from ..plans.delta_chunks import plan_delta_chunks, serves_delta_chunks
 from ..plans.delta_records import (
+    FIELDS,
     RESULT_ROWS,
-    ROWS,
     check_record,
     choose_record,
     join_record,
@@ -180,7 +180,7 @@ def delta_rule(
         fields = record_fields(q, v, decay, cu_seqlens, layout)
     elif not torch_op.is_compiling() and any(map(jax_call.is_jax_tracer, differentiable)):
         fields = choose_record(memory, q, v, decay, cu_seqlens, layout, family)
-    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None, *[None] * len(ROWS)
+    arrays = q, k, v, beta, decay, cu_seqlens, initial_state, out, None, *[None] * len(FIELDS)
     results = _delta_rule(stream, arrays, (*options, return_chunk_states, fields), layout)
     if not return_chunk_states:
         return results
@@ -195,7 +195,7 @@ def _delta_rule(
     """The Plan of a call of delta_rule. The schema's `state` and what it stores of chunks are results, which a caller cannot
     pass. memory: the fields of a record that are stored, if return_chunk_states says so."""
     fields = memory.split() if return_chunk_states else ()
-    record = {field: problem[f"chunk_{field}"] for field in ROWS if field in fields}
+    record = {field: problem[f"chunk_{field}"] for field in FIELDS if field in fields}
     return plan_delta_rule(problem, scale, return_state, family, NOT_RAW, record)
 
 
