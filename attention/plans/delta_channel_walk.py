@@ -41,7 +41,6 @@ MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 128
 EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays
 MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30
-WALK_ARRAYS = "gV", "gO", "gInitialState", "gFinalState", "gCuSeqlens"  # of a call, that the walk takes
 CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)
 # How much longer a walk in segments takes than its chunks one by one; microseconds of a launch that looks at gates, and of
 # those that end at once
@@ -85,11 +84,12 @@ def gains_segments(head_sequences: int, chunks: int, segments: int, late_blocks:
 
 
 class ChannelWalk:
-    """The launches of a call and their arrays. arrays: those of kda_hopper.py's kernel; factors, solved, state_decays: what is
-    stored of chunks. raw: the formulas that kernels apply to raw inputs. width: blocks of 64 columns of a head."""
+    """The launches of a call. buffers: arrays by the names of kernels' parameters, of which each launch takes those that its
+    kernel declares. blocks: of 64 columns of all heads; width: of one. chunks: of all sequences, as they are stored."""
 
     def __init__(self, problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator):
-        self.problem, self.arrays, self.scale, self.scratch = problem, arrays, scale, scratch
+        """arrays: those of kda_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
+        self.problem, self.scale, self.scratch = problem, scale, scratch
         self.blocks, self.sequence_chunks = count_blocks(problem)
         self.width, self.chunks = -(-problem.extents["value_dim"] // COLUMNS), count_stored_chunks(problem)
         self.key_dim, gates = pad_key_dim(problem.extents["key_dim"], KEY_DIMS), arrays["gGates"]
@@ -98,10 +98,10 @@ class ChannelWalk:
         self.options = {"formula": raw.gate, "beta": raw.beta, "l2norm": raw.l2norm}
         heads, key_heads = problem("heads", "heads_k")
         self.numbers = {"length": problem.extents["seqlen"], "heads": key_heads, "group": heads // key_heads}
-        self.inputs = {name: x for name, x in arrays.items() if name not in WALK_ARRAYS}
-        self.inputs |= {"gGateRows": gates, "gKeyRows": arrays["gK"], "gCuSeqlens": arrays["gCuSeqlens"]}
-        self.factors: Arrays = {"gQueries": self.allocate(self.key_dim), "gDecayedKeys": self.allocate(self.key_dim)}
-        self.solved, self.state_decays = self.allocate(self.key_dim + CHUNK), scratch(self.chunks, heads, 2 * self.key_dim)
+        self.buffers: Arrays = arrays | {"gGateRows": gates, "gKeyRows": arrays["gK"]}
+        self.buffers |= {"gQueries": self.allocate(self.key_dim), "gDecayedKeys": self.allocate(self.key_dim)}
+        self.buffers |= dict.fromkeys(("gSolved", "gSolvedKeys", "gSolvedScores"), self.allocate(self.key_dim + CHUNK))
+        self.buffers["gStateDecays"] = scratch(self.chunks, heads, 2 * self.key_dim)
 
     def allocate(self, extent: int) -> Operand:
         """Scratch memory for so many columns of each chunk and head."""
@@ -112,12 +112,9 @@ class ChannelWalk:
         head_sequences = self.blocks // self.width
         overlaps = self.scratch(1, head_sequences, segments)
         config = intern_value(delta_channel_cuts_hopper.Config, *self.fields, **self.options)
-        names = "gBeta", "gA", "gDtBias", "gGateRows", "gKeyRows", "gCuSeqlens"
-        inputs = {name: self.inputs[name] for name in names if name in self.inputs}
-        step = kernel_for(delta_channel_cuts_hopper, config, self.problem.device).bind(
-            head_sequences * (segments - 1), segments=segments, gOverlaps=overlaps, **self.numbers, **inputs
-        )
-        return step, overlaps
+        kernel = kernel_for(delta_channel_cuts_hopper, config, self.problem.device)
+        grid, arrays = head_sequences * (segments - 1), self.buffers | {"gOverlaps": overlaps}
+        return kernel.bind_declared(grid, arrays, segments=segments, **self.numbers), overlaps
 
     def walk(
         self,
@@ -127,43 +124,34 @@ class ChannelWalk:
         transform_condition: LaunchCondition = UNCONDITIONAL,
         walk_condition: LaunchCondition = UNCONDITIONAL,
     ) -> list[Step]:
-        """The launches of a walk. overlaps: the counts before segments, if they are known; otherwise the first launch
-        counts."""
+        """The two launches of a walk. schedule: of the first one's chunks. overlaps: the counts before segments, if they are
+        known; otherwise the first launch counts, too."""
         head_sequences, counts = self.blocks // self.width, 0
         if segments > 1 and overlaps is None:
             overlaps, counts = self.scratch(1, head_sequences, segments), head_sequences * (segments - 1)
-        order, condition = schedule.order, transform_condition.static
+        arrays, order, condition = self.buffers | {"gOverlaps": overlaps}, schedule.order, transform_condition.static
         config = intern_value(kda_transform_hopper.Config, *self.fields, **self.options, order=order, condition=condition)
-        transform = kernel_for(kda_transform_hopper, config, self.problem.device).bind(
+        transform = kernel_for(kda_transform_hopper, config, self.problem.device).bind_declared(
             schedule.blocks + counts,
+            arrays,
             segments=segments,
             counts=counts,
-            gOverlaps=overlaps,
             scale=self.scale,
-            gSolvedKeys=self.solved,
-            gSolvedScores=self.solved,
-            gStateDecays=self.state_decays,
             **self.numbers,
             **schedule.args,
-            **self.inputs,
-            **self.factors,
             **transform_condition.args,
         )
         _, _, _, input_dtype, varlen = self.fields
         walk_config = intern_value(kda_walk_hopper.Config, self.key_dim, input_dtype, varlen, order, walk_condition.static)
-        walk = kernel_for(kda_walk_hopper, walk_config, self.problem.device).bind(
+        walk = kernel_for(kda_walk_hopper, walk_config, self.problem.device).bind_declared(
             self.blocks * segments,
+            arrays,
             length=self.numbers["length"],
             blocks=self.width,
             segments=segments,
             heads=self.problem.extents["heads"],
-            gOverlaps=overlaps,
             scale=self.scale,
-            gSolved=self.solved,
-            gStateDecays=self.state_decays,
             **schedule.walk_args,
-            **{name: self.arrays[name] for name in WALK_ARRAYS},
-            **self.factors,
             **walk_condition.args,
         )
         return [transform, walk]
