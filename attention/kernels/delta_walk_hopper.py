@@ -18,7 +18,7 @@ the next one without leaving the registers. No exponent is positive, so nothing 
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
@@ -29,7 +29,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY, DECAY_TO_END, KEY_DIMS, TransformVectors
-from ..parts.recurrent.delta_config import NormedDeltaConfig, delta_sizes
+from ..parts.recurrent.delta_config import DeltaWalkConfig, delta_sizes
 from ..parts.recurrent.l2norm import ROWS, L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -42,21 +42,10 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(NormedDeltaConfig):
-    """A kernel's configuration. consumers: warpgroups that have 64 columns of values each."""
+class Config(DeltaWalkConfig):
+    """A kernel's configuration, whose fields are those of DeltaWalkConfig. The helpers are the scorer and the loader."""
 
-    consumers: int = field(default=1, kw_only=True)
     label = "walk"
-
-    @property
-    def columns(self):
-        """The columns of values of all consumers."""
-        return COLUMNS * self.consumers
-
-    @property
-    def threads(self):
-        """The threads of a block, those of the consumers, the scorer and the loader."""
-        return warpgroup.THREADS * (self.consumers + 2)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -11,7 +11,7 @@ segment: blocks that have columns of M only store 0. In others M lacks what the 
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from numba import cuda
 from numpy import int32
@@ -22,7 +22,7 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, TransformVectors
-from ..parts.recurrent.delta_config import NormedDeltaConfig, delta_sizes
+from ..parts.recurrent.delta_config import DeltaWalkConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -32,21 +32,10 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(NormedDeltaConfig):
-    """A kernel's configuration. consumers: warpgroups that have 64 columns of [N | M] each."""
+class Config(DeltaWalkConfig):
+    """A kernel's configuration, whose fields are those of DeltaWalkConfig. Columns are those of [N | M], and a loader helps."""
 
-    consumers: int = field(default=1, kw_only=True)
-    label = "walk of states"
-
-    @property
-    def columns(self):
-        """The columns of all consumers."""
-        return COLUMNS * self.consumers
-
-    @property
-    def threads(self):
-        """The threads of a block, those of the consumers and the loader."""
-        return warpgroup.THREADS * (self.consumers + 1)
+    label, helpers = "walk of states", 1
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:

@@ -75,6 +75,25 @@ class NormedDeltaConfig(DeltaConfig):
 
 
 @dataclass(frozen=True)
+class DeltaWalkConfig(NormedDeltaConfig):
+    """The configuration of a kernel that goes along sequences. consumers: warpgroups that have 64 columns of values each.
+    helpers: warpgroups that load and compute for them, ahead of them."""
+
+    consumers: int = field(default=1, kw_only=True)
+    helpers: ClassVar[int] = 2
+
+    @property
+    def columns(self):
+        """The columns of values of all consumers."""
+        return COLUMNS * self.consumers
+
+    @property
+    def threads(self):
+        """The threads of a block, those of all its warpgroups."""
+        return warpgroup.THREADS * (self.consumers + self.helpers)
+
+
+@dataclass(frozen=True)
 class RawDeltaConfig(NormedDeltaConfig):
     """The configuration of a kernel that reads gates and beta. formula, beta: compute them from the numbers in memory; None:
     these are the gates and beta."""
@@ -89,20 +108,8 @@ class RawDeltaConfig(NormedDeltaConfig):
 
 
 @dataclass(frozen=True)
-class DeltaScanConfig(RawDeltaConfig):
-    """The configuration of a kernel that scans sequences. consumers: warpgroups that have 64 columns of values each."""
-
-    consumers: int = field(default=1, kw_only=True)
-
-    @property
-    def columns(self):
-        """The columns of values of all consumers."""
-        return COLUMNS * self.consumers
-
-    @property
-    def threads(self):
-        """The threads of a block, those of the consumers and of two warpgroups that work ahead of them."""
-        return warpgroup.THREADS * (self.consumers + 2)
+class DeltaScanConfig(DeltaWalkConfig, RawDeltaConfig):
+    """The configuration of a kernel that goes along sequences and solves their chunks on the way."""
 
 
 def _describe(name: str, value: Any) -> str:
