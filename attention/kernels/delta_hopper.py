@@ -136,7 +136,7 @@ def make(config: Config):
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     queries = q.wait(chunk)
                     scores = warpgroup.mm_ABt(queries, keys)
-                    norm.publish(norm_rings, Q_NORMS, chunk, queries)
+                    norm.publish(norm_rings, Q_NORMS, chunk, queries, scale)
                     scores = warpgroup.wait(scores)
                     k.release(chunk)
                     q.release(chunk)
@@ -186,9 +186,8 @@ def make(config: Config):
                 decay.release(edge_decay, j)
                 s_t = decay.decay_state(warpgroup.wait(s_t, newer=1), exp_b_chunk, not strong)
                 k.release(j)
-                o = norm.scale_columns(
-                    decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong) * scale, norm_rings, Q_NORMS, j
-                )
+                o = decay.decay_outputs(warpgroup.wait(o), exp_b_chunk, strong)
+                o = norm.scale_outputs(o, norm_rings, Q_NORMS, j, scale)
                 norm.release(norm_rings, Q_NORMS, j)
                 decay.release(exp_b, j)
                 p.release(j)

@@ -113,6 +113,7 @@ class FormulaChannelGates(ChannelGates):
     def repeat_last(self, sums, warp, remaining):
         """Overwrite b of the tokens after the sequence, for which the formula computes gates, too, by b of its last token."""
         last = load_row(self.part(sums, warp), self.group_tile.row_vec, remaining - 1, fenced=False)
+        cuda.syncwarp()  # all lanes have read it
         for i in range(CHUNK // TOKEN_GROUP):
             group = subtile(sums, TOKEN_GROUP, i, self.channels, warp)
             is_token = less(row_index(self.group_tile.col_vec), float32(remaining - TOKEN_GROUP * i))

@@ -18,7 +18,7 @@ from typing import Any
 
 from numpy import float32
 
-from ops import less, load, mma_ABt, row_index, row_sum, rsqrt, store, subtile, warpgroup, where, zeros
+from ops import less, load, mma_ABt, row_index, rsqrt, store, subtile, warpgroup, where, zeros
 from tiles import bf16, fp32, inlined, ring, rt, static, sv
 
 from .tokens import CHUNK
@@ -52,21 +52,13 @@ class L2Norm:
 
     @inlined
     def inverse_norms(self, tile, warp, fenced=True):
-        """1 / sqrt(sum(x^2) + 1e-6) of a warp's 16 rows of a chunk's tile. fenced: as in ops.load."""
-        squares = zeros(self.panel_tile.col_vec)
-        for i in range(self.key_dim // self.columns):
-            x = load(subtile(tile, ROWS, warp, self.columns, i), self.panel_tile, fenced=fenced)
-            squares = squares + row_sum(x * x)
-        return rsqrt(squares + L2NORM_EPSILON)
-
-    @inlined
-    def sum_squares(self, tile, warp):
-        """The squares of the norms of a warp's 16 rows of a chunk's 16-bit tile, by mma.sync: the diagonal of X X^T."""
+        """1 / sqrt(sum(x^2) + 1e-6) of a warp's 16 rows of a chunk's 16-bit tile. The sums are the diagonal of X X^T, by
+        mma.sync. fenced: as in ops.load."""
         products = zeros(rt(ROWS, ROWS, fp32))
         for i in range(self.key_dim // self.columns):
-            x = load(subtile(tile, ROWS, warp, self.columns, i), rt(ROWS, self.columns, tile.dtype), fenced=False)
+            x = load(subtile(tile, ROWS, warp, self.columns, i), rt(ROWS, self.columns, tile.dtype), fenced=fenced)
             products = mma_ABt(products, x, x)
-        return warpgroup.diagonal(products)
+        return rsqrt(warpgroup.diagonal(products) + L2NORM_EPSILON)
 
     @inlined
     def normalize(self, tile, warp):
@@ -84,15 +76,11 @@ class L2Norm:
             warpgroup.sync()
 
     @inlined
-    def publish(self, rings, index, j, tile):
-        """Write the inverse norms of a chunk's rows to the j-th slot of rings[index], 16 by each warp, and return those of the
-        warp's rows."""
+    def publish(self, rings, index, j, tile, scale):
+        """Write the inverse norms of a chunk's rows, times the softmax scale, to the j-th slot of rings[index], 16 by each
+        warp."""
         if self.enabled:
-            inverse_norms = self.inverse_norms(tile, warpgroup.rank())
-            self.store_norms(rings, index, j, inverse_norms)
-            return inverse_norms
-        else:
-            return 0.0
+            self.store_norms(rings, index, j, self.inverse_norms(tile, warpgroup.rank()) * scale)
 
     @inlined
     def invert_squares(self, squares):
@@ -124,6 +112,15 @@ class L2Norm:
             return x * load(rings[index].wait(j), ROW_VEC)
         else:
             return x
+
+    @inlined
+    def scale_outputs(self, o, rings, index, j, scale):
+        """The outputs of a chunk, with a column for each token, times the softmax scale and their inverse norms, which
+        `publish` wrote to the j-th slot of rings[index]."""
+        if self.enabled:
+            return self.scale_columns(o, rings, index, j)
+        else:
+            return o * scale
 
     @inlined
     def release(self, rings, index, j):
@@ -239,7 +236,7 @@ class NormFactors(ChannelNorms):
     @inlined
     def measure_rows(self, tile, remaining, warp):
         """The inverse norms of a warp's rows; 1 for rows of another sequence."""
-        inverse_norms = self.norm.invert_squares(self.norm.sum_squares(tile, warp))
+        inverse_norms = self.norm.inverse_norms(tile, warp, fenced=False)
         if self.varlen:
             return where(less(row_index(COL_VEC), float32(remaining - ROWS * warp)), inverse_norms, 1.0)
         else:
