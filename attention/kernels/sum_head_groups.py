@@ -2,7 +2,7 @@
 
 dx[b, t, g] = sum_(i < group) partial[b, t, g group + i]
 
-or, with `accumulate`, as much is added to what a float32 array holds, of any strides."""
+in the inputs' dtype. An array in float32 may have any strides; with `accumulate` as much is added to what it holds."""
 
 import functools
 import itertools
@@ -25,8 +25,8 @@ WARPS = 4  # of a block
 
 @dataclass(frozen=True)
 class Config:
-    """A kernel's configuration. dtype: of the gradient. vector_bytes: the bytes that its address and strides are multiples of.
-    accumulate: is the sum added to the gradient, which is float32, and are addresses and strides any?"""
+    """A kernel's configuration. dtype: of the gradient; float32: addresses and strides are any. vector_bytes: the bytes that
+    its address and strides are multiples of. accumulate: is the sum added to the gradient, which is float32?"""
 
     dtype: dtype
     vector_bytes: int = 16
@@ -38,11 +38,12 @@ class Config:
         return f"sums of heads, {self.dtype}" + sizes + ", accumulates" * self.accumulate
 
 
-ACCUMULATE = Config(fp32, accumulate=True)
+FLOAT32, ACCUMULATE = Config(fp32), Config(fp32, accumulate=True)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations; others than those of bf16 and 16 bytes, and that which accumulates, with `everything` only."""
+    """The configurations; others than those of float32, and of bf16 and 16 bytes, with `everything` only."""
+    yield FLOAT32
     yield ACCUMULATE
     yield from itertools.starmap(
         Config, itertools.product((bf16, fp16), VECTOR_SIZES) if everything else ((bf16, VECTOR_SIZES[0]),)
@@ -53,7 +54,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     OUT, ACCUMULATES = config.dtype, config.accumulate
-    ALIGNED, VECTOR_BYTES = (False, False) if ACCUMULATES else (True, config.vector_bytes)
+    ALIGNED, VECTOR_BYTES = (False, False) if OUT is fp32 else (True, config.vector_bytes)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def sum_heads(gPartial: array(4), gOut: array(4, OUT), tiles: INT, panels: INT, heads: INT, group: INT):

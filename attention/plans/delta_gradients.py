@@ -20,6 +20,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_chunks import DeltaChunks, serves_delta_chunks, swap_axes
 from .delta_gradient_walk import plan_delta_gradient_walk
+from .delta_value_parts import plan_value_parts, serves_value_parts
 from .raw_inputs import by_tma
 from .recurrent_checks import has_channel_decay, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
@@ -44,6 +45,8 @@ def plan_delta_gradients(
     if on_hopper and serves_hopper(problem):
         plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
         return plan(problem, arrays, scale, scratch, record)
+    if on_hopper and not has_channel_decay(problem) and serves_value_parts(problem, arrays):
+        return plan_value_parts(problem, arrays, scale, scratch, record)
     return plan_delta_chunk_gradients(problem, arrays, scale, scratch)
 
 

@@ -65,8 +65,16 @@ SIZES = [(128, 128, "token", None), (128, 128, "token", "sm_80"), (80, 16, "none
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay", "family"), SIZES)
 def test_sizes(place, key_dim, value_dim, decay, family):
-    """Blocks of columns that are full, and others; more columns than Hopper's kernels take."""
+    """Blocks of columns that are full, and others; more columns than a block of Hopper's kernels has."""
     check(place, delta_case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1), family=family)
+
+
+def test_value_parts(place):
+    """Heads that share keys, beta and gates in two parts each, of packed sequences."""
+    args = delta_case(70, "token", heads=2, key_heads=1, value_dim=144, gates=bf16)
+    args["beta"] = args["beta"].astype(bf16)
+    args["initial_state"], args["dstate"] = (np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate"))
+    check(place, args | {"cu_seqlens": np.array([0, 3, 70], np.int32)})
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(256, 16, "token"), (144, 144, "channel")])

@@ -1,0 +1,118 @@
+"""Gradients of the delta rule on Hopper for values of more than 128 columns, without decays of channels. The columns of a
+state do not wait for one another, so a head's values, in two parts or more, are those of as many heads that share its key head,
+its beta and its gates. What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq
+and dk as those of heads that share keys.
+
+The parts of v, dout and dv are views. Beta, gates and states, small arrays, are copied."""
+
+from tiles.calls.plan import Step
+from tiles.calls.schema import Problem
+from tiles.launching.arrays import Operand
+from tiles.launching.launch import kernel_for
+
+from ..kernels import sum_head_groups
+from ..parts.recurrent.delta_gradient_config import VALUES
+from .delta_gradient_walk import plan_delta_gradient_walk
+from .recurrent_chunks import Arrays, ScratchAllocator
+
+VECTOR = 8  # columns of 16 bytes, of which a part has a multiple, as TMA reads it
+VALUE_ARRAYS, STATES = ("v", "dout", "dv"), ("initial_state", "dstate", "dinitial_state")
+
+
+def count_value_parts(problem: Problem) -> int:
+    """The parts of a head's values, of up to 128 columns each; 1: they are not cut."""
+    columns = problem.extents["value_dim"]
+    parts = -(-columns // VALUES)
+    return 1 if columns % (VECTOR * parts) else parts
+
+
+def serves_value_parts(problem: Problem, arrays: Arrays) -> bool:
+    """Can the heads of such a call be cut into parts? arrays: as in delta_gradients.plan_delta_gradients."""
+    parts = count_value_parts(problem)
+    values = [x for name in VALUE_ARRAYS for x in [arrays[name]] if x]
+    states = [x for name in STATES for x in [arrays[name]] if x]
+    return parts > 1 and all([_split_heads(x, parts) for x in values]) and all([_merge_heads(x) for x in states])
+
+
+def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays) -> list[Step]:
+    """The launches. arrays, record: as in delta_gradients.plan_delta_gradients; forward stores nothing for these."""
+    parts = count_value_parts(problem)
+    heads, columns, key_dim, sequences = problem("heads", "value_dim", "key_dim", "sequences")
+    extents = problem.extents | {"heads": parts * heads, "value_dim": columns // parts}
+    part_problem = Problem(problem.schema, problem.forms, extents, problem.bits, problem.layout)
+    part_arrays, before, after = dict(arrays), list[Step](), list[Step]()
+    for name in VALUE_ARRAYS:
+        x = arrays[name]
+        part_arrays[name] = x and _split_heads(x, parts)
+    for name in ("beta", "decay", "dbeta", "ddecay"):
+        if x := arrays[name]:
+            per_head, x = len(x.shape) == 1, x if len(x.shape) == 3 else x.spread(0, 1).spread(0, 1)
+            batch, length, _ = x.shape
+            copy = scratch(batch, length, heads, parts)
+            by_part = copy.permuted((0, 1, 3, 2))
+            if name in ("beta", "decay"):
+                before.append(_sum_groups(problem, x.spread(2, parts), by_part))
+            else:
+                after.append(_sum_groups(problem, by_part, x.spread(2, 1)))
+            part_arrays[name] = _reshape(copy, *(() if per_head else (batch, length)), parts * heads)
+    for name in STATES:
+        if x := arrays[name]:
+            whole, copy = _merge_heads(x), scratch(sequences, parts * heads, key_dim, columns // parts)
+            assert whole
+            by_part = _reshape(copy, sequences * heads, parts, key_dim, columns // parts).permuted((0, 2, 1, 3))
+            whole = _split_columns(whole, parts)
+            if name == "dinitial_state":
+                after.append(_sum_groups(problem, by_part, whole))
+            else:
+                before.append(_sum_groups(problem, whole, by_part))
+            part_arrays[name] = copy
+    return [*before, *plan_delta_gradient_walk(part_problem, part_arrays, scale, scratch, record), *after]
+
+
+def _split_heads(x: Operand, parts: int) -> Operand | None:
+    """An array (B, S, H, D) with the parts of each head's columns as heads of their own; None: their strides differ."""
+    (*tokens, heads, columns), (*strides, head_stride, stride) = x.form.shape, x.form.strides
+    if heads > 1 and head_stride != columns * stride:
+        return None
+    columns //= parts
+    form = x.form._replace(shape=(*tokens, parts * heads, columns), strides=(*strides, columns * stride, stride))
+    return x._replace(form=form)
+
+
+def _merge_heads(x: Operand) -> Operand | None:
+    """States (N, H, Dk, Dv) as (N H, Dk, Dv), None: that needs a copy."""
+    (sequences, heads, *state), (stride, head_stride, *strides) = x.form.shape, x.form.strides
+    if sequences > 1 and stride != heads * head_stride:
+        return None
+    return x._replace(form=x.form._replace(shape=(sequences * heads, *state), strides=(head_stride, *strides)))
+
+
+def _split_columns(x: Operand, parts: int) -> Operand:
+    """An array (.., D) as (.., parts, D / parts)."""
+    (*shape, columns), (*strides, stride) = x.form.shape, x.form.strides
+    columns //= parts
+    return x._replace(form=x.form._replace(shape=(*shape, parts, columns), strides=(*strides, columns * stride, stride)))
+
+
+def _reshape(x: Operand, *shape: int) -> Operand:
+    """Scratch memory under another shape."""
+    strides, stride = [], x.form.itemsize
+    for n in reversed(shape):
+        strides.append(stride)
+        stride = n * stride
+    return x._replace(form=x.form._replace(shape=shape, strides=tuple(reversed(strides))))
+
+
+def _sum_groups(problem: Problem, x: Operand, out: Operand) -> Step:
+    """The launch that sums groups of adjacent heads of an array (B, S, H, D), or copies it where out has as many."""
+    batch, rows, heads, columns = out.shape
+    tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
+    return kernel_for(sum_head_groups, sum_head_groups.FLOAT32, problem.device).bind(
+        -(-batch * heads * tiles // sum_head_groups.WARPS),
+        gPartial=x,
+        gOut=out,
+        tiles=tiles,
+        panels=panels,
+        heads=heads,
+        group=x.shape[2] // heads,
+    )
