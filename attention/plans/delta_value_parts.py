@@ -57,14 +57,14 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             part_arrays[name] = _reshape(copy, *(() if per_head else (batch, length)), parts * heads)
     for name in STATES:
         if x := arrays[name]:
-            whole, copy = _merge_heads(x), scratch(sequences, parts * heads, key_dim, columns // parts)
-            assert whole
+            states, copy = _merge_heads(x), scratch(sequences, parts * heads, key_dim, columns // parts)
+            assert states
             by_part = _reshape(copy, sequences * heads, parts, key_dim, columns // parts).permuted((0, 2, 1, 3))
-            whole = _split_columns(whole, parts)
+            states = _split_columns(states, parts)
             if name == "dinitial_state":
-                after.append(_sum_groups(problem, by_part, whole))
+                after.append(_sum_groups(problem, by_part, states))
             else:
-                before.append(_sum_groups(problem, whole, by_part))
+                before.append(_sum_groups(problem, states, by_part))
             part_arrays[name] = copy
     return [*before, *plan_delta_gradient_walk(part_problem, part_arrays, scale, scratch, record), *after]
 
