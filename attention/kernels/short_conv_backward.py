@@ -47,13 +47,12 @@ class Config(ConvConfig):
     the final window, which is added to dx of a sequence's last tokens?"""
 
     window: bool = False
-    max_tokens = 1024  # shorter blocks, of which a warp has several, were not timed
 
     @property
     def ctas_per_sm(self) -> int:
-        """How many thread blocks an SM is to hold: as many as leave each thread 128 registers, 168, or 255."""
-        by_elements = self.vector_bytes < ALIGNMENT
-        return 8 if by_elements and self.bias and self.varlen else 12 if by_elements or self.varlen else 16
+        """How many thread blocks an SM is to hold: as many as leave each thread 168 registers, or 255. 16, which leave 128, are
+        slower."""
+        return 8 if self.vector_bytes < ALIGNMENT and self.bias and self.varlen else 12
 
     def __str__(self):
         return super().__str__() + ", window" * self.window
