@@ -29,7 +29,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY, DECAY_TO_END, KEY_DIMS, TransformVectors
-from ..parts.recurrent.delta_config import DeltaWalkConfig, delta_sizes
+from ..parts.recurrent.delta_config import DeltaConsumerConfig, delta_sizes
 from ..parts.recurrent.l2norm import ROWS, L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
@@ -42,8 +42,8 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(DeltaWalkConfig):
-    """A kernel's configuration, whose fields are those of DeltaWalkConfig. The helpers are the scorer and the loader."""
+class Config(DeltaConsumerConfig):
+    """A kernel's configuration, whose fields are those of DeltaConsumerConfig. The helpers are the scorer and the loader."""
 
     label = "walk"
 

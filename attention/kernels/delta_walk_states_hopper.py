@@ -22,7 +22,7 @@ from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import DECAY_TO_END, KEY_DIMS, TransformVectors
-from ..parts.recurrent.delta_config import DeltaWalkConfig, delta_sizes
+from ..parts.recurrent.delta_config import DeltaConsumerConfig, delta_sizes
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
@@ -32,8 +32,9 @@ WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
-class Config(DeltaWalkConfig):
-    """A kernel's configuration, whose fields are those of DeltaWalkConfig. Columns are those of [N | M], and a loader helps."""
+class Config(DeltaConsumerConfig):
+    """A kernel's configuration, whose fields are those of DeltaConsumerConfig. Columns are those of [N | M]; the helper is a
+    loader."""
 
     label, helpers = "walk of states", 1
 

@@ -75,7 +75,7 @@ class NormedDeltaConfig(DeltaConfig):
 
 
 @dataclass(frozen=True)
-class DeltaWalkConfig(NormedDeltaConfig):
+class DeltaConsumerConfig(NormedDeltaConfig):
     """The configuration of a kernel that goes along sequences. consumers: warpgroups that have 64 columns of values each.
     helpers: warpgroups that load and compute for them, ahead of them."""
 
@@ -108,7 +108,7 @@ class RawDeltaConfig(NormedDeltaConfig):
 
 
 @dataclass(frozen=True)
-class DeltaScanConfig(DeltaWalkConfig, RawDeltaConfig):
+class DeltaScanConfig(DeltaConsumerConfig, RawDeltaConfig):
     """The configuration of a kernel that goes along sequences and solves their chunks on the way."""
 
 
