@@ -25,7 +25,11 @@ class BothRecurrences:
     outputs."""
 
     count, query_stages, output_warps = 2, 3, 0
-    overlaps = False  # does the kernel run beside the end of the grid before it?
+
+    @property
+    def overlaps(self) -> bool:
+        """Does the kernel run beside the end of the grid before it?"""
+        return False
 
     def __str__(self):
         return ""
@@ -91,7 +95,6 @@ class StatesWithOutputs(BothRecurrences):
 
     @property
     def overlaps(self) -> bool:
-        """Does the kernel run beside the end of the grid before it?"""
         return self.order.overlaps
 
     def __str__(self):
