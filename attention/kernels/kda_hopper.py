@@ -15,8 +15,6 @@ q', k', k*, T and the intra-chunk scores do not depend on the state: one warpgro
 chunk, while consumers, of 64 value columns each, update the state with this one."""
 
 import functools
-from collections.abc import Iterator
-from dataclasses import replace
 
 from numba import cuda
 
@@ -24,28 +22,17 @@ from ops import divmod, store, subtile, tile_min, truncate, viewed, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
-from tiles.targets import Target
 
-from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import KdaScores
-from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_SIZES, DELTA_STAGES
-from ..parts.recurrent.channel_config import ConditionalConfig as Config
+from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_STAGES
+from ..parts.recurrent.channel_config import KdaScanConfig as Config
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
-from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import choose_channel_norms
-from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.stepped_scores import SteppedScores, SteppedTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 
-
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out; so are
-    those with a condition."""
-    for config in channel_config.channel_space(Config, DELTA_SIZES, target, everything, BetaFormula(1.0)):
-        yield config
-        if everything:
-            yield replace(config, condition=HistoryCondition(False))
+space = Config.space
 
 
 @functools.cache
@@ -111,8 +98,7 @@ def make(config: Config):
         gQ: tiled(config.key, unit=1), gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1),
         gBeta: array(3), gGates: tiled(config.gate, unit=1), gO: seq_layout.output_argument(config.value),
         gInitialState: array(4), gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, heads: INT,
-        group: INT, scale: FLOAT,
-        params: PARAMS, condition_args: CONDITION,
+        group: INT, scale: FLOAT, params: PARAMS, condition_args: CONDITION,
     ):  # fmt: skip
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of

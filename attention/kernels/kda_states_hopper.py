@@ -5,8 +5,6 @@ A segment takes a state S to M S + N. The scan starts from [0 | I], where v is 0
 these), and so ends with [N | M]. delta_compose_states_hopper.py composes these."""
 
 import functools
-from collections.abc import Iterator
-from dataclasses import replace
 
 from numba import cuda
 from numpy import float32, int32
@@ -15,33 +13,23 @@ from ops import col_index, divmod, equal, truncate, warpgroup, where, zeros
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
-from tiles.targets import Target
 
-from ..parts.recurrent import channel_config
 from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.block_scores import BlockScores
-from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_SIZES, DELTA_STAGES
+from ..parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_STAGES, KdaScanConfig
 from ..parts.recurrent.channel_decay import FLAG, KdaDecay
-from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.launch_conditions import HistoryCondition
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 
-class Config(channel_config.ConditionalConfig):
+class Config(KdaScanConfig):
     """A kernel's configuration: that of channel_config.py. consumers: warpgroups that have 64 columns of a state each."""
 
     def __str__(self):
         return f"states, {super().__str__()}"
 
 
-def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out; so are
-    those with a condition."""
-    for config in channel_config.channel_space(Config, DELTA_SIZES, target, everything, BetaFormula(1.0)):
-        yield config
-        if everything:
-            yield replace(config, condition=HistoryCondition(False))
+space = Config.space
 
 
 class KeyScores(AnchoredScores):
@@ -106,8 +94,7 @@ def make(config: Config):
     def scan(
         gK: tiled(config.key, unit=1), gV: tiled(config.value, unit=1), gBeta: array(3), gGates: tiled(config.gate, unit=1),
         gFinalState: array(4), gCuSeqlens: ENDS, length: INT, blocks: INT, segments: INT, scanned_segments: INT,
-        heads: INT, group: INT, values: INT,
-        params: PARAMS, condition_args: CONDITION,
+        heads: INT, group: INT, values: INT, params: PARAMS, condition_args: CONDITION,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of v
         and N. `group` value heads share a key head; each is `blocks` blocks of columns wide. condition_args: see

@@ -3,7 +3,7 @@ their states."""
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from ops import warpgroup
@@ -14,7 +14,7 @@ from .channel_decay import max_fall
 from .channel_gates import ChannelGates, choose_channel_gates
 from .channel_history import ChannelHistory
 from .gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
-from .launch_conditions import NoCondition
+from .launch_conditions import HistoryCondition, NoCondition
 from .tokens import CHUNK, COLUMNS
 
 PANEL = 128  # bytes of a row of a panel, at most: the widest swizzle
@@ -130,3 +130,15 @@ def channel_space(
         for formula in FORMULAS:  # of x in fp32, which layers seldom project, KDA spills some 100 bytes of indices
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta)
             yield config(*RAW_SIZE, bf16, bf16, formula=formula, beta=beta, l2norm=True)
+
+
+class KdaScanConfig(ConditionalConfig):
+    """The configuration of a kernel that goes along segments under the delta rule, a preparer ahead of its consumers."""
+
+    @classmethod
+    def space(cls, target: Target, everything: bool) -> Iterator[Any]:
+        """The configurations of `channel_space` for DELTA_SIZES; with `everything` those with a condition, too."""
+        for config in channel_space(cls, DELTA_SIZES, target, everything, BetaFormula(1.0)):
+            yield config
+            if everything:
+                yield replace(config, condition=HistoryCondition(False))
