@@ -57,6 +57,26 @@ def test_a_function_inside_a_kernel(both):
     assert ours == numba_code and ".entry kernel" in ours
 
 
+say = print
+
+
+@cuda.jit
+def prints(n: INT):
+    print("n", n)
+
+
+@cuda.jit
+def says(n: INT):
+    """It prints, too."""
+    say(n, n + 1)
+
+
+@pytest.mark.parametrize("kernel", [prints, says], ids=["print", "another name"])
+def test_a_kernel_that_prints(both, kernel):
+    ours, numba_code = both(kernel)
+    assert ours == numba_code and "vprintf" in ours
+
+
 def test_little_is_left_for_the_collector(collect, monkeypatch):
     """Of what Numba makes of a kernel most is let go at once: the collector takes a tenth of the time for what is not."""
     left = []
@@ -76,9 +96,26 @@ def wrong(x: array(1), n: INT):
     x[n] = {n: n}
 
 
-def test_the_same_words(both):
-    ours, numba_code = both(wrong)
-    assert ours == numba_code and "Error: " in ours and 'test_faster_numba.py", line ' in ours
+@cuda.jit
+def enters(x: array(1), n: INT):
+    """Numba has no context managers, and no words for that."""
+    with n:
+        x[0] = n
+
+
+@cuda.jit
+def has_a_long_dictionary(x: array(1), n: INT):
+    """So long that Python makes it of parts."""
+    x[0] = {**{0: 1, 1: 2, 2: 3}, n: n, 3: 1, 4: 2, 5: 3, 6: 1, 7: 2, 8: 3, 9: 1, 10: 2, 11: 3, 12: 1, 13: 2, 14: 3, 15: n}[n]
+
+
+PLACE = 'test_faster_numba.py", line '
+
+
+@pytest.mark.parametrize(("kernel", "words"), [(wrong, PLACE), (enters, "terminator_types"), (has_a_long_dictionary, PLACE)])
+def test_the_same_words(both, kernel, words):
+    ours, numba_code = both(kernel)
+    assert ours == numba_code and "Error: " in ours and words in ours
 
 
 def test_a_type_that_was_pickled_has_the_hash_of_its_process():

@@ -9,7 +9,7 @@ import functools
 import itertools
 import re
 
-from llvmlite.ir import instructions, values
+from llvmlite.ir import instructions, types, values
 
 _STRUCT = re.compile(r"\{(?:float|i32)(?:, (?:float|i32)){7,}\}")
 _NAME = re.compile(r'%"\d+ (?:float|i32)[^"]*"')
@@ -151,9 +151,15 @@ def _describe_block(self, buffer):
     buffer += [f"  {_print_instruction(x)}\n" for x in self.instructions]
 
 
+def _differ(self, other):
+    """Type.__ne__: types are mostly the same object."""
+    return self is not other and not self.__eq__(other)
+
+
 REPLACEMENTS = [  # (owner, name, what stands in its place)
     (instructions.Instruction, "__init__", _init_instruction),
     (instructions.ExtractValue, "__init__", _init_extract),
     (instructions.InsertValue, "__init__", _init_insert),
     (values.Block, "descr", _describe_block),
+    (types.Type, "__ne__", _differ),
 ]

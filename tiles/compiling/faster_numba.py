@@ -7,8 +7,10 @@ Of Numba's part of an attention kernel, two seconds, they save about half (bench
 
 import contextlib
 import copy
+import functools
 import importlib.util
 import inspect
+import types as python_types
 import weakref
 from collections import Counter
 
@@ -19,22 +21,27 @@ from numba.cuda.core import (
     analysis,
     base,
     bytecode,
+    byteflow,
     compiler,
     compiler_machinery,
     errors,
+    interpreter,
     ir,
     postproc,
+    ssa,
     targetconfig,
     transforms,
     typed_passes,
     typeinfer,
     untyped_passes,
 )
+from numba.cuda.core.rewrites.ir_print import RewritePrintCalls
 from numba.cuda.debuginfo import CUDADIBuilder
 from numba.cuda.misc import firstlinefinder
 from numba.cuda.np import linalg
 from numba.cuda.typing import context
 
+from .numba_helpers import table_of_kernel
 from .type_inference import Inferer
 
 
@@ -218,6 +225,103 @@ def _extract_bytecode(self, state):
     return True
 
 
+_flows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: (what its blocks do to the stack, where they lead)
+
+
+class _Flow:
+    """What Numba finds when it follows the instructions of a function over all branches: once, as they are decoded once."""
+
+    def __init__(self, instructions):
+        code = instructions.func_id.code
+        if code not in _flows:
+            flow = byteflow.Flow(instructions)
+            flow.run()
+            _flows[code] = flow.block_infos, flow.cfgraph
+        self.block_infos, self.cfgraph = _flows[code]
+
+    def run(self):
+        pass
+
+
+class _NoLog:
+    """A logger, asked several times for each statement, that nobody reads."""
+
+    @staticmethod
+    def debug(*_):
+        pass
+
+
+_delete_exit = interpreter.peep_hole_delete_with_exit
+
+
+def _delete_exit_of_with(function):
+    """A rewrite that collects the variables of all statements, twice: only of `with` there is something to delete."""
+    begins = any([name.startswith("$setup_with_exitfn") for name in function._definitions])
+    return _delete_exit(function) if begins else function
+
+
+_fuse_dicts = interpreter.peep_hole_fuse_dict_add_updates
+
+
+def _fuse_long_dicts(function):
+    """A rewrite that collects the variables of all statements: only dictionaries are anything to it."""
+    values = [x for definitions in function._definitions.values() for x in definitions]
+    has_dicts = any([isinstance(x, ir.Expr) and x.op == "build_map" for x in values])
+    return _fuse_dicts(function) if has_dicts else function
+
+
+_match_prints = RewritePrintCalls.match
+
+
+def _match_print(self, function, block, *types_of):
+    """A pass that looks for calls of print. Numba words an error for each call of what is no constant, as methods are."""
+    calls = [x.value for x in block.find_insts(ir.Assign) if isinstance(x.value, ir.Expr) and x.value.op == "call"]
+    if any([_constant(function, call.func) is print for call in calls]):
+        return _match_prints(self, function, block, *types_of)
+    self.prints, self.block = {}, block
+    return False
+
+
+def _constant(function, variable):
+    """The global, or what is read from a module or class, that a variable holds; None: there is none."""
+    try:
+        value = function.get_definition(variable)
+    except KeyError:  # there are several
+        return None
+    if isinstance(value, ir.Expr) and value.op == "getattr":
+        owner = _constant(function, value.value)
+        return getattr(owner, value.attr, None) if isinstance(owner, (python_types.ModuleType, type)) else None
+    return value.value if isinstance(value, (ir.Global, ir.FreeVar, ir.Const)) else None
+
+
+_packers = table_of_kernel()  # types of arguments: how they are passed
+_packer = base.BaseContext.get_arg_packer
+
+
+def _packer_of(self, arguments):
+    """How arguments of these types are passed; Numba works it out for each call."""
+    key = tuple(arguments)
+    if key not in _packers:
+        _packers[key] = _packer(self, arguments)
+    return _packers[key]
+
+
+_values = table_of_kernel()  # a constant's identity: (the constant, its type)
+_type_of_value = target.CUDATypingContext.resolve_value_type
+
+
+def _value_type(self, value):
+    """The type of a global or another constant. Numba asks all its rules, and catches their errors, each time it is named."""
+    known = _values.get(id(value))
+    if known is None:
+        known = _values[id(value)] = value, _type_of_value(self, value)
+    return known[1]
+
+
+_keeps_variables = functools.cached_property(lowering.Lower._disable_sroa_like_opt.fget)  # asked several times a statement
+_keeps_variables.__set_name__(lowering.Lower, "_disable_sroa_like_opt")
+
+
 def _has_lists(function):
     """Does a function make lists, or functions, as comprehensions do?"""
     values = [x.value for block in function.blocks.values() for x in block.body if isinstance(x, ir.Assign)]
@@ -398,6 +502,14 @@ REPLACEMENTS = [  # (owner, name, what stands in its place)
     (typeinfer.GetAttrConstraint, "__call__", _attribute),
     (untyped_passes.ExtractByteCode, "run_pass", _extract_bytecode),
     (type(types.Type), "__instancecheck__", type.__instancecheck__),  # no class is registered as another's kind
+    (interpreter, "Flow", _Flow),
+    (interpreter, "peep_hole_delete_with_exit", _delete_exit_of_with),
+    (interpreter, "peep_hole_fuse_dict_add_updates", _fuse_long_dicts),
+    (RewritePrintCalls, "match", _match_print),
+    *((module, "_logger", _NoLog) for module in (byteflow, ssa)),
+    (base.BaseContext, "get_arg_packer", _packer_of),
+    (target.CUDATypingContext, "resolve_value_type", _value_type),
+    (lowering.Lower, "_disable_sroa_like_opt", _keeps_variables),
     (lowering.Lower, "_find_singly_assigned_variable", _assigned_once),
     (compiler.CompilerBase, "_compile_core", _compiled),
     (compiler_machinery.PassManager, "_runPass", _run_pass),

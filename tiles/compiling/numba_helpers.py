@@ -99,10 +99,18 @@ def forget():
     while _transient:
         table, key = _transient.pop()
         table.pop(key, None)
-    BOUND.clear()
+    for table in _tables:
+        table.clear()
 
 
-BOUND: dict[tuple, types.BoundFunction] = {}  # (a value's type, the name of an op or a method): its type
+def table_of_kernel() -> dict:
+    """A table of what is known while one kernel is compiled, which is emptied afterwards."""
+    _tables.append({})
+    return _tables[-1]
+
+
+_tables: list[dict] = []
+BOUND: dict[tuple, types.BoundFunction] = table_of_kernel()  # (a value's type, the name of an op or a method): its type
 _transient_forms: list[tuple] = []  # (a function's compiled forms, types of arguments) to drop
 _transient: list[tuple] = []  # (table, key) to drop of Numba's own tables; noted as they come, because the tables are large
 
