@@ -1,0 +1,83 @@
+"""The delta rule's training with few heads, as if each grid ran beside the one before it: what is not counted yet is NaN."""
+
+import inspect
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from gradient_cases import delta_case, with_record
+from numpy import int32
+from places import OnInterpreter
+
+import attention
+from attention.kernels import delta_inverse_hopper
+from attention.parts.recurrent.grid_overlap import OverlappingGrids
+from attention.plans import chunk_schedule, delta_gradient_walk, delta_records
+from attention.public import delta_rules
+from ops import grid as grid_ops
+from ops.memory.counts import wait_for_count
+from tiles import inlined, static
+from tiles.interpreter import interpret
+from tiles.launching.interpreted_launch import run_by
+
+
+@static
+class FirstSegmentAwaited(OverlappingGrids):
+    """A walk that waits for the segment to which the recurrence comes first, whichever it has."""
+
+    @inlined
+    def wait(self, params, walk, heads, head, columns, length, segments):
+        grid_ops.wait_count(params.gWalked, (int32(columns),), int32(1))
+
+
+@pytest.fixture
+def arriving(monkeypatch, nothing_known):
+    """From then on all chunks of one head are inverted by one worker, in items of two, its gradients are walked through in two
+    segments, and what both later grids read is NaN until they have waited for its count."""
+    monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments_beside", lambda *_: 2)
+    monkeypatch.setattr(delta_inverse_hopper, "CTAS_PER_SM", 1)
+    monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=3))
+    monkeypatch.setattr(chunk_schedule, "ROUNDS", 0)
+    monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: True)
+    monkeypatch.setenv("TILES_JOBS", "1")
+
+    def run(kernel, grid, threads, args, *more):
+        named = dict(zip(inspect.signature(kernel.py_func).parameters, args, strict=True))
+        by_segment = "gDBeta" in named
+        if not by_segment and not hasattr(named.get("params"), "gO"):
+            return interpret(kernel, grid, threads, args, *more)
+        names = ("gDV", "gSegmentStates") if by_segment else ("gSolutions", "gScores", "gVectors")
+        arrays = [np.asarray(getattr(named[name], "array", named[name])) for name in names]
+        copies = [x.copy() for x in arrays]
+        for x in arrays:
+            x[...] = np.nan
+
+        def wait(counts, at, n):
+            columns = slice(64 * at[0], 64 * at[0] + 64)
+            for x, copied in zip(arrays, copies, strict=True):
+                if not by_segment:
+                    place = slice(0, 2 * n)
+                elif x.dtype == np.float32:  # states, the last segment's first
+                    place = slice(0, n), slice(None), columns
+                else:  # the last segment has one chunk, the other one two
+                    place = slice(None), slice(0 if n == 2 else 128, None), slice(None), columns
+                x[place] = copied[place]
+            wait_for_count(counts, at, n)
+
+        monkeypatch.setattr(grid_ops, "wait_for_count", wait)
+        interpret(kernel, grid, threads, args, *more, overlaps_previous=True)
+
+    with run_by(run):
+        yield
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_nothing_is_read_before_it_is_there(arriving, monkeypatch, fault):
+    """Were the waits fewer, results would be NaN."""
+    if fault:
+        monkeypatch.setattr(delta_gradient_walk, "OVERLAPPING_GRIDS", FirstSegmentAwaited())
+    (out, *_), stored = with_record(OnInterpreter(), delta_case(130, heads=1))
+    _, dk, *_ = attention.delta_rule_backward(**stored)
+    assert not np.isnan(out.astype(np.float32)).any()
+    assert np.isnan(dk.astype(np.float32)).any() == fault
