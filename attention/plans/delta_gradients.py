@@ -45,7 +45,7 @@ def plan_delta_gradients(
     if on_hopper and serves_hopper(problem):
         plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
         return plan(problem, arrays, scale, scratch, record)
-    if on_hopper and not has_channel_decay(problem) and serves_value_parts(problem, arrays):
+    if on_hopper and serves_value_parts(problem, arrays):
         return plan_value_parts(problem, arrays, scale, scratch, record)
     return plan_delta_chunk_gradients(problem, arrays, scale, scratch)
 

@@ -1,9 +1,9 @@
-"""Gradients of the delta rule on Hopper for values of more than 128 columns, without decays of channels. The columns of a
-state do not wait for one another, so a head's values, in two parts or more, are those of as many heads that share its key head,
-its beta and its gates. What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq
+"""Gradients of the delta rule on Hopper for values of more than 128 columns. The columns of a state do not wait for one
+another, so a head's values, in two parts or more, are those of as many heads that share its key head, its beta and its gates.
+What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq
 and dk as those of heads that share keys.
 
-The parts of v, dout and dv are views. Beta, gates and states, small arrays, are copied."""
+The parts of v, dout and dv are views. Beta, gates and states are copied."""
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -12,11 +12,14 @@ from tiles.launching.launch import kernel_for
 
 from ..kernels import sum_head_groups
 from ..parts.recurrent.delta_gradient_config import VALUES
+from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_gradient_walk import plan_delta_gradient_walk
+from .recurrent_checks import has_channel_decay
 from .recurrent_chunks import Arrays, ScratchAllocator
 
 VECTOR = 8  # columns of 16 bytes, of which a part has a multiple, as TMA reads it
-VALUE_ARRAYS, STATES = ("v", "dout", "dv"), ("initial_state", "dstate", "dinitial_state")
+VALUE_ARRAYS, GATES = ("v", "dout", "dv"), ("beta", "decay", "dbeta", "ddecay")
+STATES = "initial_state", "dstate", "dinitial_state"
 
 
 def count_value_parts(problem: Problem) -> int:
@@ -30,8 +33,8 @@ def serves_value_parts(problem: Problem, arrays: Arrays) -> bool:
     """Can the heads of such a call be cut into parts? arrays: as in delta_gradients.plan_delta_gradients."""
     parts = count_value_parts(problem)
     values = [x for name in VALUE_ARRAYS for x in [arrays[name]] if x]
-    states = [x for name in STATES for x in [arrays[name]] if x]
-    return parts > 1 and all([_split_heads(x, parts) for x in values]) and all([_merge_heads(x) for x in states])
+    merged = [x for name in (*STATES, *GATES) for x in [arrays[name]] if x and len(x.shape) == 4]
+    return parts > 1 and all([_split_heads(x, parts) for x in values]) and all([_merge_axes(x) for x in merged])
 
 
 def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays) -> list[Step]:
@@ -44,8 +47,19 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
     for name in VALUE_ARRAYS:
         x = arrays[name]
         part_arrays[name] = x and _split_heads(x, parts)
-    for name in ("beta", "decay", "dbeta", "ddecay"):
-        if x := arrays[name]:
+    for name in GATES:
+        x = arrays[name]
+        if x and len(x.shape) == 4:
+            tokens, gates = x.shape[:2], _merge_axes(x)
+            assert gates
+            copy = scratch(*tokens, parts * heads, key_dim)
+            by_part = _reshape(copy, tokens[0] * tokens[1], heads, parts, key_dim)
+            if name == "decay":
+                before.append(_sum_groups(problem, gates.spread(2, parts), by_part))
+            else:
+                after.append(_sum_groups(problem, by_part, gates.spread(2, 1)))
+            part_arrays[name] = copy
+        elif x:
             per_head, x = len(x.shape) == 1, x if len(x.shape) == 3 else x.spread(0, 1).spread(0, 1)
             batch, length, _ = x.shape
             copy = scratch(batch, length, heads, parts)
@@ -57,7 +71,7 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             part_arrays[name] = _reshape(copy, *(() if per_head else (batch, length)), parts * heads)
     for name in STATES:
         if x := arrays[name]:
-            states, copy = _merge_heads(x), scratch(sequences, parts * heads, key_dim, columns // parts)
+            states, copy = _merge_axes(x), scratch(sequences, parts * heads, key_dim, columns // parts)
             assert states
             by_part = _reshape(copy, sequences * heads, parts, key_dim, columns // parts).permuted((0, 2, 1, 3))
             states = _split_columns(states, parts)
@@ -66,7 +80,8 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             else:
                 before.append(_sum_groups(problem, states, by_part))
             part_arrays[name] = copy
-    return [*before, *plan_delta_gradient_walk(part_problem, part_arrays, scale, scratch, record), *after]
+    plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
+    return [*before, *plan(part_problem, part_arrays, scale, scratch, record), *after]
 
 
 def _split_heads(x: Operand, parts: int) -> Operand | None:
@@ -79,12 +94,12 @@ def _split_heads(x: Operand, parts: int) -> Operand | None:
     return x._replace(form=form)
 
 
-def _merge_heads(x: Operand) -> Operand | None:
-    """States (N, H, Dk, Dv) as (N H, Dk, Dv), None: that needs a copy."""
-    (sequences, heads, *state), (stride, head_stride, *strides) = x.form.shape, x.form.strides
-    if sequences > 1 and stride != heads * head_stride:
+def _merge_axes(x: Operand) -> Operand | None:
+    """An array (N, H, ..) as (N H, ..), None: that needs a copy."""
+    (count, rows, *shape), (stride, row_stride, *strides) = x.form.shape, x.form.strides
+    if count > 1 and stride != rows * row_stride:
         return None
-    return x._replace(form=x.form._replace(shape=(sequences * heads, *state), strides=(head_stride, *strides)))
+    return x._replace(form=x.form._replace(shape=(count * rows, *shape), strides=(row_stride, *strides)))
 
 
 def _split_columns(x: Operand, parts: int) -> Operand:

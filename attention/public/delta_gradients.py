@@ -100,7 +100,7 @@ def delta_rule_backward(
     decays, else 136, but on Hopper, for Dv up to 128, 153 and 65 (89 where there are fewer heads of sequences than
     multiprocessors), and where heads share a key head what dq and dk of each take, which are rounded before they are added;
     chunk_states has all but the latter, and but 32 KiB with decays of channels. A head of more columns is there, unless
-    channels have decays or layout is "bhsd", several heads of up to 128. stream, family: as in delta_rule.
+    layout is "bhsd", several heads of up to 128. stream, family: as in delta_rule.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are

@@ -69,9 +69,10 @@ def test_sizes(place, key_dim, value_dim, decay, family):
     check(place, delta_case(66, decay, key_dim=key_dim, value_dim=value_dim, heads=1), family=family)
 
 
-def test_value_parts(place):
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_value_parts(place, decay):
     """Two parts of a head, of packed sequences, with beta and gates of 16 bits."""
-    args = delta_case(67, "token", heads=1, value_dim=144, gates=bf16)
+    args = delta_case(67, decay, heads=1, value_dim=144, gates=bf16)
     args["beta"] = args["beta"].astype(bf16)
     args["initial_state"], args["dstate"] = (np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate"))
     check(place, args | {"cu_seqlens": np.array([0, 3, 67], np.int32)})
