@@ -200,9 +200,8 @@ def make_gradients(config: Config):
             token_blocks.clear_padding(gDX, conv, block, col, length, gCuSeqlens)
             a, b = load_token(x_rows, dy_rows, block, 0, col), load_token(x_rows, dy_rows, block, 1, col)
             c, sums_before = load_token(x_rows, dy_rows, block, 2, col), sums
-            state = WalkState(
-                conv.load_previous(gX, gInitialState, block, col), PreviousTokens(zero_line, zero_line, zero_line)
-            )
+            previous = conv.load_previous(gX, gInitialState, token_blocks.hide_window(block), col)
+            state = WalkState(previous, PreviousTokens(zero_line, zero_line, zero_line))
             state, sums, dx3 = advance(state, sums, a, taps)
             state, sums, dx2 = advance(state, sums, b, taps)
             state, sums, dx1 = advance(state, sums, c, taps)

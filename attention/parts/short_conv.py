@@ -112,6 +112,15 @@ class TokenBlocks:
         return TokenBlock(int32(sequence), batch, first, last, start, int32(min(limit, last)), limit)
 
     @inlined
+    def hide_window(self, block):
+        """The block of a sequence without tokens as if its window lay further back, where 0 is loaded: nothing follows the
+        window. Others as they are."""
+        if self.varlen:
+            first = int32(block.first + MAX_LAG * (1 - min(block.last - block.first, 1)))
+            return TokenBlock(block.sequence, block.batch, first, block.last, block.start, block.end, block.limit)
+        return block
+
+    @inlined
     def clear_padding(self, gOut, conv, block, col, length, gCuSeqlens):
         """Store zeros to the tokens of the block after the last sequence."""
         if self.varlen and block.sequence + 2 == gCuSeqlens.shape[0]:

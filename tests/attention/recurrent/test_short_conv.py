@@ -132,6 +132,17 @@ def test_packed_sequences_among_poison(place, monkeypatch):
     np.testing.assert_array_equal(alone["dinitial_state"][0], args["dstate"][0])
 
 
+def test_windows_without_tokens(place):
+    """NaN in the window of a sequence without tokens reaches no other one's gradients, nor sums."""
+    args = case(20, sequences=3) | {"cu_seqlens": np.array([0, 5, 5, 20], np.int32)}
+    want = backward(place, args)
+    args["initial_state"][1] = np.nan
+    for name, x in backward(place, args).items():
+        np.testing.assert_array_equal(
+            x[[0, 2]] if name == "dinitial_state" else x, want[name][[0, 2]] if name == "dinitial_state" else want[name]
+        )
+
+
 @pytest.mark.parametrize("cut", [1, 2, 16, 21])
 def test_continues_from_its_state(place, cut):
     """Two calls, of which the second begins with what the first returned, are one; token by token, too."""
