@@ -31,7 +31,7 @@ from tiles.targets import Target
 from ..parts.recurrent import channel_config, channel_decay
 from ..parts.recurrent.anchored_scores import AnchoredScores
 from ..parts.recurrent.l2norm import L2Norm
-from ..parts.recurrent.stepped_scores import QueryScores, QueryScoreTiles
+from ..parts.recurrent.query_scores import QueryScores, QueryScoreTiles
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ..parts.recurrent.transposed_state import TransposedState
 

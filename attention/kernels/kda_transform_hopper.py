@@ -4,7 +4,7 @@ meets there:
 
     exp(b_last - r) k*^T T        scale tril(q' k*^T) T
 
-kda_walk_hopper.py reads them. A chunk is two blocks of 32 tokens with references (stepped_scores.py), or in float16 it may be
+kda_walk_hopper.py reads them. A chunk is two blocks of 32 tokens with references (row_scores.py), or in float16 it may be
 halved (anchored_scores.py).
 
 A warpgroup has some chunks, one after the other, in one of two orders (parts/recurrent/chunk_order.py). q' and k* take the
@@ -32,8 +32,8 @@ from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor
 from ..parts.recurrent.gate_formulas import BetaFormula
 from ..parts.recurrent.l2norm import choose_channel_norms
 from ..parts.recurrent.launch_conditions import HistoryCondition, SuccessorGrid
+from ..parts.recurrent.row_scores import RowScores
 from ..parts.recurrent.segment_spans import OverlapCounts
-from ..parts.recurrent.stepped_scores import RowScores
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 from ..parts.recurrent.two_block_scores import ScoreTiles
 

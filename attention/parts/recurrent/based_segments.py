@@ -28,7 +28,7 @@ class KeySide:
 
     @inlined
     def weighted(self, tiles, keys):
-        """The tile of weighted rows."""
+        """The tile of the rows whose sum is wanted beside that of their features, each times its weight, which is 1."""
         return keys
 
 
@@ -61,5 +61,5 @@ class QuerySide:
 
     @inlined
     def weighted(self, tiles, queries):
-        """The tile of weighted rows."""
+        """The tile of scaled queries, each times its weight, -w dO . O."""
         return tiles.weighted

@@ -21,8 +21,8 @@ STATE = rt(16, FEATURES, fp32)
 
 @dataclass(frozen=True)
 class BasedTiles:
-    """A kernel's configuration. dtype: of q, k, v and what has their shapes. normalize: are outputs divided by the sum of their
-    weights?"""
+    """The configuration of a kernel of Based. dtype: of q, k, v and what has their shapes. normalize: are outputs divided by
+    the sum of their weights?"""
 
     dtype: dtype
     normalize: bool = True
@@ -54,8 +54,8 @@ class BasedWalk:
 
     @inlined
     def load_chunks(self, tiles, arrays, seq, n, head, group, gVectors=None, first_chunk=0):
-        """The loader: TMA loads the n chunks of a head. arrays: Q, K, V and dO. gVectors: of all chunks. first_chunk: the index
-        of that which comes first in memory."""
+        """The loader has TMA load the n chunks of a head. arrays: Q, K, V and dO. gVectors: of all chunks. first_chunk: the
+        index of that which comes first in memory."""
         warpgroup.release_registers(LOADER_REGISTERS)
         (gQ, gK, gV, gDOut), (key_head, _) = arrays, divmod(head, group)
         for j in range(n):

@@ -246,8 +246,8 @@ class ChannelRecurrence:
 
     @inlined
     def load_and_store(self, rings, span, length, factors, inputs, results, sequence, head, block):
-        """The producer: a warp loads what the consumer needs of a span's chunks, others store what it has computed. inputs,
-        results: arrays, see `fill` and `send`. block: of columns."""
+        """The producer's part: one warp loads what the consumer needs of a span's chunks, others store what it has computed.
+        inputs, results: arrays, see `fill` and `send`. block: of columns."""
         rank, seq = warpgroup.rank(), span.seq
         first_chunk = self.layout.chunk_index(seq.start, sequence, length)
         for j in range(seq.num_chunks()):
@@ -279,7 +279,8 @@ class StateRecurrence(ChannelRecurrence):
 
     @inlined
     def fill(self, rings, j, factors, values, place, block):
-        """The loader: the j-th chunk, which lies at a ChunkPlace. values: V, and the copy of its tails. block: of columns."""
+        """The loader fills the rings of the j-th chunk, which lies at a ChunkPlace. values: V, and the copy of its tails.
+        block: of columns."""
         at, (gV, gTailV) = (place.chunk, place.head), values
         rings.read_keys.fill(j, factors.gReadKeys, at)
         self.layout.fill_chunk(rings.v, j, gV, gTailV, place, place.head, block)
@@ -301,7 +302,7 @@ class StateRecurrence(ChannelRecurrence):
 
     @inlined
     def scan(self, rings, span, gInitialState, at, scale):
-        """The consumer: S after a span's chunks. at: of the block's columns in an array of states."""
+        """S after a span's chunks, by the consumer. at: of the block's columns in an array of states."""
         s_t = self.spans.load_state(gInitialState, self.state, at, span)
         for j in range(span.seq.num_chunks()):
             s_t = self.advance(s_t, j, rings, scale)
@@ -345,7 +346,8 @@ class StateGradientRecurrence(ChannelRecurrence):
 
     @inlined
     def fill(self, rings, j, factors, gradients, place, block):
-        """The loader: the j-th chunk from the end, which lies at a ChunkPlace. gradients: dO, and the copy of its tails."""
+        """The loader fills the rings of the j-th chunk from the end, which lies at a ChunkPlace. gradients: dO, and the copy of
+        its tails."""
         at, (gDOut, gTailDOut) = (place.chunk, place.head), gradients
         rings.write_keys.fill(j, factors.gWriteKeys, at)
         self.layout.fill_chunk(rings.v, j, gDOut, gTailDOut, place, place.head, block)
@@ -368,7 +370,7 @@ class StateGradientRecurrence(ChannelRecurrence):
 
     @inlined
     def scan(self, rings, span, gLastState, at, scale):
-        """The consumer: dS before a span's chunks. at: of the block's columns in an array of states."""
+        """dS before a span's chunks, by the consumer. at: of the block's columns in an array of states."""
         ds_t, n = self.spans.load_state(gLastState, self.state, at, span), span.seq.num_chunks()
         if n > 0:
             from_outputs = warpgroup.wait(warpgroup.mm_AtB(rings.v.wait(0), rings.p.wait(0)))  # P^T dO of the last chunk

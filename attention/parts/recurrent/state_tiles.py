@@ -39,7 +39,7 @@ class StateTiles:
 
     @inlined
     def put(self, params, tiles, slot, s_t, index, head, row, col):
-        """Consumer: a chunk's state before it, if such states are stored. slot: the number of its tile."""
+        """A consumer passes on its part of the state before a chunk, to products or to memory. slot: the number of its tile."""
         if self.sent:
             warpgroup.store(tiles.claim(slot), s_t)
             tiles.publish(slot)
@@ -48,18 +48,18 @@ class StateTiles:
 
     @inlined
     def write(self, own_tile, s_t):
-        """Consumer: the state that `read` returns."""
+        """A consumer writes its part of the state for `read`, unless `put` has done so."""
         if not self.sent:
             warpgroup.store(own_tile, s_t)
 
     @inlined
     def read(self, tiles, own_tile, slot):
-        """Consumer: the tile of the state, after all of its warps have met."""
+        """The tile of a consumer's part of the state, after its warps have met."""
         return tiles.wait(slot) if self.sent else own_tile
 
     @inlined
     def release(self, tiles, slot):
-        """Consumer: its product with the state is done."""
+        """A consumer gives the tile back, as its product with the state is done."""
         if self.sent:
             tiles.release(slot)
 

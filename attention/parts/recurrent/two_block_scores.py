@@ -1,5 +1,5 @@
-"""The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py,
-kda_transform_hopper.py, kda_hopper.py). r is the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
+"""The scores of a chunk as two blocks of 32 tokens with a reference r each, by wgmma (delta_channel_inverse_hopper.py). r is
+the middle of a block's sums b, in powers of 2 an even integer. With c = b - r
 
     Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k        P_ij = Q^_i . (exp(r_i - r_j) K*_j)
 
@@ -20,6 +20,8 @@ A warp has a quarter of the channels of all tokens. Its tiles are channels by to
 lane."""
 
 from typing import Any, NamedTuple
+
+from numba import cuda
 
 from ops import (
     column,
@@ -238,3 +240,32 @@ class TwoBlockScores(WarpChannels):
         """The scores of a warp's rows with all keys."""
         left = columns(near, BLOCK, 0) if warp < 2 else far
         return hstack(left, columns(near, BLOCK, 1))
+
+
+@static
+class SteppedFactors(TwoBlockScores):
+    """Factors with a reference for each 16 tokens, a step of a block, so that a block may decay by more than the dtype holds:
+    row_scores.py, stepped_scores.py and query_scores.py multiply them. In bf16 sums of gates fall by no more than 16 tokens can
+    hold (`max_fall`), and no chunk is halved.
+
+    In a block of 32 tokens, what the later 16 read with is decayed on to the reference of the earlier 16, where all that they
+    read is written, but for what they write themselves: no factor of queries is greater than 1 there."""
+
+    step = BLOCK // 2
+
+    @inlined
+    def reference(self, b):
+        """The middle of the sums of 16 tokens, rounded down to an even integer."""
+        return (column(b, 0) + column(b, self.step - 1)) * 0.25 // 1 * 2.0
+
+    @inlined
+    def root(self, difference):
+        """A power of 2 for each channel, rounded, whose square is exp(difference)."""
+        return self.dtype(ones(self.channel_tile) * exp2(difference * 0.5))
+
+    @inlined
+    def load_replaced_sums(self, sums, block, warp):
+        """b of a block in powers of 2, whose place may then be written to."""
+        b = self.load_sums(sums, block, warp)
+        cuda.syncwarp()  # all lanes have read
+        return b

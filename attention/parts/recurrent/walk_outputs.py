@@ -55,7 +55,7 @@ class WalkOutputs:
 
     @inlined
     def put_values(self, gDV, ring, consumer, j, dv, place):
-        """Consumer: its columns of the j-th chunk's dV. place: its ChunkPlace."""
+        """A consumer passes on its columns of the j-th chunk's dV. place: the chunk's ChunkPlace."""
         if self.unrounded_values:
             self.store_rows(gDV, dv, place.seq, place.token, place.head, consumer)
         else:
@@ -65,7 +65,7 @@ class WalkOutputs:
 
     @inlined
     def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place):
-        """Consumer: dQ or dK of the j-th chunk. place: its ChunkPlace."""
+        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace."""
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
         else:
@@ -75,7 +75,7 @@ class WalkOutputs:
 
     @inlined
     def store_inputs(self, gDQ, gDK, consumer, dx, seq, token, head):
-        """Store dQ or dK from registers."""
+        """Store dQ or dK of a chunk, dx, from registers."""
         if consumer == DQ_CONSUMER:
             self.store_rows(gDQ, dx, seq, token, head, 0)
         else:
@@ -89,7 +89,7 @@ class WalkOutputs:
 
     @inlined
     def send(self, gradients, tails, ring, consumer, j, place):
-        """A warp of the producer: store what a consumer put into the ring of the j-th chunk. gradients: dQ, dK and dV. tails:
+        """A warp of the producer stores what a consumer has passed on of the j-th chunk. gradients: dQ, dK and dV. tails:
         theirs, of packed sequences (packed_tails.py). place: the chunk's ChunkPlace."""
         (gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV) = gradients, tails
         if not self.unrounded_values:
@@ -107,7 +107,7 @@ class WalkOutputs:
 
     @inlined
     def zero_padding(self, gradients, gCuSeqlens, walk, length, consumer):
-        """Consumer: store 0 to its part of float32 gradients of the padding. Those that have tails get it with these."""
+        """A consumer stores 0 to its part of float32 gradients of the padding. Those that have tails get it with these."""
         gDQ, gDK, gDV = gradients
         if self.seq_layout.varlen and (self.unrounded or self.unrounded_values):
             padding = self.seq_layout.padding_tokens(gCuSeqlens, walk.sequence, length)
@@ -136,7 +136,7 @@ class WalkOutputs:
 
     @inlined
     def put_dots(self, ring, consumer, j, dx, x, later_dots):
-        """Consumer: x . dx of each token of the j-th chunk, and numbers whose sum is wanted."""
+        """A consumer passes on x . dx of each token of the j-th chunk, and numbers whose sum is wanted."""
         if self.with_gates:
             dots = ring.claim(int32(CONSUMERS * j + consumer))
             warpgroup.store(subtile(dots, CHUNK, 0), self.dot(dx, x))
@@ -145,7 +145,8 @@ class WalkOutputs:
 
     @inlined
     def send_dots(self, gQueryDots, gKeyDots, gCarriedDots, ring, j, place):
-        """A warp of the producer: store what both consumers put into the ring of the j-th chunk. place: its ChunkPlace."""
+        """A warp of the producer stores the dots that both consumers have passed on of the j-th chunk. place: its
+        ChunkPlace."""
         if self.with_gates:
             seq, turn = place.seq, int32(CONSUMERS * j)
             at = seq.batch, place.token, place.head
