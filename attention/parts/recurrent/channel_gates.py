@@ -123,7 +123,11 @@ class FormulaChannelGates(ChannelGates):
 
 def choose_channel_gates(channels: int, formula: GateFormula | None, fall: float | None) -> ChannelGates:
     """The gates of a warp with so many channels."""
-    return ChannelGates(channels, fall) if formula is None else FormulaChannelGates(channels, fall, formula)
+    if formula is None:
+        return ChannelGates(channels, fall)
+    if fall is not None and -formula.lowest * (TOKEN_GROUP - 1) <= fall:
+        fall = None  # sums never fall further
+    return FormulaChannelGates(channels, fall, formula)
 
 
 @static
