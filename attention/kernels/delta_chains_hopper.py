@@ -33,6 +33,7 @@ from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, 
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
 from ..parts.recurrent.delta_recurrences import (
     BOTH,
+    BOTH_BESIDE,
     GRADIENTS_ALONE,
     GRADIENTS_BESIDE,
     OUTPUTS,
@@ -74,6 +75,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             config = Config(*size, gated)
             largest = config.key_dim == max(KEY_DIMS)
             yield config
+            if everything or largest:
+                yield replace(config, recurrences=BOTH_BESIDE)
             if everything or (largest and gated):
                 yield with_outputs(config, SingleChunks())
                 yield with_outputs(config, ChunkMajor())
@@ -217,7 +220,7 @@ def make(config: Config):
                         tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
                     store_wait()
                     out.release(j)
-                    recurrences.finish_chunk(params, chunk, number, n, segments, key_head, member, block)
+                    recurrences.finish_chunk(params, direction, chunk, number, n, segments, key_head, member, block)
                 elif rank == STATE_SENDER and direction != REVERSE:
                     send_tile(states, j, gStates, (chunk, head, block))
                 elif rank == OUTPUT_SENDER:

@@ -42,8 +42,8 @@ from ..parts.recurrent.delta_gradient_config import (
     DeltaGradientConfig,
 )
 from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
-from ..parts.recurrent.grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
+from ..parts.recurrent.grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of
 
 DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
 
@@ -71,6 +71,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                 yield Config(*size, *gates, adds)
                 if everything or (gates[1] and size[0] == max(KEY_DIMS)):
                     yield Config(*size, *gates, adds, OVERLAPPING_GRIDS)
+                    yield Config(*size, *gates, adds, GRIDS_FROM_MIDDLE)
 
 
 @functools.cache
@@ -98,6 +99,12 @@ def make(config: Config):
         key_sums=ring(row_sums.key_sums, 1, 1, writers=WARPS),
         out=ring(config.key, 1, 1, writers=WARPS),
     )
+
+    @inlined
+    def locate_walk(grid_args, length, segments, heads):
+        """The HeadWalk of this block."""
+        block = grids.order_block(grid_args, cuda.blockIdx.x, segments, heads)
+        return walk_of(seq_layout, block, 0, length, segments, heads)
 
     @inlined
     def store_output(out, gOut, at, index, member):
@@ -131,7 +138,7 @@ def make(config: Config):
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            walk = walk_of_block(seq_layout, 0, length, segments, heads)
+            walk = locate_walk(grid_args, length, segments, heads)
             key_head, member = divmod(walk.head, group)
             if warpgroup.rank() == LOADER:
                 grids.wait_for_head(grid_args, walk, heads, length, segments)
@@ -148,8 +155,8 @@ def make(config: Config):
             elif warpgroup.rank() == VALUE_SUMS:
                 row_sums.send_value_sums(vectors, value_sums, gDBeta, gStateDots, walk)
             elif warpgroup.rank() == GRADIENTS:
-                if ADDS:  # its head of keys' counts are set to 0 by the first of its value heads
-                    grids.wait(grid_args, walk, heads, int32(walk.head - member), 0, length, segments)
+                if ADDS:
+                    grids.wait_for_turns(grid_args, walk, heads, member, length, segments)
                 for j in range(walk.n):
                     chunk, head, _, token, seq = walk.place(j)
                     at = seq.batch, token, int32(key_head if ADDS else head)
@@ -167,7 +174,7 @@ def make(config: Config):
                 row_sums.send_key_sums(key_sums, gDots, gCarriedDots, walk)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
-            walk = walk_of_block(seq_layout, 0, length, segments, heads)
+            walk = locate_walk(grid_args, length, segments, heads)
             for j in range(walk.n):
                 dvs, states = dv.wait(j), s.wait(j)
                 dq = warpgroup.mm_AB(do.wait(j), states)
@@ -207,7 +214,7 @@ def make(config: Config):
                 out.publish(OUTPUTS * j + 1, fenced=True)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            walk = walk_of_block(seq_layout, 0, length, segments, heads)
+            walk = locate_walk(grid_args, length, segments, heads)
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
             grids.wait(grid_args, walk, heads, walk.head, wg, length, segments)
             ds_t = load(gSegmentStates, STATE, (walk.slot, walk.head, row, 0), aligned=True)

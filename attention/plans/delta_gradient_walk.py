@@ -27,8 +27,8 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
-from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, GRADIENTS_BESIDE
-from ..parts.recurrent.grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS
+from ..parts.recurrent.delta_recurrences import BOTH, BOTH_BESIDE, GRADIENTS_ALONE, GRADIENTS_BESIDE
+from ..parts.recurrent.grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS
 from ..parts.recurrent.tokens import CHUNK
 from .delta_records import ONE_WALK, record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
@@ -41,6 +41,7 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
 STEP_ALONE, WALK_BESIDE = 1.1, 4.9  # a step of the recurrence of dS alone, and a chunk in the walk beside it
 OVERLAPS = True  # does the walk run beside the recurrence of dS, where forward stored what else it reads?
+FROM_MIDDLE = False  # does it run beside both recurrences, where they leave room?
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * BOTH.count  # thread blocks of a head's recurrences
 
@@ -83,6 +84,29 @@ def _time_beside(head_sequences: int, chunks: int, processors: int, segments: in
     return recurrence + max(block, rest + block / 2)
 
 
+@watched_function
+def choose_segments_from_middle(head_sequences: int, chunks: int, processors: int) -> int:
+    """The number of segments with which the walk beside both recurrences ends first; 1: they leave no room, or that is no
+    faster than after them. The arguments are those of choose_segments."""
+    idle = processors - CHAINS * head_sequences
+    if idle <= 0 or chunks < 4 * MIN_SEGMENT_CHUNKS:
+        return 1
+    counts = range(2, chunks // MIN_SEGMENT_CHUNKS + 1)
+    best = min(counts, key=lambda segments: _time_from_middle(head_sequences, chunks, processors, segments))
+    after = choose_walked_segments(head_sequences, chunks, processors)
+    time_after = chunks * STEP + LAUNCH + _time_walk(head_sequences, chunks, processors, after)
+    return best if _time_from_middle(head_sequences, chunks, processors, best) < time_after else 1
+
+
+def _time_from_middle(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
+    """Microseconds of both recurrences and the walk beside them, which begins when they meet."""
+    segment_chunks = math.ceil(chunks / segments)
+    block = (segment_chunks + BLOCK_CHUNKS) * WALK
+    beside = (processors - CHAINS * head_sequences) * max(0.0, chunks / 2 - segment_chunks) * STEP
+    rest = max(0.0, head_sequences * segments * block - beside) / processors
+    return chunks * STEP + max(block, rest + block / 2)
+
+
 def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
     return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
@@ -95,6 +119,7 @@ def plan_delta_gradient_walk(
     chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
+    from_middle = False
     stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
     if stored:
         by_segments = "gScores" in stored
@@ -103,6 +128,9 @@ def plan_delta_gradient_walk(
     else:
         segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, processors)
         by_segments = segments > 1
+        if by_segments and FROM_MIDDLE:
+            segments_beside = choose_segments_from_middle(sequences * heads, chunks_per_sequence, processors)
+            from_middle, segments = segments_beside > 1, segments_beside if segments_beside > 1 else segments
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -153,9 +181,15 @@ def plan_delta_gradient_walk(
             steps = [launch(delta_chains_hopper, blocks, recurrence, sequences=sequences, **numbers)]
         else:
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
+            recurrence = BOTH
+            if from_middle:
+                recurrence, grids = BOTH_BESIDE, GRIDS_FROM_MIDDLE
+                buffers["gWalked"] = scratch(sequences * heads * CHAINS, dtype="int32")
             steps = [
                 launch(delta_inverse_hopper, chunks_per_sequence, parts=chunks_per_sequence, scale=scale),
-                launch(delta_chains_hopper, CHAINS, sequences=sequences, **numbers),
+                launch(delta_chains_hopper, CHAINS, recurrence, sequences=sequences, **numbers),
             ]
+            if from_middle:
+                numbers["sequences"] = sequences
         steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, grids, **numbers))
     return [*copy_tails, *steps, *finish]

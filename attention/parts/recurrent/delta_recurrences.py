@@ -11,7 +11,7 @@ from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 
 from .chunk_order import HeadMajor
 from .delta_chunks import BETA, DECAY, ChunkVectors
-from .grid_overlap import OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
+from .grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
 from .tokens import CHUNK, send_tile
 
 # The recurrences; the reverse one, whose blocks come first because it takes longer, is of gradients
@@ -76,9 +76,31 @@ class BothRecurrences:
         """The warp that stores E or dV, before the first chunk."""
 
     @inlined
-    def finish_chunk(self, params, chunk, number, n, segments, key_head, member, block):
-        """That warp has stored a chunk. chunk: its index. number, n: its place in its sequence, which has n chunks in so many
-        `segments`."""
+    def finish_chunk(self, params, direction, chunk, number, n, segments, key_head, member, block):
+        """That warp has stored a chunk in one of the directions. chunk: its index. number, n: its place in its sequence, which
+        has n chunks in so many `segments`."""
+
+
+@static
+class CountedRecurrences(BothRecurrences):
+    """Both, whose segments are counted. grids: how the walk follows."""
+
+    grids: SeparateGrids
+
+    def __str__(self):
+        return str(self.grids)
+
+    def params(self, values):
+        return self.grids.recurrence_params()
+
+    @inlined
+    def begin(self, params):
+        self.grids.begin(params, cuda.blockIdx.x)
+
+    @inlined
+    def finish_chunk(self, params, direction, chunk, number, n, segments, key_head, member, block):
+        boundary = number if direction == REVERSE else int32(number + 1)
+        self.grids.count_chunk(params, cuda.blockIdx.x, boundary, n, segments)
 
 
 @static
@@ -167,7 +189,7 @@ class GradientsAlone(BothRecurrences):
 
     def params(self, values):
         """gTurns: for each chunk two of each head of keys."""
-        return record(gTurns=SEMAPHORES, **self.grids.params().fields)
+        return record(gTurns=SEMAPHORES, **self.grids.recurrence_params().fields)
 
     @inlined
     def locate(self, index, sequences):
@@ -178,11 +200,12 @@ class GradientsAlone(BothRecurrences):
         self.grids.begin(params, cuda.blockIdx.x)
 
     @inlined
-    def finish_chunk(self, params, chunk, number, n, segments, key_head, member, block):
+    def finish_chunk(self, params, direction, chunk, number, n, segments, key_head, member, block):
         if member == 0 and block == 0:
             params.gTurns[chunk, int32(2 * key_head)] = int32(0)
             params.gTurns[chunk, int32(2 * key_head + 1)] = int32(0)
         self.grids.count_chunk(params, cuda.blockIdx.x, number, n, segments)
 
 
-BOTH, GRADIENTS_ALONE, GRADIENTS_BESIDE = BothRecurrences(), GradientsAlone(SEPARATE_GRIDS), GradientsAlone(OVERLAPPING_GRIDS)
+BOTH, BOTH_BESIDE = BothRecurrences(), CountedRecurrences(GRIDS_FROM_MIDDLE)
+GRADIENTS_ALONE, GRADIENTS_BESIDE = GradientsAlone(SEPARATE_GRIDS), GradientsAlone(OVERLAPPING_GRIDS)

@@ -169,14 +169,16 @@ def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, deca
 
 
 # ---- segments -----------------------------------------------------------------------------------------------------------
-SEGMENTS = [(2, 129, "token", bf16), (3, 65, "head", np.float16)]
+SEGMENTS = [(2, 129, "token", bf16, 1), (3, 65, "head", np.float16, 3)]
 
 
-@pytest.mark.parametrize(("segments", "length", "decay", "dtype"), SEGMENTS)
-def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype):
+@pytest.mark.parametrize(("segments", "length", "decay", "dtype", "from_middle"), SEGMENTS)
+def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype, from_middle):
     """Of unequal lengths, and more than there are chunks: dS goes from one to the next as if there were none. A beta of 0 has a
     gradient there, too."""
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
+    monkeypatch.setattr(delta_gradient_walk, "FROM_MIDDLE", True)
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments_from_middle", lambda *_: from_middle)
     args = delta_case(length, decay, key_dim=80, value_dim=80, key_heads=1, dtype=dtype)
     args["beta"][:, 5] = 0
     check(place, args)
@@ -199,6 +201,8 @@ def test_how_many_segments():
     assert delta_gradient_walk.choose_segments(32, 512, 132) == 4
     assert delta_gradient_walk.choose_segments(256, 32, 132) == 1
     assert delta_gradient_walk.choose_segments(2, 3, 132) == 1
+    assert delta_gradient_walk.choose_segments_from_middle(16, 512, 132) > 8
+    assert delta_gradient_walk.choose_segments_from_middle(32, 512, 132) == 1
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
