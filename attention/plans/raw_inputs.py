@@ -157,26 +157,9 @@ def prepare_rows(
     misaligned = {name: needs_tma and not by_tma(problem, name) for name in ("q", "k", "v", *recurrent_checks.GATES)}
 
     def copy(arrays: dict[str, Operand], normalize: bool) -> None:
-        """Copy arrays of the same shape, by the names of kernels' parameters."""
-        first, *second = arrays.values()
-        batch, length, heads, columns = first.form.shape
-        copied = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
-        tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
-        config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], normalize)
-        head_blocks = -(-all_heads // copy_rows.WARPS)
-        step = kernel_for(copy_rows, config, problem.device).bind(
-            batch * tiles * head_blocks,
-            gX=first,
-            gY=second[0] if second else None,
-            gCopiedX=copied[0],
-            gCopiedY=copied[-1] if second else None,
-            tiles=tiles,
-            head_blocks=head_blocks,
-            heads=heads,
-            all_heads=all_heads,
-        )
+        step, copied = copy_arrays(problem, arrays, scratch, normalize)
         steps.append(step)
-        copies.update(zip(arrays, copied))
+        copies.update(copied)
 
     if l2norm or misaligned["q"] or misaligned["k"]:
         copy({"gQ": problem["q"], "gK": problem["k"]}, l2norm)
@@ -186,3 +169,28 @@ def prepare_rows(
     if channel_gates and gates and (misaligned["decay"] or misaligned["gate"]):
         copy({"gGates": gates}, False)
     return steps, copies
+
+
+def copy_arrays(
+    problem: Problem, arrays: dict[str, Operand], scratch: ScratchAllocator, l2norm: bool = False
+) -> tuple[Step, Arrays]:
+    """(the launch that copies one or two arrays of the same shape to scratch memory, the copies by the same names). l2norm: are
+    rows divided by their L2 norms?"""
+    first, *second = arrays.values()
+    batch, length, heads, columns = first.form.shape
+    copied = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
+    tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
+    config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], l2norm)
+    head_blocks = -(-all_heads // copy_rows.WARPS)
+    step = kernel_for(copy_rows, config, problem.device).bind(
+        batch * tiles * head_blocks,
+        gX=first,
+        gY=second[0] if second else None,
+        gCopiedX=copied[0],
+        gCopiedY=copied[-1] if second else None,
+        tiles=tiles,
+        head_blocks=head_blocks,
+        heads=heads,
+        all_heads=all_heads,
+    )
+    return step, dict(zip(arrays, copied))

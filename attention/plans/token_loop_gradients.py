@@ -2,6 +2,9 @@
 whose tiles do not fit the registers or shared memory of chunk kernels. Three walks; the gradients of queries and keys stay
 float32 until those of the gates have been computed from them."""
 
+import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -14,7 +17,8 @@ from ..kernels.linear_token_loop import WARPS
 from .channel_gradient_walk import plan_channel_walk, serves_channel_walk
 from .channel_gradients import plan_channel_gradients, serves_channel_gradients
 from .linear_gradient_walk import plan_gradient_walk, serves_walk
-from .recurrent_checks import is_varlen, pad_key_dim
+from .raw_inputs import by_tma, copy_arrays
+from .recurrent_checks import has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
 from .recurrent_gradients import (
     partial_gradients,
@@ -26,6 +30,8 @@ from .recurrent_gradients import (
 )
 from .shared_heads_gradients import plan_linear_shared_heads, serves_linear_shared_heads
 from .token_loop import check_grid
+
+TILES = "dout", "q", "k", "v"  # inputs that kernels read by tiles
 
 
 def plan_linear_gradients(
@@ -43,7 +49,20 @@ def plan_linear_gradients(
         return plan_channel_gradients(problem, arrays, scale, scratch)
     if serves_gradients(problem, arrays, vector_bytes):
         return plan_chunk_gradients(problem, arrays, scale, vector_bytes, scratch)
+    if names := [name for name in TILES if has_channel_decay(problem) and not by_tma(problem, name)]:
+        aligned = ignore_alignment(problem, names)
+        if serves_channel_gradients(aligned):
+            copies = [copy_arrays(problem, {name: x}, scratch) for name in names for x in [arrays[name]] if x]
+            arrays = arrays | {name: x for _, copied in copies for name, x in copied.items()}
+            return [*[step for step, _ in copies], *plan_channel_gradients(aligned, arrays, scale, scratch)]
     return plan_token_loop_gradients(problem, arrays, scale, scratch)
+
+
+def ignore_alignment(problem: Problem, names: Sequence[str]) -> Problem:
+    """The problem as if addresses and strides of these arrays were multiples of 16 bytes, as those of copies are."""
+    bits: dict[str | None, int] = {name: 0 if name in names else x for name, x in problem.bits.items()}
+    bits[None] = functools.reduce(operator.or_, [bits.get(name, 0) for name in problem.schema.tiles])
+    return Problem(problem.schema, problem.forms, problem.extents, bits, problem.layout)
 
 
 def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

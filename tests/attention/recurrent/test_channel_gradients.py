@@ -83,6 +83,16 @@ def test_any_alignment(more):
     check_row_strides(args, more)
 
 
+def test_many_channels_of_any_alignment(monkeypatch, nothing_known):
+    """Inputs are copied, as no kernel of chunks takes them: views of a projection whose rows are no multiples of 16 bytes."""
+
+    def refuse(*_):
+        raise AssertionError("token by token")
+
+    monkeypatch.setattr(token_loop_gradients, "plan_token_loop_gradients", refuse)
+    check_row_strides(case(20, "channel", heads=2, key_heads=1, key_dim=80), 4, family="sm_80")
+
+
 @pytest.mark.parametrize(("shared_bytes", "value_dim"), [(MEDIUM, 80), (MEDIUM, 144), (SMALL, 16)])
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, value_dim):
     """Panels of states are not loaded ahead there, or there is no room for a chunk's values, and tokens go one by one."""
