@@ -243,6 +243,16 @@ class _Flow:
         pass
 
 
+_handle_exception = byteflow.Flow._run_handle_exception
+
+
+def _next_instruction(self, runner, state):
+    """What follows an instruction: the next one, in a function without exceptions or `with`, both of which have a table."""
+    if getattr(state._bytecode.func_id.code, "co_exceptiontable", True):  # Python 3.10 has no such tables
+        return _handle_exception(self, runner, state)
+    return state.advance_pc()
+
+
 class _NoLog:
     """A logger, asked several times for each statement, that nobody reads."""
 
@@ -459,10 +469,13 @@ _hash_of_key, _this_process = types.Type.__hash__, object()
 def _hash(self):
     """A type's hash, which is that of all it is made of. It is looked up some ten times for each variable. One that was pickled
     elsewhere, where texts have other hashes, is computed anew."""
-    cached = vars(self).get("_hash")
-    if cached is None or cached[0] is not _this_process:
-        cached = self._hash = _this_process, _hash_of_key(self)
-    return cached[1]
+    try:
+        process, value = self._hash
+    except AttributeError:
+        process = None
+    if process is not _this_process:
+        _, value = self._hash = _this_process, _hash_of_key(self)
+    return value
 
 
 def _find_blas():
@@ -503,6 +516,7 @@ REPLACEMENTS = [  # (owner, name, what stands in its place)
     (untyped_passes.ExtractByteCode, "run_pass", _extract_bytecode),
     (type(types.Type), "__instancecheck__", type.__instancecheck__),  # no class is registered as another's kind
     (interpreter, "Flow", _Flow),
+    (byteflow.Flow, "_run_handle_exception", _next_instruction),
     (interpreter, "peep_hole_delete_with_exit", _delete_exit_of_with),
     (interpreter, "peep_hole_fuse_dict_add_updates", _fuse_long_dicts),
     (RewritePrintCalls, "match", _match_print),
