@@ -67,7 +67,7 @@ def prints(n: INT):
 
 @cuda.jit
 def says(n: INT):
-    """It prints, too."""
+    """The name of `print` is another one."""
     say(n, n + 1)
 
 
@@ -98,14 +98,14 @@ def wrong(x: array(1), n: INT):
 
 @cuda.jit
 def enters(x: array(1), n: INT):
-    """Numba has no context managers, and no words for that."""
+    """Numba has no context managers in kernels, and no words for that."""
     with n:
         x[0] = n
 
 
 @cuda.jit
 def has_a_long_dictionary(x: array(1), n: INT):
-    """So long that Python makes it of parts."""
+    """The dictionary is so long that Python makes it of parts."""
     x[0] = {**{0: 1, 1: 2, 2: 3}, n: n, 3: 1, 4: 2, 5: 3, 6: 1, 7: 2, 8: 3, 9: 1, 10: 2, 11: 3, 12: 1, 13: 2, 14: 3, 15: n}[n]
 
 
