@@ -27,7 +27,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
-from ..parts.recurrent.delta_recurrences import BOTH, BOTH_BESIDE, GRADIENTS_ALONE, GRADIENTS_BESIDE
+from ..parts.recurrent.delta_recurrences import BOTH, BOTH_BESIDE, GRADIENTS_ALONE, GRADIENTS_BESIDE, BothRecurrences
 from ..parts.recurrent.grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS
 from ..parts.recurrent.tokens import CHUNK
 from .delta_records import ONE_WALK, record_buffers
@@ -172,24 +172,17 @@ def plan_delta_gradient_walk(
     else:
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
         buffers["gTurns"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
-        grids = OVERLAPPING_GRIDS if stored and OVERLAPS else SEPARATE_GRIDS
-        numbers = {"segments": segments, "scale": scale}
+        recurrences: BothRecurrences
         if stored:
-            blocks = delta_chains_hopper.BLOCKS
-            buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32")
-            recurrence = GRADIENTS_BESIDE if grids.overlaps else GRADIENTS_ALONE
-            steps = [launch(delta_chains_hopper, blocks, recurrence, sequences=sequences, **numbers)]
+            recurrences, grids = (GRADIENTS_BESIDE, OVERLAPPING_GRIDS) if OVERLAPS else (GRADIENTS_ALONE, SEPARATE_GRIDS)
         else:
+            recurrences, grids = (BOTH_BESIDE, GRIDS_FROM_MIDDLE) if from_middle else (BOTH, SEPARATE_GRIDS)
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
-            recurrence = BOTH
-            if from_middle:
-                recurrence, grids = BOTH_BESIDE, GRIDS_FROM_MIDDLE
-                buffers["gWalked"] = scratch(sequences * heads * CHAINS, dtype="int32")
-            steps = [
-                launch(delta_inverse_hopper, chunks_per_sequence, parts=chunks_per_sequence, scale=scale),
-                launch(delta_chains_hopper, CHAINS, recurrence, sequences=sequences, **numbers),
-            ]
-            if from_middle:
-                numbers["sequences"] = sequences
+        blocks, numbers = delta_chains_hopper.BLOCKS * recurrences.count, {"segments": segments, "scale": scale}
+        buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32") if grids.overlaps else None
+        parts = chunks_per_sequence
+        steps = [] if stored else [launch(delta_inverse_hopper, parts, parts=parts, scale=scale)]
+        steps.append(launch(delta_chains_hopper, blocks, recurrences, sequences=sequences, **numbers))
+        numbers |= {"sequences": sequences} if from_middle else {}
         steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, grids, **numbers))
     return [*copy_tails, *steps, *finish]
