@@ -28,7 +28,7 @@ class KeySide:
 
     @inlined
     def weighted(self, tiles, keys):
-        """The tile of the rows whose sum is wanted beside that of their features, each times its weight, which is 1."""
+        """The tile of w k, of which z and Z are sums (taylor_sums.py); w is 1."""
         return keys
 
 
@@ -61,5 +61,5 @@ class QuerySide:
 
     @inlined
     def weighted(self, tiles, queries):
-        """The tile of scaled queries, each times its weight, -w dO . O."""
+        """The tile of -w (dO . O) scale q, of which z and Z are sums (taylor_sums.py)."""
         return tiles.weighted
