@@ -8,12 +8,12 @@ The parts of v, dout and dv are views. Beta, gates and states are copied."""
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
-from tiles.launching.launch import kernel_for
 
 from ..kernels import sum_head_groups
 from ..parts.recurrent.delta_gradient_config import VALUES
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_gradient_walk import plan_delta_gradient_walk
+from .partial_sums import sum_groups
 from .recurrent_checks import has_channel_decay
 from .recurrent_chunks import Arrays, ScratchAllocator
 
@@ -55,9 +55,9 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             copy = scratch(*tokens, parts * heads, key_dim)
             by_part = _reshape(copy, tokens[0] * tokens[1], heads, parts, key_dim)
             if name == "decay":
-                before.append(_sum_groups(problem, gates.spread(2, parts), by_part))
+                before.append(sum_groups(problem, sum_head_groups.FLOAT32, gates.spread(2, parts), by_part))
             else:
-                after.append(_sum_groups(problem, by_part, gates.spread(2, 1)))
+                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, gates.spread(2, 1)))
             part_arrays[name] = copy
         elif x:
             per_head, x = len(x.shape) == 1, x if len(x.shape) == 3 else x.spread(0, 1).spread(0, 1)
@@ -65,9 +65,9 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             copy = scratch(batch, length, heads, parts)
             by_part = copy.permuted((0, 1, 3, 2))
             if name in ("beta", "decay"):
-                before.append(_sum_groups(problem, x.spread(2, parts), by_part))
+                before.append(sum_groups(problem, sum_head_groups.FLOAT32, x.spread(2, parts), by_part))
             else:
-                after.append(_sum_groups(problem, by_part, x.spread(2, 1)))
+                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, x.spread(2, 1)))
             part_arrays[name] = _reshape(copy, *(() if per_head else (batch, length)), parts * heads)
     for name in STATES:
         if x := arrays[name]:
@@ -76,9 +76,9 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             by_part = _reshape(copy, sequences * heads, parts, key_dim, columns // parts).permuted((0, 2, 1, 3))
             states = _split_columns(states, parts)
             if name == "dinitial_state":
-                after.append(_sum_groups(problem, by_part, states))
+                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, states))
             else:
-                before.append(_sum_groups(problem, states, by_part))
+                before.append(sum_groups(problem, sum_head_groups.FLOAT32, states, by_part))
             part_arrays[name] = copy
     plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
     return [*before, *plan(part_problem, part_arrays, scale, scratch, record), *after]
@@ -116,18 +116,3 @@ def _reshape(x: Operand, *shape: int) -> Operand:
         strides.append(stride)
         stride = n * stride
     return x._replace(form=x.form._replace(shape=shape, strides=tuple(reversed(strides))))
-
-
-def _sum_groups(problem: Problem, x: Operand, out: Operand) -> Step:
-    """The launch that sums groups of adjacent heads of an array (B, S, H, D), or copies it where out has as many."""
-    batch, rows, heads, columns = out.shape
-    tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
-    return kernel_for(sum_head_groups, sum_head_groups.FLOAT32, problem.device).bind(
-        -(-batch * heads * tiles // sum_head_groups.WARPS),
-        gPartial=x,
-        gOut=out,
-        tiles=tiles,
-        panels=panels,
-        heads=heads,
-        group=x.shape[2] // heads,
-    )

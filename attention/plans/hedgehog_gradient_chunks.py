@@ -20,7 +20,7 @@ from ..parts.recurrent.hedgehog_gradients import HEAD, STATS, WARPS
 from ..parts.recurrent.tokens import CHUNK
 from . import recurrent_chunks
 from .linear_gradient_walk import StateScan
-from .partial_sums import sum_partials
+from .partial_sums import sum_groups, sum_partials
 from .recurrent_checks import DTYPES, is_varlen
 from .recurrent_chunks import Arrays, Costs, ScratchAllocator, intern_value
 from .recurrent_gradients import partial_gradients, sum_heads
@@ -89,7 +89,7 @@ def plan_on_hopper(problem: Problem, scale: float, scratch: ScratchAllocator) ->
     steps += scan("q", intern_value(ReversedGate, intern_value(Gate)), dnumerators)
     steps.append(differentiate(hedgehog_key_gradients_hopper, "k", "q", gDV=problem["dv"]))
     for x in SIDES:
-        steps.append(sum_maps(problem, _merge_parts(dmaps[x]), problem[f"d{x}_map"], group * batch * segments))
+        steps.append(sum_maps(problem, _merge_parts(dmaps[x]), problem[f"d{x}_map"]))
         if group > 1:
             steps += sum_heads(problem, gradients[x], problem["d" + x])
     for name, partial in warp_partials.items():
@@ -107,18 +107,8 @@ def _merge_parts(dmaps: Operand) -> Operand:
     return dmaps._replace(form=form)
 
 
-def sum_maps(problem: Problem, partial: Operand, total: Operand | None, splits: int) -> Step:
+def sum_maps(problem: Problem, partial: Operand, total: Operand | None) -> Step:
     """The launch that sums the parts (1, row, head and split, column) of the gradient of a map."""
     assert total is not None
-    key_heads, key_dim = problem("heads_k", "key_dim")
-    tiles = -(-key_dim // sum_head_groups.X.rows)
     config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
-    return kernel_for(sum_head_groups, config, problem.device).bind(
-        -(-key_heads * tiles // sum_head_groups.WARPS),
-        gPartial=partial,
-        gOut=total.swapaxes(0, 1).spread(0, 1),
-        tiles=tiles,
-        panels=1,
-        heads=key_heads,
-        group=splits,
-    )
+    return sum_groups(problem, config, partial, total.swapaxes(0, 1).spread(0, 1))

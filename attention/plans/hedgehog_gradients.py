@@ -79,7 +79,7 @@ def plan_hedgehog_gradients(problem: Problem, scale: float) -> Plan:
         arrays |= {"gDX": problem["d" + x], "gDMap": dmap}
         sizes = {"batches": batch, "tiles": tiles, "splits": splits, "group": group}
         config = intern_value(HedgehogFeatureGradients, *config_fields)
-        return [launch(config, key_heads * splits, **arrays, **sizes), sum_maps(problem, dmap, problem[f"d{x}_map"], splits)]
+        return [launch(config, key_heads * splits, **arrays, **sizes), sum_maps(problem, dmap, problem[f"d{x}_map"])]
 
     steps = []
     for x in SIDES:

@@ -15,7 +15,7 @@ from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from ..parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from . import recurrent_chunks
-from .partial_sums import sum_partials
+from .partial_sums import sum_groups, sum_partials
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value, launch_scan
 
@@ -291,22 +291,12 @@ def plan_gate_sums(
 
 def sum_heads(problem: Problem, partial: Operand | None, out: Operand | None) -> list[Step]:
     """The launch that adds the partial gradients of each key head, which lie side by side; no launch if there are no tokens."""
-    batch, length, key_heads, key_dim = problem("batch", "seqlen", "heads_k", "key_dim")
+    batch, length = problem("batch", "seqlen")
     if not batch * length:
         return []
     assert partial is not None and out is not None
-    tiles, panels = -(-length // sum_head_groups.X.rows), -(-key_dim // sum_head_groups.X.cols)
     config = intern_value(sum_head_groups.Config, DTYPES[problem.dtype], problem.bytes_at_once())
-    step = kernel_for(sum_head_groups, config, problem.device).bind(
-        -(-batch * key_heads * tiles // sum_head_groups.WARPS),
-        gPartial=partial,
-        gOut=out,
-        tiles=tiles,
-        panels=panels,
-        heads=key_heads,
-        group=partial.form.shape[2] // key_heads,
-    )
-    return [step]
+    return [sum_groups(problem, config, partial, out)]
 
 
 def plan_accumulation(
@@ -334,17 +324,7 @@ def plan_accumulation(
 def plan_addition(problem: Problem, name: str, gradients: Operand, total: Operand) -> Step:
     """The launch that adds the gradient of this name to an array, over the value heads that share a key head."""
     gradients, total = (_view_as_tokens(name, x) for x in (gradients, total))
-    batch, rows, heads, columns = total.form.shape
-    tiles, panels = -(-rows // sum_head_groups.X.rows), -(-columns // sum_head_groups.X.cols)
-    return kernel_for(sum_head_groups, sum_head_groups.ACCUMULATE, problem.device).bind(
-        -(-batch * heads * tiles // sum_head_groups.WARPS),
-        gPartial=gradients,
-        gOut=total,
-        tiles=tiles,
-        panels=panels,
-        heads=heads,
-        group=gradients.form.shape[2] // heads,
-    )
+    return sum_groups(problem, sum_head_groups.ACCUMULATE, gradients, total)
 
 
 def _view_as_tokens(name: str, x: Operand) -> Operand:
