@@ -21,8 +21,8 @@ CONSUMER, PRODUCER, OUTPUTS = range(3)  # warpgroups; the third one only where o
 
 @static
 class BothRecurrences:
-    """count: how many recurrences a head has. query_stages: chunks in flight of Q and P. output_warps: how many warps compute
-    outputs."""
+    """The recurrences of S and dS side by side. count: how many recurrences a head has. query_stages: chunks in flight of Q and
+    P. output_warps: how many warps compute outputs."""
 
     count, query_stages, output_warps = 2, 3, 0
 
@@ -105,9 +105,9 @@ class CountedRecurrences(BothRecurrences):
 
 @static
 class StatesWithOutputs(BothRecurrences):
-    """A warpgroup of its own computes outputs from S and E in shared memory, where they lie for the warps that store them, as
-    the chain of a step must not be longer. key_dim: the channels of keys, padded. dtype: of inputs. chunk_vectors: of a chunk's
-    tokens. order: of the chunks in the grid before."""
+    """The recurrence of S alone, and O. A warpgroup of its own computes O from S and E in shared memory, where they lie for the
+    warps that store them, as the chain of a step must not be longer. key_dim: the channels of keys, padded. dtype: of inputs.
+    chunk_vectors: of a chunk's tokens. order: of the chunks in the grid before."""
 
     key_dim: int
     dtype: dtype
@@ -178,8 +178,8 @@ class StatesWithOutputs(BothRecurrences):
 
 @static
 class GradientsAlone(BothRecurrences):
-    """Without the launch that sets the counts of delta_segment_gradients_hopper.py to 0 it does so itself, once for all value
-    heads and columns. grids: how that kernel follows this one."""
+    """The recurrence of dS alone. There is no launch before it that sets the counts of delta_segment_gradients_hopper.py to 0:
+    it does so, once for all value heads and columns. grids: how that kernel follows this one."""
 
     grids: SeparateGrids
     count = 1

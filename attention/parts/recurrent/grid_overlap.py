@@ -78,7 +78,7 @@ class OverlappingGrids(SeparateGrids):
         return "overlapping"
 
     def params(self):
-        """gWalked: as in recurrence_params."""
+        """gWalked: that of recurrence_params, which the walk reads."""
         return self.recurrence_params()
 
     def recurrence_params(self):
@@ -136,7 +136,7 @@ class GridsFromMiddle(OverlappingGrids):
         return "overlapping from the middle"
 
     def params(self):
-        """gWalked: as in recurrence_params. sequences: how many there are."""
+        """gWalked: that of recurrence_params, which the walk reads. sequences: how many there are."""
         return record(sequences=INT, **self.recurrence_params().fields)
 
     @inlined
