@@ -31,7 +31,7 @@ def serves_channel_gradients(problem: Problem) -> bool:
 
 
 def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients."""
+    """The launches for chunks of 64 tokens, by mma.sync. arrays: as in recurrent_gradients.plan_chunk_gradients."""
     length, heads, key_heads, value_dim, sequences = problem("seqlen", "heads", "heads_k", "value_dim", "sequences")
     chunks, width, vector_bytes = count_chunk_indices(problem), -(-value_dim // COLUMNS), problem.bytes_at_once()
     sums_heads = heads > key_heads and not wants_value_heads(arrays)

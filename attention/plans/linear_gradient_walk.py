@@ -122,7 +122,7 @@ class StateScan(NamedTuple):
     gated: bool = False
 
     def of_chunks(self) -> "StateScan":
-        """The scan of all chunks' states."""
+        """The scan as it stores the states of all chunks: with gates that are summed up already, if they are."""
         if not self.sums:
             return self
         gate, gates = self.sums

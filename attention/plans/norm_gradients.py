@@ -124,7 +124,7 @@ def _zeros_program(x: str, axes: tuple[str, ...]) -> Program:
         no_gradient=NO_SECOND_DERIVATIVES,
     )
     def zeros_like(problem: Problem) -> Plan:
-        """The step that writes the zeros."""
+        """The step that writes 0 to the result, unless it has no elements."""
         return Plan([Fill(problem["zeros"], 0.0)] if 0 not in problem[x].form.shape else [])
 
     return zeros_like

@@ -50,7 +50,7 @@ class RawOptions(NamedTuple):
 
     @property
     def beta(self) -> BetaFormula:
-        """The formula of beta for kernels."""
+        """The object by which kernels compute beta from raw beta."""
         return intern_value(BetaFormula, self.beta_scale)
 
 

@@ -17,7 +17,7 @@ from .channel_decay import TOKEN_GROUP, WarpChannels
 
 @static
 class BlockScores(WarpChannels):
-    """The scores of a strong chunk."""
+    """The scores of a strong chunk by blocks of 16 tokens."""
 
     @property
     def operand(self):

@@ -81,7 +81,7 @@ class ChunkChannels:
 
     @property
     def half(self):
-        """The channels of a warpgroup."""
+        """How many channels a warpgroup has."""
         return self.key_dim // self.groups
 
     @property

@@ -90,7 +90,7 @@ class DeltaGradientSums:
 
     @inlined
     def claim_key_sums(self, key_sums, j):
-        """The j-th chunk's key sums."""
+        """The shared vector for the key sums of the j-th chunk, to be written."""
         if self.with_gates:
             return key_sums.claim(j)
         else:

@@ -290,7 +290,7 @@ class SummedGate(TokenGate):
 
 @static
 class FormulaGate(TokenGate):
-    """Gates that a formula computes."""
+    """Gates that a formula computes from the numbers in memory (gate_formulas.py)."""
 
     kind, has_formula = "formula", True
     formula: GateFormula = GateFormula()

@@ -84,7 +84,7 @@ class ReversedGate(Gate):
 
     @property
     def kind(self):
-        """The name of the gates."""
+        """The kind of the gates, which this object has in reverse."""
         return self.gate.kind
 
     @property
@@ -207,7 +207,7 @@ class InputGradients(GroupedQueries):
 
     @property
     def reads_z(self):
-        """Is there an array z?"""
+        """Is there an array z, whose gradient the outputs are? Row dots are taken with it."""
         return self.with_gates
 
     def params(self, dtype, state=None):

@@ -35,7 +35,7 @@ class ScanResult:
 
     @property
     def reads_z(self):
-        """Is there an array z?"""
+        """Is there an array z? It gates outputs."""
         return self.silu
 
     def params(self, dtype, state=None):
@@ -181,7 +181,7 @@ class ScanStates(StatesResult):
 
 
 class ChunkStates(StatesResult):
-    """Only the states before each chunk."""
+    """The result of a scan that stores the states before each chunk, and no outputs."""
 
     stores_states, label = True, "states of chunks alone"
 

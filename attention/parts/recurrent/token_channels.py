@@ -53,7 +53,7 @@ class TokenChannels:
 
     @property
     def operand(self):
-        """A block's queries or keys."""
+        """The type of a warp's channels of a block's queries or keys, transposed, in registers."""
         return rt(16, BLOCK, self.dtype)
 
     @property
