@@ -77,95 +77,86 @@ def choose_consumers(*sizes: int) -> int:
     return choose_walk(*sizes)[1]
 
 
+class TokenWalk:
+    """The launches of a call. buffers: arrays by the names of kernels' parameters, of which each launch takes those that its
+    kernel declares. chunks: of each sequence. fields: of the kernels' configurations, which have these in common."""
+
+    def __init__(self, problem: Problem, arrays: Arrays, raw: RawOptions, scratch: ScratchAllocator):
+        """arrays: those of delta_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
+        heads, sequences, key_dim = problem("heads", "sequences", "key_dim")
+        self.problem, self.raw, self.scratch = problem, raw, scratch
+        self.head_sequences, (_, self.chunks) = sequences * heads, count_blocks(problem)
+        gates, chunk_indices = arrays["gGates"], count_chunk_indices(problem)
+        self.fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates is not None, is_varlen(problem)
+        self.buffers = arrays | {"gGates": gates and spread_to_tokens(problem, gates)}
+        self.buffers["gTransforms"] = scratch(chunk_indices, heads, CHUNK, CHUNK, dtype=problem.dtype)
+        self.buffers["gVectors"] = scratch(chunk_indices, heads, ChunkVectors(gates is not None).spec.length)
+        if gates is not None:
+            self.buffers["gExponents"] = scratch(heads, chunk_indices)
+
+    def launch(self, module: Any, grid: int, options: dict[str, Any], changed: Arrays, **numbers: Any) -> Step:
+        """A launch of `grid` thread blocks. options: further fields of the configuration. changed: arrays that stand for others
+        of `buffers`."""
+        length, heads, key_heads = self.problem("seqlen", "heads", "heads_k")
+        config = intern_value(module.Config, *self.fields, l2norm=self.raw.l2norm, **options)
+        kernel, sizes = kernel_for(module, config, self.problem.device), {"heads": key_heads, "group": heads // key_heads}
+        return kernel.bind_declared(grid, self.buffers | changed, length=length, **sizes, **numbers)
+
+    def solve(self) -> Step:
+        """The launch that solves all chunks."""
+        resident_ctas = delta_transform_hopper.Config.ctas_per_sm * machine(self.problem.device).processors
+        parts = count_parts(self.head_sequences, self.chunks, resident_ctas)
+        options = {"formula": self.raw.gate, "beta": self.raw.beta}
+        return self.launch(delta_transform_hopper, self.head_sequences * parts, options, {}, parts=parts)
+
+    def composes_states(self, segments: int) -> bool:
+        """Are the states before segments composed of N and M? Of two segments, the first of which begins with 0, they are N."""
+        return segments > 2 or self.buffers["gInitialState"] is not None
+
+    def compute_states(self, segments: int) -> tuple[list[Step], Operand]:
+        """(the launches that compute the state before each segment, these states; unless composes_states, without those before
+        first segments)"""
+        problem, composes, scanned_segments = self.problem, self.composes_states(segments), segments - 1
+        heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
+        both_columns, walks = columns + key_dim * composes, self.head_sequences * scanned_segments
+        transitions = self.scratch(sequences * scanned_segments, heads, key_dim, both_columns)
+        consumers = 1 if walks * -(-both_columns // COLUMNS) <= machine(problem.device).processors else 2
+        width, numbers = -(-both_columns // (COLUMNS * consumers)), {"segments": segments, "values": columns}
+        walk = self.launch(
+            delta_walk_states_hopper,
+            walks * width,
+            {"consumers": consumers},
+            {"gFinalState": transitions},
+            blocks=width,
+            scanned_segments=scanned_segments,
+            **numbers,
+        )
+        if not composes:
+            return [walk], transitions
+        compose, states = compose_states(problem, transitions, self.buffers["gInitialState"], segments, self.scratch)
+        return [walk, compose], states
+
+
 def plan_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
-    """The launches. arrays: those of delta_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
-    length, heads, key_heads, key_dim, columns, sequences = problem(
-        "seqlen", "heads", "heads_k", "key_dim", "value_dim", "sequences"
-    )
-    head_sequences, (_, chunks), processors = sequences * heads, count_blocks(problem), machine(problem.device).processors
-    width, first_width = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS)
-    sizes = head_sequences, width, first_width, chunks, processors
+    """The launches. arrays, raw: see TokenWalk."""
+    launches, (key_dim, columns) = TokenWalk(problem, arrays, raw, scratch), problem("key_dim", "value_dim")
+    width, first_width, head_sequences = -(-columns // COLUMNS), -(-(columns + key_dim) // COLUMNS), launches.head_sequences
+    sizes = head_sequences, width, first_width, launches.chunks, machine(problem.device).processors
     segments, consumers = choose_segments(*sizes), 2 if choose_consumers(*sizes) > 1 else 1
-    config_fields = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], arrays["gGates"] is not None, is_varlen(problem)
-    extents: dict[str, Any] = {"length": length, "heads": key_heads, "group": heads // key_heads}
-    inverse, chunk_results = _plan_inverse(problem, arrays, config_fields, raw, scratch, extents)
     states: list[Step] = []
     segment_states, first_state = arrays["gInitialState"], 0
+    solve = launches.solve()
     if segments > 1:
-        states, segment_states = _plan_states(problem, arrays | chunk_results, config_fields, raw, scratch, segments, extents)
-        first_state = int(not composes_states(segments, arrays))
-    walk_arrays = {name: arrays[name] for name in ("gQ", "gK", "gV", "gO", "gFinalState", "gCuSeqlens")}
-    walk_arrays |= {name: chunk_results[name] for name in ("gTransforms", "gVectors")}
-    config = intern_value(delta_walk_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
-    walk = kernel_for(delta_walk_hopper, config, problem.device).bind(
+        states, segment_states = launches.compute_states(segments)
+        first_state = int(not launches.composes_states(segments))
+    walk = launches.launch(
+        delta_walk_hopper,
         head_sequences * segments * width // consumers,
+        {"consumers": consumers},
+        {"gInitialState": segment_states},
         blocks=width // consumers,
         segments=segments,
         first_state=first_state,
         scale=scale,
-        gInitialState=segment_states,
-        **extents,
-        **walk_arrays,
     )
-    return [inverse, *states, walk]
-
-
-def _plan_inverse(
-    problem: Problem, arrays: Arrays, config_fields: tuple, raw: RawOptions, scratch: ScratchAllocator, extents: dict[str, Any]
-) -> tuple[Step, Arrays]:
-    """(the launch that solves all chunks, its results)"""
-    heads, sequences = problem("heads", "sequences")
-    gates, chunks = arrays["gGates"] and spread_to_tokens(problem, arrays["gGates"]), count_chunk_indices(problem)
-    chunk_results: Arrays = {"gTransforms": scratch(chunks, heads, CHUNK, CHUNK, dtype=problem.dtype)}
-    chunk_results["gVectors"] = scratch(chunks, heads, ChunkVectors(gates is not None).spec.length)
-    if gates is not None:
-        chunk_results["gExponents"] = scratch(heads, chunks)
-    config = intern_value(delta_transform_hopper.Config, *config_fields, formula=raw.gate, beta=raw.beta, l2norm=raw.l2norm)
-    resident_ctas = config.ctas_per_sm * machine(problem.device).processors
-    parts = count_parts(sequences * heads, count_blocks(problem)[1], resident_ctas)
-    excluded = "gQ", "gV", "gO", "gInitialState", "gFinalState"
-    inputs = {name: x for name, x in arrays.items() if name not in excluded} | {"gGates": gates} | chunk_results
-    kernel = kernel_for(delta_transform_hopper, config, problem.device)
-    return kernel.bind(sequences * heads * parts, parts=parts, **extents, **inputs), chunk_results
-
-
-def _plan_states(
-    problem: Problem,
-    arrays: Arrays,
-    config_fields: tuple,
-    raw: RawOptions,
-    scratch: ScratchAllocator,
-    segments: int,
-    extents: dict[str, Any],
-) -> tuple[list[Step], Operand]:
-    """(the launches that compute the state before each segment, these states; unless composes_states, without those before
-    first segments)"""
-    heads, key_dim, columns, sequences = problem("heads", "key_dim", "value_dim", "sequences")
-    composes = composes_states(segments, arrays)
-    scanned_segments, both_columns = segments - 1, columns + key_dim * composes
-    transitions = scratch(sequences * scanned_segments, heads, key_dim, both_columns)
-    blocks = sequences * heads * scanned_segments * -(-both_columns // COLUMNS)
-    consumers = 1 if blocks <= machine(problem.device).processors else 2
-    config = intern_value(delta_walk_states_hopper.Config, *config_fields, l2norm=raw.l2norm, consumers=consumers)
-    width = -(-both_columns // (COLUMNS * consumers))
-    names = "gK", "gV", "gTransforms", "gVectors", "gExponents", "gCuSeqlens"
-    inputs = {name: arrays[name] for name in names if name in arrays}
-    walk = kernel_for(delta_walk_states_hopper, config, problem.device).bind(
-        sequences * heads * scanned_segments * width,
-        blocks=width,
-        segments=segments,
-        scanned_segments=scanned_segments,
-        values=columns,
-        gFinalState=transitions,
-        **extents,
-        **inputs,
-    )
-    if not composes:
-        return [walk], transitions
-    compose, segment_states = compose_states(problem, transitions, arrays["gInitialState"], segments, scratch)
-    return [walk, compose], segment_states
-
-
-def composes_states(segments: int, arrays: Arrays) -> bool:
-    """Are the states before segments composed of N and M? Of two segments, the first of which begins with 0, they are N."""
-    return segments > 2 or arrays["gInitialState"] is not None
+    return [solve, *states, walk]
