@@ -24,7 +24,8 @@ class ScratchGradients(Problem):
     def __init__(self, problem: Problem, tiles: frozenset[str]):
         """The caller's problem with other places of its results."""
         names = [name for name in problem.forms if problem.schema.arguments[name].written]
-        inputs, bits = ({name: x for name, x in table.items() if name not in names} for table in (problem.forms, problem.bits))
+        inputs = {name: x for name, x in problem.forms.items() if name not in names}
+        bits = {name: x for name, x in problem.bits.items() if name not in names}
         super().__init__(problem.schema, inputs, problem.extents, bits, problem.layout)
         self.totals: dict[str, Operand] = {name: problem[name] for name in names}
         self.shapes = [(x.form.shape, self.dtype if name in tiles else "float32") for name, x in self.totals.items()]

@@ -260,7 +260,7 @@ def _fold_pack(text: str, space: dict[str, Any]) -> str:
     arguments, items = iter(call[2].split(", ")), []  # type: ignore[index]
     for count, code in _CODES.findall(packer.format[1:]):
         items += [(code, "" if code == "x" else next(arguments)) for _ in range(int(count or 1))]
-    codes, left = packer.format[0], []
+    codes, left = packer.format[0], list[str]()
     for varies, group in itertools.groupby(items, lambda item: _VARIABLE.fullmatch(item[1]) is not None):
         run, values = zip(*group)
         if not varies and any(values):
