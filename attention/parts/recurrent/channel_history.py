@@ -22,7 +22,7 @@ BLOCK_WARPGROUPS = MAX_CHUNKS  # of a BlockHistory
 @static
 class ChannelHistory:
     """The norms of chunks, whose rows a kernel's warpgroups read from memory. key_dim: as padded. gates, dtype: of gates and
-    keys in memory. normalized: do kernels divide keys by their L2 norms, so that no token makes a state larger?"""
+    keys in memory. normalized: do kernels divide keys by their L2 norms?"""
 
     key_dim: int
     gates: dtype
@@ -79,6 +79,9 @@ class ChannelHistory:
             keys = fp32(warpgroup.load(key_rows, rt(16, self.key_dim, self.dtype), at, 1, 3, aligned=True))
             betas = warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
             norms = norms + log2(maximum(abs(self.beta.compute(betas) * row_sum(keys * keys) - 1.0), 1.0))
+        elif self.beta.scale == 0:  # it may be above 2, where keys of length 1 make a state larger
+            betas = warpgroup.load(truncate(gBeta, 1, seq.end), tile.col_vec, (seq.batch, token, head), cols=1)
+            norms = norms + log2(maximum(abs(betas - 1.0), 1.0))
         is_token = less(warpgroup.row_index(tile.col_vec), float32(seq.remaining(j)))
         return tile_sum(where(is_token, norms, 0.0))
 

@@ -8,6 +8,7 @@ import pytest
 from delta_cases import BF16, FP16, agree
 from test_kda_hopper import inputs
 
+from attention import reference
 from attention.plans import delta_channel_walk
 from attention.plans.delta_channel_walk import count_walk_segments
 from attention.public import delta_rules
@@ -76,6 +77,20 @@ def test_keys_that_grow_a_state(place, cut):
     q, k, v, beta, decay = inputs(1, 200, 1, 64, 64)
     beta[:], decay[:], k[:] = 1, -1.2, 1.9 * k
     agree(place, q, k, v, beta, decay)
+
+
+def test_beta_that_grows_a_state(place, cut):
+    """Where kernels divide keys by their lengths, beta above 2 multiplies a state by more than 1."""
+    cut(2)
+    q, k, v, beta, decay = inputs(1, 200, 1, 64, 64)
+    k[:], beta[:], decay[:], v[:, 64:] = k[:, :1], 2.82, -0.61, 0
+    outs = [
+        place.get(delta_rules.delta_rule(*map(place.put, (q, x, v, beta)), decay=place.put(decay), qk_l2norm=norm))
+        for x, norm in ((k, False), ((4 * k.astype(float)).astype(BF16), True))
+    ]
+    want, low = (reference.linear(q, k, v, beta=beta, decay=decay, low=low)[0][:, 128:] for low in (False, True))
+    for out in outs:
+        reference.assert_close(out[:, 128:], want, low, factor=4)
 
 
 def test_packed_sequences(place, cut):
