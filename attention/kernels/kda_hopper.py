@@ -143,10 +143,10 @@ def make(config: Config):
                         warpgroup.sync()
                         a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * row_beta
                     else:
-                        own_reads = reads if IN_PLACE else viewed(gates, KEY)
+                        step_reads = reads if IN_PLACE else viewed(gates, KEY)
                         block_reads = viewed(sums, block_scores.block_reads)
-                        own_writes = block_scores.open_far_writes(solved)
-                        tiles = SteppedTiles(queries, keys, decayed_keys, block_reads, own_reads, writes, own_writes)
+                        step_writes = block_scores.open_far_writes(solved)
+                        tiles = SteppedTiles(queries, keys, decayed_keys, block_reads, step_reads, writes, step_writes)
                         block_scores.factor(tiles, sums, warp)
                         publish_decays(published, j)
                         warpgroup.sync()

@@ -191,6 +191,8 @@ def make(config: Config):
         for j in range(n):
             chunk = chunks.locate(j)
             queries, gates, at = q.wait(j), g.wait(j), (chunk.chunk, chunk.head)
+
+            # b, and queries and keys as they are multiplied
             if j > 0 and chunks.changes_head(chunk):
                 channel_gates.load_constants(constants, params, chunk.head, warp)
             sums = gates if IN_PLACE else gate_sums
@@ -209,6 +211,8 @@ def make(config: Config):
                 decayed_keys = viewed(gates, KEY)
                 solved_keys = viewed(subtile(gate_sums, CHUNK, 0, KEY_DIM // 2, 0), SOLVED_KEYS)
             decayed = queries, decayed_keys, state_decays
+
+            # decayed queries and keys, which leave, and scores
             block_sums = block_scores.load_sums(sums, 0, warp), block_scores.load_sums(sums, 1, warp)
             if IN_PLACE:
                 warpgroup.store_wait()  # of the chunk before, from the tiles that are written once the warps have voted
@@ -238,6 +242,8 @@ def make(config: Config):
             warpgroup.sync()
             q.release(j)
             g.release(j)
+
+            # T, while the next chunk is loaded, and its products with keys and scores, which leave
             next_chunk = chunks.locate(int32(j + 1))
             fill(rings, arrays, int32(j + 1), n, next_chunk)
             t_transposed = INPUT(inverse_transposed(a * beta, high, low) * beta)
