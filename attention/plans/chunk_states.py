@@ -76,7 +76,7 @@ def check_chunk_states(problem: Problem, keys: str = "q", values: str = "v") -> 
         message = f"takes Dk up to {KEY_DIMS[-1]} and Dv up to {VALUES}: {shapes}"
     else:
         return
-    raise ValueError(f"return_chunk_states: {message}; {problem.member}_backward computes these states itself")
+    raise ValueError(f"return_chunk_states: {message}; without it {problem.member}_backward computes these states itself")
 
 
 def merge_chunks(states: Operand) -> Operand:

@@ -151,10 +151,10 @@ def check_record(problem: Problem, on_hopper: bool) -> None:
         shapes = ", ".join([f"{name}.shape={problem.shape(name)}" for name in ("q", "v")])
         message = f"takes Dk up to {max(KEY_DIMS)} and Dv up to {VALUES}: {shapes}"
     elif not on_hopper:
-        message = "takes arrays on Hopper, with an out that TMA writes, and not family='sm_80'"
+        message = "needs a Hopper GPU, no family='sm_80', and an `out` whose address and strides are multiples of 16 bytes"
     else:
         return
-    raise ValueError(f"return_chunk_states: {message}; {problem.member}_backward computes what it needs itself")
+    raise ValueError(f"return_chunk_states: {message}; without it {problem.member}_backward computes what it needs itself")
 
 
 def split_record(record: Any) -> tuple[Any, ...]:
