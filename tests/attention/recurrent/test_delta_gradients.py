@@ -301,7 +301,7 @@ def test_where_there_are_no_records():
 
     with pytest.raises(ValueError, match="^return_chunk_states: takes Dk up to 128 and Dv up to 128: q.shape="):
         forward(delta_case(5, value_dim=144))
-    with pytest.raises(ValueError, match="^return_chunk_states: takes arrays on Hopper"):
+    with pytest.raises(ValueError, match="^return_chunk_states: needs a Hopper GPU"):
         forward(delta_case(5), family="sm_80")
     with pytest.raises(NotImplementedError, match="^return_chunk_states: takes decays and beta, not what a layer projects"):
         forward(delta_case(5), qk_l2norm=True)
