@@ -21,7 +21,6 @@ consumers, of 64 value columns each, update the state with the chunk that is rea
 O as well: the product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
 import functools
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ from numpy import int32
 
 from ops import divmod, store, subtile, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, fp16, fp32, ring, rt, shared, st, sv
+from tiles import bf16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
@@ -44,6 +43,7 @@ from ..parts.recurrent.transposed_state import TransposedState
 
 REGISTERS = {1: (88, 104, 256), 2: (72, 88, 176)}  # consumers -> registers a thread of scorer, solver and consumer
 STAGES = {64: 4, 128: 3, 256: 2}  # padded key dim: chunks in flight
+SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a consumer's registers: there is one consumer
 AHEAD = 2  # chunks by which the solver and the scorer may be ahead of consumers
 VECTORS = 8  # chunks whose gates are in shared memory: two for each warp that computes b
@@ -60,15 +60,11 @@ class Config(DeltaScanConfig):
         return st(CHUNK, COLUMNS, self.dtype)
 
 
-SIZES = (64, 1), (64, 2), (128, 1), (128, 2), (256, 1)  # padded key dim, consumers
-
-
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
+    """The configurations of SIZES, as DeltaScanConfig.scan_space has them; of one size with each formula of gates, and of all
+    sizes with norms of queries and keys."""
+    yield from Config.scan_space(SIZES, target, everything)
     if target.has_wgmma:
-        for dtype, (key_dim, n), varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or (key_dim, n) == (128, 2) or (everything and dtype is bf16):
-                yield from (Config(key_dim, dtype, gated, varlen, consumers=n) for gated in (False, True))
         for formula in FORMULAS:
             yield Config(128, bf16, True, formula=formula, beta=BetaFormula(1.0), consumers=2)
         yield from (Config(key_dim, bf16, True, l2norm=True, consumers=n) for key_dim, n in SIZES)

@@ -22,7 +22,7 @@ from numpy import int32
 
 from ops import divmod, load, store, subtile, tile_max, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLE
-from tiles import bf16, fp16, fp32, ring, rt, shared, sv
+from tiles import fp32, ring, rt, shared, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
@@ -34,6 +34,7 @@ from ..parts.recurrent.l2norm import L2Norm
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, TokenRange, block_coord
 from .delta_hopper import VECTORS
 
+KEY_DIMS = 64, 128  # as padded
 REGISTERS = {1: (56, 104, 240), 2: (48, 96, 184)}  # consumers -> registers a thread of loader, solver and consumer
 STAGES = 4  # chunks in flight
 AHEAD = 3  # chunks by which the solver may be ahead of consumers
@@ -47,16 +48,9 @@ class Config(DeltaScanConfig):
     label = "states"
 
 
-KEY_DIMS = 64, 128  # as padded
-SIZES = tuple(itertools.product(KEY_DIMS, REGISTERS))  # padded key dim, consumers
-
-
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations. Without `everything`, varlen ones come in one size only, and fp16 is left out."""
-    if target.has_wgmma:
-        for dtype, (key_dim, n), varlen in itertools.product((bf16, fp16) if everything else (bf16,), SIZES, (False, True)):
-            if not varlen or (key_dim, n) == (128, 2) or (everything and dtype is bf16):
-                yield from (Config(key_dim, dtype, gated, varlen, consumers=n) for gated in (False, True))
+    """The configurations of both padded key dims; see DeltaScanConfig.scan_space."""
+    return Config.scan_space(itertools.product(KEY_DIMS, REGISTERS), target, everything)
 
 
 @functools.cache

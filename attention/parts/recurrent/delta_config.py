@@ -2,12 +2,13 @@
 none)."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from ops import warpgroup
 from tiles import bf16, dtype, fp16, st
+from tiles.targets import Target
 
 from .delta_chunks import KEY_DIMS, ChunkVectors
 from .delta_decay import UngatedDelta, delta_decay
@@ -110,6 +111,15 @@ class RawDeltaConfig(NormedDeltaConfig):
 @dataclass(frozen=True)
 class DeltaScanConfig(DeltaConsumerConfig, RawDeltaConfig):
     """The configuration of a kernel that goes along sequences and solves their chunks on the way."""
+
+    @classmethod
+    def scan_space(cls, sizes: Iterable[tuple[int, int]], target: Target, everything: bool) -> Iterator[Any]:
+        """The configurations of these sizes, (padded key dim, consumers), without formulas and norms. Without `everything`,
+        varlen ones come in one size only, and fp16 is left out."""
+        if target.has_wgmma:
+            for dtype, (key_dim, n), varlen in itertools.product((bf16, fp16) if everything else (bf16,), sizes, (False, True)):
+                if not varlen or (key_dim, n) == (128, 2) or (everything and dtype is bf16):
+                    yield from (cls(key_dim, dtype, gated, varlen, consumers=n) for gated in (False, True))
 
 
 def _describe(name: str, value: Any) -> str:
