@@ -42,14 +42,15 @@ EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with model
 MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30
 CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)
-# How much longer a walk in segments takes than its chunks one by one; microseconds of a launch that looks at gates, and of
-# those that end at once
-SEGMENTS_FACTOR, HISTORY = 1.2, 8.0
+# How much longer a walk in segments takes than its chunks one by one; microseconds of the first launches and last blocks of
+# each way; of a launch that looks at gates, and of those that end at once
+SEGMENTS_FACTOR, ENDS, HISTORY = 1.2, 15.0, 12.0
+MIN_GAIN_CHOICE = 0.3  # the least part of the time that segments must save, where sequences forget: others lose HISTORY
+MIN_CHUNKS_AHEAD = 64  # of a sequence, from which on a launch of its own counts overlaps before a walk in segments
 # One in so many segments of a head may keep what is before it in sequences that are walked in segments: a block then walks it,
 # too
 KEPT_SEGMENTS = 8
 CHOOSES = False  # may gates choose? Not timed yet
-COUNTS_AHEAD = False  # are overlaps counted by a launch of their own, before walks in segments, too? Not timed yet
 
 
 def serves_channel_walk(problem: Problem) -> bool:
@@ -76,11 +77,19 @@ def fills(walk_blocks: int, chunks: int, processors: int) -> bool:
 
 @watched_function
 def gains_segments(head_sequences: int, chunks: int, segments: int, late_blocks: int, processors: int) -> bool:
-    """Does a walk in segments of sequences that forget take less time than one beside the launch before it, which has so many
-    late_blocks?"""
+    """Does a walk in segments of sequences that forget take less time, by MIN_GAIN_CHOICE, than one beside the launch before
+    it, which has so many late_blocks?"""
     walk = (-(-chunks // segments) + EARLY_CHUNKS) * CHANNEL_COSTS.walk
-    in_segments = SEGMENTS_FACTOR * (head_sequences * chunks * CHANNEL_COSTS.chunk / processors + walk) + HISTORY
-    return in_segments < time_beside(head_sequences, chunks, late_blocks, 2, CHANNEL_COSTS)
+    in_segments = SEGMENTS_FACTOR * (head_sequences * chunks * CHANNEL_COSTS.chunk / processors + walk)
+    beside = time_beside(head_sequences, chunks, late_blocks, 2, CHANNEL_COSTS)
+    return in_segments + HISTORY + ENDS < (1 - MIN_GAIN_CHOICE) * (beside + ENDS)
+
+
+@watched_function
+def counts_ahead(chunks: int) -> bool:
+    """Are overlaps before segments of sequences of so many chunks counted by a launch of its own? The next one begins beside
+    it; with few chunks it has room for blocks that count."""
+    return chunks >= MIN_CHUNKS_AHEAD
 
 
 class ChannelWalk:
@@ -170,7 +179,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
         late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
         if not CHOOSES or segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
             return launches.walk(schedule, 1)
-    elif fills_gpu and segments > 1 and COUNTS_AHEAD:
+    elif fills_gpu and segments > 1 and counts_ahead(chunks):
         count, overlaps = launches.count_overlaps(segments)
         successor = LaunchCondition(intern_value(SuccessorGrid), {})
         return [count, *launches.walk(schedule, segments, overlaps, successor, successor)]

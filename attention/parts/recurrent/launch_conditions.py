@@ -73,10 +73,7 @@ class HistoryCondition(NoCondition):
             for segment in range(1, args.gHistories.shape[2], TILE.cols):
                 counts = load(args.gHistories, TILE, (0, head_sequence, segment))
                 number = float32(number + tile_sum(where(less(counts, 0.0), 1.0, 0.0)))
-        skipped = (number <= float32(args.max_kept)) != self.forgets
-        if self.beside and skipped:
-            grid.wait()
-        return skipped
+        return (number <= float32(args.max_kept)) != self.forgets
 
     def __str__(self):
         return "if sequences forget" if self.forgets else "if sequences keep"
