@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_sum, divmod, less, load, row_index, store, truncate, where
+from ops import col_sum, less, load, row_index, store, truncate, where
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.gate_formulas import FORMULAS
 from ..parts.recurrent.gates import LOG2_E, FormulaGate, Mamba2Gate, TokenGate, clamp_gates
-from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, share_of_warp
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS = 4  # of a block
@@ -58,9 +58,7 @@ def make(config: Config):
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if warp >= warps:
             return
-        index, group = divmod(warp, groups)
-        sequence, split = divmod(index, splits)
-        head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        _, sequence, split, head, seq = share_of_warp(warp, splits, groups, seq_layout, gCuSeqlens, length)
         rates, biases = load(gA, HEAD_VEC, (head, 0), cols=0), load(gDtBias, HEAD_VEC, (head, 0), cols=0)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)

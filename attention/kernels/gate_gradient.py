@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import col_sum, divmod, grid, less, load, row_index, store, truncate, where, zeros
+from ops import col_sum, grid, less, load, row_index, store, truncate, where, zeros
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, differentiate_gates, share_of_warp, sum_row_dots
 from ..parts.recurrent.tokens import SequenceLayout
 
 WARPS = 4  # of a block
@@ -60,9 +60,8 @@ def make(config: Config):
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if warp >= warps:
             return
-        index, group = divmod(warp, groups)
-        (sequence, split), total = divmod(index, splits), zeros(HEAD_VEC)
-        head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        index, sequence, split, head, seq = share_of_warp(warp, splits, groups, seq_layout, gCuSeqlens, length)
+        total = zeros(HEAD_VEC)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)

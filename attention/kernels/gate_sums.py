@@ -12,13 +12,13 @@ from typing import Any
 from numba import cuda
 from numpy import float32, int32
 
-from ops import cumsum, divmod, grid, less, load, log2, maximum, row_index, store, truncate, where
+from ops import cumsum, grid, less, load, log2, maximum, row_index, store, truncate, where
 from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import LOG2_E, Gate, Mamba2Gate, TokenGate, clamp_gates
-from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, share_of_warp
 from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 WARPS = 4  # of a block
@@ -64,9 +64,7 @@ def make(config: Config):
         warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
         if warp >= warps:
             return
-        index, group = divmod(warp, groups)
-        sequence, split = divmod(index, splits)
-        head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+        _, sequence, split, head, seq = share_of_warp(warp, splits, groups, seq_layout, gCuSeqlens, length)
         for j in range(split, seq.num_chunks(), splits):
             token = seq.chunk_start(j)
             chunk, at = seq_layout.chunk_index(token, sequence, length), (seq.batch, token, head)

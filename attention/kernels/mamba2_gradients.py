@@ -44,7 +44,7 @@ from tiles.layout import LANES
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import Mamba2Gate
-from ..parts.recurrent.gradients import GATES, HEAD_VEC, HEADS, differentiate_gates, sum_row_dots
+from ..parts.recurrent.gradients import GATES, HEAD_VEC, differentiate_gates, share_of_warp, sum_row_dots
 from ..parts.recurrent.shared_heads import SKIPS, silu_derivative
 from ..parts.recurrent.tokens import SequenceLayout
 
@@ -245,9 +245,7 @@ class Mamba2StepGradients:
             warp = int32(WARPS * cuda.blockIdx.x + cuda.threadIdx.x // LANES)
             if warp >= warps:
                 return
-            index, group = divmod(warp, groups)
-            sequence, split = divmod(index, splits)
-            head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+            index, sequence, split, head, seq = share_of_warp(warp, splits, groups, seq_layout, gCuSeqlens, length)
             rate, bias = load(gA, HEAD_VEC, (head, 0), cols=0), load(gDtBias, HEAD_VEC, (head, 0), cols=0)
             rate_sum, bias_sum = zeros(HEAD_VEC), zeros(HEAD_VEC)
             for j in range(split, seq.num_chunks(), splits):

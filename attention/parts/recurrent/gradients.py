@@ -31,10 +31,11 @@ All of these are sums of float32 accumulators."""
 
 import itertools
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from numpy import int32
 
-from ops import col_sum, columns, cumsum, exp, less, load, minimum, row_sum, tile_sum, truncate, warpgroup, where, zeros
+from ops import col_sum, columns, cumsum, divmod, exp, less, load, minimum, row_sum, tile_sum, truncate, warpgroup, where, zeros
 from tiles import fp32, inlined, rt, static
 from tiles.launching.arguments import array, record
 
@@ -44,6 +45,26 @@ from .tokens import CHUNK
 
 GATES = rt(CHUNK, 16, fp32, "col")  # a number for each token of a chunk and each of 16 heads
 HEADS, HEAD_VEC = GATES.cols, GATES.row_vec
+
+
+class WarpShare(NamedTuple):
+    """What a warp has of the gates of a call: every `splits`-th chunk of a sequence, from the split-th one on, of HEADS heads.
+    index: of the sequence and split. head: the first one. seq: the sequence's TokenRange."""
+
+    index: Any
+    sequence: Any
+    split: Any
+    head: Any
+    seq: Any
+
+
+@inlined
+def share_of_warp(warp, splits, groups, seq_layout, gCuSeqlens, length):
+    """The WarpShare of the warp with this number in the grid. groups: how many groups of HEADS heads there are."""
+    index, group = divmod(warp, groups)
+    sequence, split = divmod(index, splits)
+    head, seq = int32(HEADS * group), seq_layout.sequence_tokens(gCuSeqlens, sequence, length)
+    return WarpShare(index, sequence, split, head, seq)
 
 
 @inlined
