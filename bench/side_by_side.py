@@ -116,7 +116,8 @@ def _mla(batch: int, keys: int, heads: int):
 
 
 def _gates(kind: str, shape: tuple) -> Any:
-    """Log-decays, in nats a token. `gentle`: of -0.05 in the mean. `production`: as Kimi Linear's, -2.5 in the mean."""
+    """Log-decays, in nats a token. `gentle`: of -0.05 in the mean. `production`: as Kimi Linear's, -2.5 in the mean. Raw
+    members' are as large."""
     import torch
 
     gates = torch.rand(shape, device="cuda") * -5
@@ -159,6 +160,28 @@ def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle") 
     def decayed(call, decay_at=-1):
         return lambda *given, **more: call(*given[:decay_at], decay=given[decay_at], **more)
 
+    def unprepared(by_channel):
+        """q, k, v, what beta and gates are made of, A_log and dt_bias."""
+        last = (128,) if by_channel else ()
+        rates = torch.full((heads,), math.log(0.06) if gates == "gentle" else 0.0, device="cuda")
+        arrays = (
+            _normal(*key_sizes, 128),
+            _normal(*key_sizes, 128),
+            _normal(*sizes, 128),
+            _normal(*sizes),
+            _normal(*sizes, *last),
+        )
+        return *arrays, rates, torch.zeros(heads, *last, device="cuda")
+
+    def raw_gate(*arrays):
+        return (attention.gates.softplus if gates == "gentle" else attention.gates.sigmoid)(*arrays)
+
+    def raw_linear(q, k, v, b, *gate):
+        return attention.linear(q, k, v, decay=raw_gate(*gate))
+
+    def raw_delta(q, k, v, b, *gate):
+        return attention.delta_rule(q, k, v, attention.gates.beta(b), decay=raw_gate(*gate), qk_l2norm=True)
+
     linear, delta, mamba2 = (
         (attention.linear, attention.linear_backward),
         (attention.delta_rule, attention.delta_rule_backward),
@@ -168,6 +191,10 @@ def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle") 
         "linear": (tokens, *linear),
         "simple GLA": (lambda: (*tokens(), decay(sizes)), *map(decayed, linear)),
         "GLA": (lambda: (*tokens(), decay((*key_sizes, 128))), *map(decayed, linear)),
+        "raw simple GLA": (lambda: unprepared(False), raw_linear, None),
+        "raw GLA": (lambda: unprepared(True), raw_linear, None),
+        "raw gated delta rule": (lambda: unprepared(False), raw_delta, None),
+        "raw KDA": (lambda: unprepared(True), raw_delta, None),
         "delta rule": (with_beta, *delta),
         "gated delta rule": (lambda: (*with_beta(), decay(sizes)), *map(decayed, delta)),
         "KDA": (lambda: (*with_beta(), decay((*sizes, 128))), *map(decayed, delta)),
@@ -276,6 +303,13 @@ def _problems() -> Iterator[tuple[str, Callable]]:
         yield f"{member} B 8 S 4096 gates {kind}", functools.partial(_recurrent, member, 8, 4096, gates=kind)
     for member in ("GLA", "KDA"):
         yield f"{member} B 1 S 32768 gates production", functools.partial(_recurrent, member, 1, 32768, gates="production")
+    for member, (batch, length) in itertools.product(
+        ("raw simple GLA", "raw GLA", "raw gated delta rule", "raw KDA"), ((8, 4096), (1, 32768))
+    ):
+        yield f"{member} B {batch} S {length}", functools.partial(_recurrent, member, batch, length)
+        if member in ("raw GLA", "raw KDA"):
+            make = functools.partial(_recurrent, member, batch, length, gates="production")
+            yield f"{member} B {batch} S {length} gates production", make
     for member, heads in itertools.product(("linear", "simple GLA", "GLA", "gated delta rule", "KDA"), (8, 16)):
         yield f"{member} B 1 S 32768 H {heads}", functools.partial(_recurrent, member, 1, 32768, heads=heads)
     yield from _gradient_problems()

@@ -88,6 +88,12 @@ def make(config: Config):
         flag.publish(j)
 
     @inlined
+    def finish_beta(beta, inverse_norms):
+        """The factors of the rows of T and of A, from what is loaded as beta: at the top of a chunk this would wait for it."""
+        beta = channel_norms.scale_rows(BETA.compute(beta), inverse_norms)
+        return beta, channel_norms.scale_rows(beta, inverse_norms)
+
+    @inlined
     def release_sums(gate_sums, g, j):
         """The sums of a chunk are no longer read."""
         gate_sums.release(j)
@@ -126,8 +132,6 @@ def make(config: Config):
                 sums = gates if IN_PLACE else sum_tile
                 inverse_norms = channel_norms.wait(norms, j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
-                beta = channel_norms.scale_rows(BETA.compute(beta), inverse_norms)
-                row_beta = channel_norms.scale_rows(beta, inverse_norms)
                 b_last = decay.load_last_sums(sums, warp)
                 strong = warpgroup.reduce_any(tile_min(b_last) < decay.min_log2_decay)
                 decayed_keys, solved = k_decayed.claim(j), t.claim(j)
@@ -141,6 +145,7 @@ def make(config: Config):
                         decay.factor_chunk_decays(queries, keys, decayed_keys, sums, b_last, warp, True)
                         publish_decays(published, j)
                         warpgroup.sync()
+                        beta, row_beta = finish_beta(beta, inverse_norms)
                         a = (warpgroup.load(high, SCORES) + warpgroup.load(low, SCORES)) * row_beta
                     else:
                         step_reads = reads if IN_PLACE else viewed(gates, KEY)
@@ -150,6 +155,7 @@ def make(config: Config):
                         block_scores.factor(tiles, sums, warp)
                         publish_decays(published, j)
                         warpgroup.sync()
+                        beta, row_beta = finish_beta(beta, inverse_norms)
                         scores, a = block_scores.score(tiles, warp)
                         store(block_scores.query_rows(p.claim(j), warp), scores)
                         a = a * row_beta
@@ -161,6 +167,7 @@ def make(config: Config):
                     release_sums(gate_sums, g, j)
                     warpgroup.sync()
                     decay.fill_scored(rings, arrays, j + 1, n, seq, head, key_head)
+                    beta, row_beta = finish_beta(beta, inverse_norms)
                     a, query_scores = warpgroup.mm_ABt(decayed_keys, keys), warpgroup.mm_ABt(queries, keys)
                     a, query_scores = warpgroup.wait(a, newer=1) * row_beta, warpgroup.wait(query_scores)
                     warpgroup.store(p.claim(j), warpgroup.causal(query_scores, 0, 0.0))  # with one stage, claimed late
