@@ -93,6 +93,16 @@ def test_what_is_not_given_is_absent(gpu, encoded):
     assert [ctypes.c_uint64.from_address(place).value for place in pointers][1:] == [0] * 16 + [7, 0x3F800000]
 
 
+def test_a_kernel_takes_what_it_declares(gpu, encoded):
+    """Of a plan's arrays those with the names of its parameters; a number or an array by a name that it lacks is an error."""
+    gpu.count, kernel, arguments = 19, declared_kernel(), given()
+    arrays = {name: arguments.pop(name) for name in ("gX", "gQ", "gEnds")}
+    bound = kernel.bind_declared(6, arrays | {"gY": operand("x", (2,), "float32")}, **arguments)
+    assert kernel.read_arguments(bound) == given()
+    with pytest.raises(TypeError, match="^declares has no parameter m"):
+        kernel.bind_declared(6, arrays, **arguments, m=1)
+
+
 WRONG = {
     "unknown": (given(gY=None), TypeError, "^declares has no parameter gY"),
     "no number": (given(n=None), TypeError, "^n: must be an integer: n=None"),
