@@ -25,26 +25,15 @@ from numpy import int32
 from ops import divmod, store_wait, tma_store, warpgroup
 from tiles import fp32, inlined, ring, rt, shared
 from tiles.launching.arguments import FLOAT, INT, array, tiled
-from tiles.layout import LANES
 from tiles.targets import Target
 
-from ..parts.recurrent.chunk_order import ChunkMajor, HeadMajor, SingleChunks
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS, TwoParts
 from ..parts.recurrent.delta_config import DeltaConfig, delta_sizes
-from ..parts.recurrent.delta_recurrences import (
-    BOTH,
-    BOTH_BESIDE,
-    GRADIENTS_ALONE,
-    GRADIENTS_BESIDE,
-    OUTPUTS,
-    PRODUCER,
-    REVERSE,
-    BothRecurrences,
-    StatesWithOutputs,
-)
+from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE, REVERSE, BothRecurrences, StatesWithOutputs
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, send_tile
 
 BLOCKS = 2  # of columns of values, in each direction
+CONSUMER, PRODUCER = 0, 1  # warpgroups
 LOADER, SENDER, STATE_SENDER, OUTPUT_SENDER = range(4)  # warps of the producer
 STAGES = 3  # chunks in flight
 
@@ -54,17 +43,7 @@ class Config(DeltaConfig):
     """A kernel's configuration. recurrences: those that it runs."""
 
     recurrences: BothRecurrences = BOTH
-    label = "recurrences"
-
-    @property
-    def threads(self):
-        """The threads of a block: those of a consumer, of a producer, and of outputs."""
-        return 2 * warpgroup.THREADS + LANES * self.recurrences.output_warps
-
-    @property
-    def overlaps_previous(self) -> bool:
-        """Does the kernel begin while the grid before still runs?"""
-        return self.recurrences.overlaps
+    label, threads = "recurrences", 2 * warpgroup.THREADS
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -75,19 +54,15 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             config = Config(*size, gated)
             largest = config.key_dim == max(KEY_DIMS)
             yield config
-            if everything or largest:
-                yield replace(config, recurrences=BOTH_BESIDE)
             if everything or (largest and gated):
-                yield with_outputs(config, SingleChunks())
-                yield with_outputs(config, ChunkMajor())
+                yield with_outputs(config)
             if everything or (largest and not gated):
                 yield replace(config, recurrences=GRADIENTS_ALONE)
-                yield replace(config, recurrences=GRADIENTS_BESIDE)
 
 
-def with_outputs(config: Config, order: HeadMajor) -> Config:
-    """The configuration for the forward pass in training. order: of the chunks in the grid before."""
-    return replace(config, recurrences=StatesWithOutputs(config.key_dim, config.dtype, config.vectors, order))
+def with_outputs(config: Config) -> Config:
+    """The configuration for the forward pass in training."""
+    return replace(config, recurrences=StatesWithOutputs(config.dtype, config.vectors))
 
 
 @functools.cache
@@ -98,45 +73,49 @@ def make(config: Config):
     chunk_vectors, two_parts = config.vectors, TwoParts(INPUT)
     forward, backward = SequenceLayout(), SequenceLayout(reversed=True)
     recurrences = config.recurrences
-    PARAMS, query_stages, output_warps = recurrences.params(config.values), recurrences.query_stages, recurrences.output_warps
-    WARPS, has_outputs = warpgroup.WARPGROUP, output_warps > 0
+    PARAMS, query_stages = recurrences.params(config.values), recurrences.query_stages
     smem = shared(
         k=ring(config.key, STAGES),
         v=ring(config.values, STAGES),  # dO in blocks of the reverse recurrence
         x=ring(two_parts.square, STAGES),
-        vectors=ring(chunk_vectors.spec, STAGES, WARPS + output_warps),
+        vectors=ring(chunk_vectors.spec, STAGES),
         q=ring(config.key, query_stages),
         p=ring(config.square, query_stages),
-        states=ring(config.state, 1, 1 + output_warps, writers=WARPS),
-        out=ring(config.values, 1, 1 + output_warps, writers=WARPS),
+        states=ring(config.state, 1, 1, writers=warpgroup.WARPGROUP),
+        out=ring(config.values, 1, 1, writers=warpgroup.WARPGROUP),
         **recurrences.rings(config.values),
     )
 
     @inlined
-    def advance_state(s_t, j, tiles):
+    def advance_state(s_t, j, tiles, scale):
         """The state after the j-th chunk from the state before it. Passes the state before it, and the chunk's E, to the
-        producer, which stores them, and to those that compute outputs."""
+        producer, which stores them, and its outputs, if they are wanted."""
         k, v, x, vectors, states, out = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.states, tiles.out
         keys = k.wait(j)
         rounded = INPUT(s_t)
         u = warpgroup.mm_ABt(rounded, keys)
+        o = recurrences.multiply_queries(tiles, j, rounded)
         warpgroup.store(states.claim(j), rounded)
         states.publish(j, fenced=True)
         vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
-        y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
+        y = values - chunk_vectors.decay_cols(warpgroup.wait(u, newer=recurrences.products), vector_tile, DECAY)
+        o = recurrences.finish_queries(o, tiles, j)
         beta = chunk_vectors.cols(vector_tile, BETA)
         weighted, solution = y * beta, two_parts.halves(x.wait(j))
         e = two_parts.mma_AB(y, two_parts.split(weighted), solution)
         s_t, factors = chunk_vectors.decay_state(s_t, vector_tile), chunk_vectors.decay_cols(beta, vector_tile, DECAY_TO_END)
+        o = recurrences.decay(o, vector_tile, scale)
         e = warpgroup.wait(e)
         s_t = warpgroup.mma_AB(s_t, INPUT(e * factors), keys)
+        o = recurrences.add_errors(o, tiles, j, e, beta)
         x.release(j)
         warpgroup.store_transposed(out.claim(j), e)
         out.publish(j, fenced=True)
         vectors.release(j)  # its fence is that of all loads of this chunk
         v.release(j)
-        s_t = warpgroup.wait(s_t)
+        s_t = warpgroup.wait(s_t, newer=recurrences.products)
         k.release(j)
+        recurrences.store_outputs(o, tiles, j)
         return s_t
 
     @inlined
@@ -190,19 +169,15 @@ def make(config: Config):
         key_head, member = divmod(head, group)
         seq = forward.sequence_tokens(0, sequence, length)
         first_chunk = forward.chunk_index(seq.start, sequence, length)
-        wg = warpgroup.id()
-        if wg == PRODUCER:
+        if warpgroup.id() == PRODUCER:
             k, v, x, vectors, q, p = tiles.k, tiles.v, tiles.x, tiles.vectors, tiles.q, tiles.p
             states, out = tiles.states, tiles.out
             rank, n = warpgroup.rank(), seq.num_chunks()
-            if rank == SENDER:
-                recurrences.begin(params)
             for j in range(n):
                 number = int32(n - 1 - j) if direction == REVERSE else j
                 token, chunk = seq.chunk_start(number), int32(first_chunk + number)
                 at = seq.batch, token, head, block
                 if rank == LOADER:
-                    recurrences.wait_for_chunk(params, j, int32(heads * sequence + head))
                     k.fill(j, gK, (seq.batch, token, key_head))
                     if direction == REVERSE:
                         v.fill(j, gDOut, at)
@@ -220,15 +195,11 @@ def make(config: Config):
                         tma_store(gErrors, (chunk, head, 0, block), out.wait(j))
                     store_wait()
                     out.release(j)
-                    recurrences.finish_chunk(params, direction, chunk, number, n, segments, key_head, member, block)
                 elif rank == STATE_SENDER and direction != REVERSE:
                     send_tile(states, j, gStates, (chunk, head, block))
                 elif rank == OUTPUT_SENDER:
                     recurrences.send_outputs(tiles, j, params, at)
-            if rank == LOADER:
-                recurrences.wait_for_grid()
-        elif has_outputs and wg == OUTPUTS:
-            recurrences.compute_outputs(tiles, seq.num_chunks(), scale)
+                    recurrences.clear_counts(params, chunk, key_head, member, block)
         else:
             coord = sequence, head, int32(COLUMNS * block), 0
             if direction == REVERSE:
@@ -245,7 +216,7 @@ def make(config: Config):
             else:
                 s_t = warpgroup.load(gInitialState, STATE, coord, aligned=False)
                 for j in range(seq.num_chunks()):
-                    s_t = advance_state(s_t, j, tiles)
+                    s_t = advance_state(s_t, j, tiles, scale)
                 recurrences.store_last_state(params, s_t, coord)
 
     return walk, smem

@@ -27,7 +27,7 @@ from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
-from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, KEY_DIMS
+from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END
 from ..parts.recurrent.delta_config import delta_sizes
 from ..parts.recurrent.delta_gradient_config import (
     CONSUMERS,
@@ -42,49 +42,37 @@ from ..parts.recurrent.delta_gradient_config import (
     DeltaGradientConfig,
 )
 from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
-from ..parts.recurrent.grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS, SeparateGrids
-from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of
+from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 
 DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
 
 
 @dataclass(frozen=True)
 class Config(DeltaGradientConfig):
-    """A kernel's configuration. adds_heads: do value heads that share a key head add up their dQ and dK? grids: how it follows
-    delta_chains_hopper.py."""
+    """A kernel's configuration. adds_heads: do value heads that share a key head add up their dQ and dK?"""
 
     adds_heads: bool = False
-    grids: SeparateGrids = SEPARATE_GRIDS
     label = "gradients in segments"
-
-    @property
-    def overlaps_previous(self) -> bool:
-        """Does the kernel begin while the grid before still runs?"""
-        return self.grids.overlaps
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all that add."""
     if target.has_wgmma:
         for size, gates in itertools.product(delta_sizes(everything), ((False, False), (True, False), (True, True))):
-            for adds in (False, True) if everything else (gates[1],):
-                yield Config(*size, *gates, adds)
-                if everything or (gates[1] and size[0] == max(KEY_DIMS)):
-                    yield Config(*size, *gates, adds, OVERLAPPING_GRIDS)
-                    yield Config(*size, *gates, adds, GRIDS_FROM_MIDDLE)
+            yield from (Config(*size, *gates, adds) for adds in ((False, True) if everything else (gates[1],)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, ADDS, chunk_vectors, grids = config.dtype, config.adds_heads, config.vectors, config.grids
+    INPUT, ADDS, chunk_vectors = config.dtype, config.adds_heads, config.vectors
     ONE_TURN = config.with_gates  # for dQ and dK: the warp that stores waits less, but a head follows the one before later
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
     row_sums = DeltaGradientSums(config.key_dim, INPUT, config.with_gates)
     seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
     KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
-    all_warps, consumer_warps, GRIDS = (CONSUMERS + 1) * WARPS, CONSUMERS * WARPS, grids.params()
+    all_warps, consumer_warps = (CONSUMERS + 1) * WARPS, CONSUMERS * WARPS
     smem = shared(
         q=ring(config.key, 1, all_warps),
         k=ring(config.key, 2, all_warps),
@@ -101,12 +89,6 @@ def make(config: Config):
     )
 
     @inlined
-    def locate_walk(grid_args, length, segments, heads):
-        """The HeadWalk of this block."""
-        block = grids.order_block(grid_args, cuda.blockIdx.x, segments, heads)
-        return walk_of(seq_layout, block, 0, length, segments, heads)
-
-    @inlined
     def store_output(out, gOut, at, index, member):
         """One warp stores dQ or dK of a chunk, number `index` of those that come: the first of the value heads that share it
         stores, the others add."""
@@ -118,30 +100,29 @@ def make(config: Config):
         out.release(index)
 
     @inlined
-    def pass_turn(gTurns, at):
+    def pass_turn(gCounts, at):
         """Wait until what this warp has stored is in memory, and let the next value head have its turn."""
         stores_done()
-        count_up(gTurns, at)
+        count_up(gCounts, at)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
         gDV: ALL_VALUES, gVectors: tiled(chunk_vectors.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
-        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gTurns: SEMAPHORES, length: INT,
-        segments: INT, heads: INT, group: INT, scale: FLOAT, grid_args: GRIDS,
+        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gCounts: SEMAPHORES, length: INT,
+        segments: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
         each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gDots, gCarriedDots,
-        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gTurns: how many value heads have added
+        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gCounts: how many value heads have added
         dQ and dK, for each chunk and, one after the other, both of each key head."""
         q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(PRODUCER_REGISTERS)
-            walk = locate_walk(grid_args, length, segments, heads)
+            walk = walk_of_block(seq_layout, 0, length, segments, heads)
             key_head, member = divmod(walk.head, group)
             if warpgroup.rank() == LOADER:
-                grids.wait_for_head(grid_args, walk, heads, length, segments)
                 for j in range(walk.n):
                     chunk, head, _, token, seq = walk.place(j)
                     e.fill(j, gErrors, (chunk, head))  # what has two slots first, as they are free first
@@ -151,30 +132,27 @@ def make(config: Config):
                     s.fill(j, gStates, (chunk, head))
                     dv.fill(j, gDV, (seq.batch, token, head))
                     q.fill(j, gQ, (seq.batch, token, key_head))
-                grids.finish()
             elif warpgroup.rank() == VALUE_SUMS:
                 row_sums.send_value_sums(vectors, value_sums, gDBeta, gStateDots, walk)
             elif warpgroup.rank() == GRADIENTS:
-                if ADDS:
-                    grids.wait_for_turns(grid_args, walk, heads, member, length, segments)
                 for j in range(walk.n):
                     chunk, head, _, token, seq = walk.place(j)
                     at = seq.batch, token, int32(key_head if ADDS else head)
                     of_dq, of_dk = (chunk, int32(OUTPUTS * key_head)), (chunk, int32(OUTPUTS * key_head + 1))
                     if ADDS:
-                        wait_count(gTurns, of_dq, int32(member))
+                        wait_count(gCounts, of_dq, int32(member))
                     store_output(out, gDQ, at, OUTPUTS * j, member)
                     if ADDS and not ONE_TURN:
-                        pass_turn(gTurns, of_dq)
-                        wait_count(gTurns, of_dk, int32(member))
+                        pass_turn(gCounts, of_dq)
+                        wait_count(gCounts, of_dk, int32(member))
                     store_output(out, gDK, at, OUTPUTS * j + 1, member)
                     if ADDS:
-                        pass_turn(gTurns, of_dq if ONE_TURN else of_dk)
+                        pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
             else:
                 row_sums.send_key_sums(key_sums, gDots, gCarriedDots, walk)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
-            walk = locate_walk(grid_args, length, segments, heads)
+            walk = walk_of_block(seq_layout, 0, length, segments, heads)
             for j in range(walk.n):
                 dvs, states = dv.wait(j), s.wait(j)
                 dq = warpgroup.mm_AB(do.wait(j), states)
@@ -214,9 +192,8 @@ def make(config: Config):
                 out.publish(OUTPUTS * j + 1, fenced=True)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
-            walk = locate_walk(grid_args, length, segments, heads)
+            walk = walk_of_block(seq_layout, 0, length, segments, heads)
             row = int32(COLUMNS * wg + 16 * warpgroup.rank())
-            grids.wait(grid_args, walk, heads, walk.head, wg, length, segments)
             ds_t = load(gSegmentStates, STATE, (walk.slot, walk.head, row, 0), aligned=True)
             for j in range(walk.n):
                 warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), ds_t)

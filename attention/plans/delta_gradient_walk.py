@@ -27,8 +27,7 @@ from ..kernels import (
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
-from ..parts.recurrent.delta_recurrences import BOTH, BOTH_BESIDE, GRADIENTS_ALONE, GRADIENTS_BESIDE, BothRecurrences
-from ..parts.recurrent.grid_overlap import GRIDS_FROM_MIDDLE, OVERLAPPING_GRIDS, SEPARATE_GRIDS
+from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE
 from ..parts.recurrent.tokens import CHUNK
 from .delta_records import ONE_WALK, record_buffers
 from .packed_tails import GRADIENTS, INPUTS, plan_tails
@@ -39,9 +38,6 @@ from .recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_
 # Microseconds on an H200 for a chunk of a head: in the walk, in the pass before it, in a step of a recurrence, in the kernel
 # that needs no state (time of a multiprocessor, which runs several at once); and for one more launch
 WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
-STEP_ALONE, WALK_BESIDE = 1.1, 4.9  # a step of the recurrence of dS alone, and a chunk in the walk beside it
-OVERLAPS = True  # does the walk run beside the recurrence of dS, where forward stored what else it reads?
-FROM_MIDDLE = False  # does it run beside both recurrences, where they leave room?
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * BOTH.count  # thread blocks of a head's recurrences
 
@@ -66,47 +62,6 @@ def choose_walked_segments(head_sequences: int, chunks: int, processors: int) ->
     return min(range(2, most + 1), key=lambda segments: _time_walk(head_sequences, chunks, processors, segments))
 
 
-@watched_function
-def choose_segments_beside(head_sequences: int, chunks: int, processors: int) -> int:
-    """The number of segments with which the walk beside the recurrence of dS ends first. The arguments are those of
-    choose_segments."""
-    most = max(2, chunks // MIN_SEGMENT_CHUNKS)
-    return min(range(2, most + 1), key=lambda segments: _time_beside(head_sequences, chunks, processors, segments))
-
-
-def _time_beside(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
-    """Microseconds of the recurrence and the walk beside it. The walk finds room on the multiprocessors that the recurrence
-    leaves once its first segments are there, and on all when it ends."""
-    segment_chunks, recurrence = math.ceil(chunks / segments), chunks * STEP_ALONE
-    block, beside = (segment_chunks + BLOCK_CHUNKS) * WALK_BESIDE, recurrence - segment_chunks * STEP_ALONE
-    beside *= processors - delta_chains_hopper.BLOCKS * head_sequences
-    rest = max(0.0, head_sequences * segments * block - beside) / processors
-    return recurrence + max(block, rest + block / 2)
-
-
-@watched_function
-def choose_segments_from_middle(head_sequences: int, chunks: int, processors: int) -> int:
-    """The number of segments with which the walk beside both recurrences ends first; 1: they leave no room, or that is no
-    faster than after them. The arguments are those of choose_segments."""
-    idle = processors - CHAINS * head_sequences
-    if idle <= 0 or chunks < 4 * MIN_SEGMENT_CHUNKS:
-        return 1
-    counts = range(2, chunks // MIN_SEGMENT_CHUNKS + 1)
-    best = min(counts, key=lambda segments: _time_from_middle(head_sequences, chunks, processors, segments))
-    after = choose_walked_segments(head_sequences, chunks, processors)
-    time_after = chunks * STEP + LAUNCH + _time_walk(head_sequences, chunks, processors, after)
-    return best if _time_from_middle(head_sequences, chunks, processors, best) < time_after else 1
-
-
-def _time_from_middle(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
-    """Microseconds of both recurrences and the walk beside them, which begins when they meet."""
-    segment_chunks = math.ceil(chunks / segments)
-    block = (segment_chunks + BLOCK_CHUNKS) * WALK
-    beside = (processors - CHAINS * head_sequences) * max(0.0, chunks / 2 - segment_chunks) * STEP
-    rest = max(0.0, head_sequences * segments * block - beside) / processors
-    return chunks * STEP + max(block, rest + block / 2)
-
-
 def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int) -> float:
     return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
@@ -119,18 +74,13 @@ def plan_delta_gradient_walk(
     chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
-    from_middle = False
     stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
     if stored:
         by_segments = "gScores" in stored
-        choose = choose_segments_beside if OVERLAPS else choose_walked_segments
-        segments = choose(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
+        segments = choose_walked_segments(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
     else:
         segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, processors)
         by_segments = segments > 1
-        if by_segments and FROM_MIDDLE:
-            segments_beside = choose_segments_from_middle(sequences * heads, chunks_per_sequence, processors)
-            from_middle, segments = segments_beside > 1, segments_beside if segments_beside > 1 else segments
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)
@@ -171,18 +121,15 @@ def plan_delta_gradient_walk(
         steps.append(launch(delta_gradients_hopper, 1, wants_gates, varlen, segments=1, scale=scale))
     else:
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
-        buffers["gTurns"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
-        recurrences: BothRecurrences
+        buffers["gCounts"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
+        numbers = {"segments": segments, "scale": scale}
         if stored:
-            recurrences, grids = (GRADIENTS_BESIDE, OVERLAPPING_GRIDS) if OVERLAPS else (GRADIENTS_ALONE, SEPARATE_GRIDS)
+            steps = [launch(delta_chains_hopper, delta_chains_hopper.BLOCKS, GRADIENTS_ALONE, sequences=sequences, **numbers)]
         else:
-            recurrences, grids = (BOTH_BESIDE, GRIDS_FROM_MIDDLE) if from_middle else (BOTH, SEPARATE_GRIDS)
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
-        blocks, numbers = delta_chains_hopper.BLOCKS * recurrences.count, {"segments": segments, "scale": scale}
-        buffers["gWalked"] = scratch(sequences * heads * blocks, dtype="int32") if grids.overlaps else None
-        parts = chunks_per_sequence
-        steps = [] if stored else [launch(delta_inverse_hopper, parts, parts=parts, scale=scale)]
-        steps.append(launch(delta_chains_hopper, blocks, recurrences, sequences=sequences, **numbers))
-        numbers |= {"sequences": sequences} if from_middle else {}
-        steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, grids, **numbers))
+            steps = [
+                launch(delta_inverse_hopper, chunks_per_sequence, chunks=chunks_per_sequence, scale=scale),
+                launch(delta_chains_hopper, CHAINS, sequences=sequences, **numbers),
+            ]
+        steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, **numbers))
     return [*copy_tails, *steps, *finish]

@@ -6,14 +6,12 @@ from typing import Any
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
-from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..kernels import delta_chains_hopper, delta_chunk_states_hopper, delta_inverse_hopper
-from ..parts.recurrent.chunk_order import ChunkMajor, SingleChunks
 from ..parts.recurrent.delta_chunks import KEY_DIMS
+from ..parts.recurrent.delta_gradient_config import OUTPUTS
 from ..parts.recurrent.tokens import CHUNK
-from .chunk_schedule import ChunkCosts, schedule_chunks
 from .delta_channel_chunks import plan_channel_outputs
 from .delta_chunks import swap_axes
 from .delta_records import record_buffers
@@ -21,12 +19,9 @@ from .packed_tails import VALUE_RESULTS, plan_tails
 from .raw_inputs import prepare_rows
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
-from .recurrent_gradients import spread_to_tokens
+from .recurrent_gradients import count_chunk_indices, spread_to_tokens
 
 INPUTS = ("gQ", "gK"), ("gV",)
-OVERLAPS = True  # may the recurrence run beside the launch before it?
-# Microseconds of a chunk in that launch, beside the recurrence, and in a step of the recurrence
-COSTS, ALONE = ChunkCosts(1.6, 1.7, 1.25), SingleChunks()
 
 
 def plan_forward_with_record(
@@ -45,26 +40,19 @@ def plan_forward_with_record(
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_RESULTS)
     sizes = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], buffers["gGates"] is not None
 
-    def launch(module: Any, config: Any, blocks: int, **operands: Any) -> Step:
+    def launch(module: Any, config: Any, blocks: int, **numbers: float) -> Step:
         kernel, group = kernel_for(module, config, problem.device), heads // key_heads
-        return kernel.bind_declared(blocks, buffers, length=length, heads=heads, group=group, scale=scale, **operands)
+        grid = sequences * heads * blocks
+        return kernel.bind_declared(grid, buffers, length=length, heads=heads, group=group, scale=scale, **numbers)
 
-    head_sequences, module = sequences * heads, delta_chains_hopper
     if "scores" not in record:
         config = intern_value(delta_chunk_states_hopper.config_for, *sizes, is_varlen(problem), True)
-        step = launch(delta_chunk_states_hopper, config, head_sequences)
-        return [*copy_rows, *copy_tails, step, *copy_back]
-    walk_blocks, chunks, workers = head_sequences * module.BLOCKS, -(-length // CHUNK), delta_inverse_hopper.CTAS_PER_SM
-    resident_ctas = workers * machine(problem.device).processors
-    schedule = schedule_chunks(problem, walk_blocks, COSTS, resident_ctas, scratch, workers)
-    if OVERLAPS and schedule.order.overlaps:
-        order, walk_order, blocks, args, walk_args = schedule.order, intern_value(ChunkMajor), *schedule[1:]
-    else:
-        order, walk_order, blocks, args, walk_args = ALONE, ALONE, head_sequences * chunks, {"parts": chunks}, {}
-    inverse_config = intern_value(delta_inverse_hopper.Config, *sizes, order)
-    config = intern_value(module.with_outputs, intern_value(module.Config, *sizes), walk_order)
+        return [*copy_rows, *copy_tails, launch(delta_chunk_states_hopper, config, 1), *copy_back]
+    chunks, module = -(-length // CHUNK), delta_chains_hopper
+    buffers["gCounts"] = scratch(count_chunk_indices(problem), key_heads * OUTPUTS, dtype="int32")
+    config = intern_value(module.with_outputs, intern_value(module.Config, *sizes))
     return [
         *copy_rows,
-        launch(delta_inverse_hopper, inverse_config, blocks, **args),
-        launch(module, config, walk_blocks, sequences=sequences, segments=1, **walk_args),
+        launch(delta_inverse_hopper, intern_value(delta_inverse_hopper.Config, *sizes), chunks, chunks=chunks),
+        launch(module, config, module.BLOCKS, sequences=sequences, segments=1),
     ]

@@ -2,7 +2,6 @@
 which walks along the sequences with the states (kda_walk_hopper.py), follows it. Both kernels have one of these objects:
 
 HeadMajor: a block, one warpgroup, has consecutive chunks of one head. The walk is launched when all chunks are there.
-SingleChunks is the same with one chunk a block, and all heads' first chunks first.
 
 ChunkMajor: the walk runs beside the end of the grid before it (programmatic dependent launch). All heads' first chunks come
 first. That grid has a block on each multiprocessor. The first ones, as many as the walk has blocks, end early, so that the walk
@@ -191,30 +190,6 @@ class HeadMajor:
     def take_item(self, rings, args, j):
         """The loader's warp waits until the j-th chunk may be read, if it is the first of its item."""
 
-    @inlined
-    def wait_for_chunk(self, args, head_sequence, j):
-        """take_item, where no warp watches: the loader's asks, which takes up to half a microsecond. head_sequence, args: as in
-        watch_items."""
-
-    @inlined
-    def wait_for_grid(self):
-        """The loader's warp, which has no more to load, waits for the end of the grid before."""
-
-
-@static
-class SingleChunks(HeadMajor):
-    """The order in which a block, one warpgroup, has one chunk, and all heads' first chunks come first. Sequences are not
-    packed."""
-
-    @inlined
-    def begin(self, block_index, seq_layout, gCuSeqlens, length, heads, group, args):
-        index, head = divmod(block_index, int32(heads * group))
-        sequence, number = divmod(index, args.parts)
-        key_head, _ = divmod(head, group)
-        token = int32(CHUNK * number)
-        seq = TokenRange(token, int32(length), sequence)
-        return SegmentChunks(1, seq_layout.chunk_index(token, sequence, length), head, key_head, seq)
-
 
 @static
 class ChunkMajor(HeadMajor):
@@ -273,13 +248,3 @@ class ChunkMajor(HeadMajor):
         if step == 0:
             ready.wait(index)
             ready.release(index)
-
-    @inlined
-    def wait_for_chunk(self, args, head_sequence, j):
-        index, step = divmod(j, args.item_chunks)
-        if step == 0:
-            self.wait_for_item(args, head_sequence, index)
-
-    @inlined
-    def wait_for_grid(self):
-        grid.wait()

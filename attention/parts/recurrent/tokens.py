@@ -148,13 +148,7 @@ def block_coord(block_index, blocks, segments, heads):
 @inlined
 def walk_of_block(seq_layout, gCuSeqlens, length, segments, heads):
     """The HeadWalk of this block. Each warpgroup asks by itself: registers before they part are scarce."""
-    return walk_of(seq_layout, cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
-
-
-@inlined
-def walk_of(seq_layout, block, gCuSeqlens, length, segments, heads):
-    """The HeadWalk of the block with this index."""
-    sequence, slot, head, seq = seq_layout.locate_segment(block, gCuSeqlens, length, segments, heads)
+    sequence, slot, head, seq = seq_layout.locate_segment(cuda.blockIdx.x, gCuSeqlens, length, segments, heads)
     n = seq.num_chunks()
     last_chunk = int32(seq_layout.chunk_index(seq.start, sequence, length) + n - 1)
     return HeadWalk(sequence, slot, head, seq, n, last_chunk, seq.chunk_start(0))

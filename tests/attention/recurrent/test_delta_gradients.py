@@ -21,8 +21,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.kernels import delta_inverse_hopper
-from attention.plans import chunk_schedule, delta_gradient_walk, delta_gradients, delta_records
+from attention.plans import delta_gradient_walk, delta_gradients, delta_records
 from attention.public import delta_rules
 from tiles.targets import SMALL
 
@@ -169,16 +168,14 @@ def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, deca
 
 
 # ---- segments -----------------------------------------------------------------------------------------------------------
-SEGMENTS = [(2, 129, "token", bf16, 1), (3, 65, "head", np.float16, 3)]
+SEGMENTS = [(2, 129, "token", bf16), (3, 65, "head", np.float16)]
 
 
-@pytest.mark.parametrize(("segments", "length", "decay", "dtype", "from_middle"), SEGMENTS)
-def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype, from_middle):
+@pytest.mark.parametrize(("segments", "length", "decay", "dtype"), SEGMENTS)
+def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype):
     """Of unequal lengths, and more than there are chunks: dS goes from one to the next as if there were none. A beta of 0 has a
     gradient there, too."""
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
-    monkeypatch.setattr(delta_gradient_walk, "FROM_MIDDLE", True)
-    monkeypatch.setattr(delta_gradient_walk, "choose_segments_from_middle", lambda *_: from_middle)
     args = delta_case(length, decay, key_dim=80, value_dim=80, key_heads=1, dtype=dtype)
     args["beta"][:, 5] = 0
     check(place, args)
@@ -201,8 +198,6 @@ def test_how_many_segments():
     assert delta_gradient_walk.choose_segments(32, 512, 132) == 4
     assert delta_gradient_walk.choose_segments(256, 32, 132) == 1
     assert delta_gradient_walk.choose_segments(2, 3, 132) == 1
-    assert delta_gradient_walk.choose_segments_from_middle(16, 512, 132) > 8
-    assert delta_gradient_walk.choose_segments_from_middle(32, 512, 132) == 1
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
@@ -226,20 +221,14 @@ def test_records_of_packed_sequences(place):
     assert record.errors.shape == (1, 6, 1, 64, 16)
 
 
-FEW_HEADS = [(130, "head", bf16, 80, 3, True), (129, "none", np.float16, 128, 2, False)]
+FEW_HEADS = [(130, "head", bf16, 80, 3), (129, "none", np.float16, 128, 2)]
 
 
-@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments", "overlaps"), FEW_HEADS)
-def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments, overlaps):
-    """Forward runs the recurrence of the states, after all inverses or beside those of one worker, gradients the other one, and
-    the walk through all segments, after it or beside it."""
+@pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments"), FEW_HEADS)
+def test_records_for_few_heads(place, monkeypatch, nothing_known, length, decay, dtype, dim, segments):
+    """Forward runs the recurrence of the states, gradients the other one, and the walk through all segments."""
     monkeypatch.setattr(delta_rules, "record_fields", lambda *_: delta_records.SEGMENTED)
-    monkeypatch.setattr(delta_gradient_walk, "OVERLAPS", overlaps)
-    monkeypatch.setattr(delta_inverse_hopper, "CTAS_PER_SM", 1)
-    monkeypatch.setattr(chunk_schedule, "machine", lambda _: SimpleNamespace(processors=5))
-    monkeypatch.setattr(chunk_schedule, "ROUNDS", 0)
-    monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: overlaps)
-    for name in "choose_segments", "choose_walked_segments", "choose_segments_beside":
+    for name in "choose_segments", "choose_walked_segments":
         monkeypatch.setattr(delta_gradient_walk, name, lambda *_: segments)
     args = delta_case(length, decay, heads=2, key_heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
     assert check_record(place, args).scores.shape == (1, -(-length // 64), 2, 64, 64)
