@@ -134,7 +134,7 @@ def _gates(kind: str, shape: tuple) -> Any:
     return gates
 
 
-def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle") -> dict[str, tuple]:
+def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle", value_dim=128) -> dict[str, tuple]:
     """{member: (function that makes its inputs, its call, the call of its gradients)}"""
     import torch
     import torch.nn.functional as F
@@ -145,7 +145,7 @@ def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle") 
     decay = functools.partial(_gates, gates)
 
     def tokens():
-        return _normal(*key_sizes, 128), F.normalize(_normal(*key_sizes, 128), dim=-1), _normal(*sizes, 128)
+        return _normal(*key_sizes, 128), F.normalize(_normal(*key_sizes, 128), dim=-1), _normal(*sizes, value_dim)
 
     def with_beta():
         return *tokens(), torch.rand(sizes, device="cuda", dtype=torch.bfloat16)
@@ -344,6 +344,9 @@ def _gradient_problems() -> Iterator[tuple[str, Callable]]:
         for what in ("gradients", "training"):
             name = f"{member} {what} B 1 S {length} H 16/32"
             yield name, functools.partial(_recurrent, member, 1, length, what, key_heads=16)
+    for member in ("gated delta rule", "KDA"):
+        wide = functools.partial(_recurrent, member, 8, 2048, "gradients", value_dim=256)
+        yield f"{member} gradients B 8 S 2048 Dv 256", wide
     for key_heads in (2, 8, 16):
         name = f"simple GLA gradients B 8 S 2048 H {key_heads}/32"
         yield name, functools.partial(_recurrent, "simple GLA", 8, 2048, "gradients", key_heads=key_heads)
