@@ -7,9 +7,9 @@ channel_decay.py):
 
     P = tril(q' k*^T)        O = scale (q' S' + P V)        S = exp(b_last - r) (S' + k*^T V)
 
-Two warpgroups compute what does not depend on the state: the preparer q' and k* of a chunk, then the scorer its P, while the
-preparer is at the next chunk, whose gates it sums up before its keys have come. Consumers, of 64 value columns each, update the
-state. They hold it transposed, 64 x Dk, and O too.
+Two warpgroups compute what does not depend on the state: the preparer q' and k* of a chunk, then the scorer its P and b of the
+chunk after the next, while the preparer is at the next one. Consumers, of 64 value columns each, update the state. They hold it
+transposed, 64 x Dk, and O too. They give back queries, keys and values last, so they have TMA load the next ones.
 
 The rounding errors of q' and of P (their residuals) are multiplied as well. Without that, factoring would add half as much
 error as all other roundings together."""
@@ -81,7 +81,9 @@ def make(config: Config):
     )
     STORES_STATES = config.stores_states
     KEY_DIM, STAGE_COUNT, SETMAXNREG = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
-    KEY, NEAR_AND_MORE = config.key, st(2 * CHUNK, KEY_DIM, INPUT, width=config.key.width)
+    GATE_STAGES = STAGE_COUNT if IN_PLACE else 1
+    RESIDUAL_STAGES = STAGE_COUNT if IN_PLACE or KEY_DIM < WIDE_KEY_DIM else 1
+    NEAR_AND_MORE = st(2 * CHUNK, KEY_DIM, INPUT, width=config.key.width)
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     WARPS, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
     decay = GlaDecay(KEY_DIM, INPUT, CONSUMERS, KEY_DIM <= WIDE_KEY_DIM)
@@ -92,12 +94,12 @@ def make(config: Config):
     smem = shared(
         q=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
         k=ring(config.key, STAGE_COUNT, readers + 2 * WARPS),
-        v=ring(config.value, STAGE_COUNT * CONSUMERS, WARPS),
-        g=ring(config.gate, STAGE_COUNT, WARPS),
+        v=ring(config.value, CONSUMERS, WARPS),
+        g=ring(config.gate, GATE_STAGES, WARPS),
         p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=WARPS),
-        q_residual=ring(config.key, 1, WARPS, writers=WARPS),
+        q_residual=ring(config.key, RESIDUAL_STAGES, WARPS, writers=WARPS),
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
-        gate_sums=config.gate_sums,
+        gate_sums=ring(config.gate_sums, STAGE_COUNT, WARPS, writers=WARPS),
         state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
         flag=ring(channel_decay.FLAG, STAGE_COUNT, readers + WARPS, writers=WARPS),
         to_start=sv(2 * START.length if decay.has_references else 16, fp32),
@@ -129,27 +131,26 @@ def make(config: Config):
         return subtile(to_start, START.length, j % 2)
 
     @inlined
-    def open_tiles(queries, keys, residual, gates, to_start):
+    def open_tiles(queries, keys, residual, sums, to_start):
         """The tiles of a strong chunk whose blocks have references."""
-        near = subtile(viewed(gates, NEAR_AND_MORE), CHUNK, 1) if IN_PLACE else viewed(gates, KEY)
-        return QueryScoreTiles(queries, keys, residual, near, to_start)
+        return QueryScoreTiles(queries, keys, residual, subtile(viewed(sums, NEAR_AND_MORE), CHUNK, 1), to_start)
 
     @inlined
-    def factor_blocks(queries, keys, residual, gates, sums, to_start, warp):
+    def factor_blocks(queries, keys, residual, sums, to_start, warp):
         """Decay the tokens of a strong chunk whose blocks have references."""
         if decay.has_references:
-            block_scores.factor(open_tiles(queries, keys, residual, gates, to_start), sums, warp)
+            block_scores.factor(open_tiles(queries, keys, residual, sums, to_start), sums, warp)
 
     @inlined
-    def score_blocks(queries, keys, q_residual, g, to_start, j):
+    def score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j):
         """The scores of a strong chunk whose blocks have references. Gives back what the preparer waits for, then decays
         queries to the start of the chunk."""
         if decay.has_references:
             warp = warpgroup.rank()
-            tiles = open_tiles(queries, keys, q_residual.wait(j), g.wait(j), pick_start(to_start, j))
+            tiles = open_tiles(queries, keys, q_residual.wait(j), pick_sums(g, gate_sums, j), pick_start(to_start, j))
             scores = warpgroup.causal(block_scores.score(tiles, warp), 0, 0.0)
             q_residual.release(j)
-            g.release(j)
+            release_sums(g, gate_sums, j)
             warpgroup.sync()  # all warps have multiplied
             block_scores.decay_to_start(tiles, warp)
             return scores
@@ -157,13 +158,45 @@ def make(config: Config):
             return zeros(SCORES)
 
     @inlined
-    def sum_gates(g, gate_sums, constants, seq, j, warp):
-        """Write b of a chunk; returns (is it strong?, is it halved?)."""
-        gates, remaining = g.wait(j), seq.remaining(j)
-        sums = gates if IN_PLACE else gate_sums
-        seq_layout.zero_other_rows(gates, remaining)
-        channel_gates.cumsum(sums, gates, constants, warp, remaining)
-        return decay.vote(sums, decay.load_last_sums(sums, warp), warp)
+    def fill_gates(g, gGates, seq, j, head):
+        """Have TMA load the gates of the j-th chunk, if there is one."""
+        if j < seq.num_chunks():
+            g.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
+
+    @inlined
+    def sum_gates(g, gGates, gate_sums, constants, seq, j, head, warp):
+        """Write b of the j-th chunk, if there is one. The scorer calls this, as it waits for the preparer in any case."""
+        if IN_PLACE and j >= GATE_STAGES:
+            fill_gates(g, gGates, seq, j, head)
+        if j < seq.num_chunks():
+            sums, gates, remaining = gate_sums.claim(j), g.wait(j), seq.remaining(j)
+            seq_layout.zero_other_rows(gates, remaining)
+            channel_gates.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
+            gate_sums.publish(j)
+            if not IN_PLACE:
+                g.release(j)
+                fill_gates(g, gGates, seq, j + 1, head)
+
+    @inlined
+    def pick_sums(g, gate_sums, j):
+        """The tile of b of the j-th chunk."""
+        sums = gate_sums.wait(j)
+        return g.wait(j) if IN_PLACE else sums
+
+    @inlined
+    def release_sums(g, gate_sums, j):
+        """The place of b of the j-th chunk is no longer read."""
+        gate_sums.release(j)
+        if IN_PLACE:
+            g.release(j)
+
+    @inlined
+    def fill_tokens(q, k, gQ, gK, seq, j, key_head):
+        """Have TMA load the queries and keys of the j-th chunk, if there is one."""
+        if j < seq.num_chunks():
+            at = seq.batch, seq.chunk_start(j), key_head
+            k.fill(j, gK, at)
+            q.fill(j, gQ, at)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def scan(
@@ -186,68 +219,69 @@ def make(config: Config):
             else:
                 warpgroup.release_registers(preparer_registers)
             warp = warpgroup.rank()
-            constants = biases, rates
-            channel_gates.load_constants(constants, params, head, warp)
-            strong, halved = False, False
-            for j in range(-1, n):  # sums are a chunk ahead: gates come before keys, whose memory consumers still read
-                if j >= 0:
-                    queries, keys, gates = q.wait(j), k.wait(j), g.wait(j)
-                    sums = gates if IN_PLACE else gate_sums
-                    seq_layout.zero_other_rows(keys, seq.remaining(j))
-                    norm.normalize(queries, warp)
-                    norm.normalize(keys, warp)
-                    norm.sync()
-                    residual = q_residual.claim(j)
-                    if halved:
-                        scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
-                        warpgroup.sync()
-                        warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
-                        warpgroup.sync()
-                    b_last = decay.load_last_sums(sums, warp)
-                    if decay.has_references and strong and not halved:
-                        factor_blocks(queries, keys, residual, gates, sums, pick_start(to_start, j), warp)
-                    else:
-                        decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
-                    decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                    q_residual.publish(j)  # first: its fence is that of the queries and keys, too
-                    state_decay.publish(j)
-                    flag.publish(j)
-                    if not (decay.has_references and strong and not halved):
-                        g.release(j)
-                    q.release(j)
-                    k.release(j)
-                if j + 1 < n:
-                    strong, halved = sum_gates(g, gate_sums, constants, seq, j + 1, warp)
+            for j in range(n):
+                sums = pick_sums(g, gate_sums, j)
+                b_last = decay.load_last_sums(sums, warp)
+                strong, halved = decay.vote(sums, b_last, warp)
+                queries, keys = q.wait(j), k.wait(j)
+                seq_layout.zero_other_rows(keys, seq.remaining(j))
+                norm.normalize(queries, warp)
+                norm.normalize(keys, warp)
+                norm.sync()
+                residual = q_residual.claim(j)
+                if halved:
+                    scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
+                    warpgroup.sync()
+                    warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
+                    warpgroup.sync()
+                if decay.has_references and strong and not halved:
+                    factor_blocks(queries, keys, residual, sums, pick_start(to_start, j), warp)
+                else:
+                    decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
+                decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
+                q_residual.publish(j)  # first: its fence is that of the queries and keys, too
+                state_decay.publish(j)
+                flag.publish(j)
+                if not (decay.has_references and strong and not halved):
+                    release_sums(g, gate_sums, j)
+                q.release(j)
+                k.release(j)
         elif wg == SCORER:
             warpgroup.release_registers(scorer_registers)
             key_head, _ = divmod(head, group)
-            rings, arrays = (q, k, v, g), (gQ, gK, gV, gGates)
+            warp, constants = warpgroup.rank(), (biases, rates)
+            channel_gates.load_constants(constants, params, head, warp)
+            for j in range(GATE_STAGES):
+                fill_gates(g, gGates, seq, j, head)
             for j in range(STAGE_COUNT):
-                decay.fill(rings, arrays, j, n, seq, head, key_head, block)
-            for j in range(n):
-                residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
-                flag.release(j)
-                if decay.halves and strength > 1:
-                    s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
-                    q_residual.release(j)
-                elif strength > 0:
-                    s = score_blocks(queries, keys, q_residual, g, to_start, j)
-                else:
-                    s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
-                    s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
-                    q_residual.release(j)
-                q.release(j)
-                k.release(j)
-                weights, rounded = p.claim(j), INPUT(s)
-                warpgroup.store(subtile(weights, CHUNK, 0), rounded)
-                warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
-                p.publish(j)
-                decay.fill(rings, arrays, j + STAGE_COUNT, n, seq, head, key_head, block)
+                fill_tokens(q, k, gQ, gK, seq, j, key_head)
+            for j in range(1 - STAGE_COUNT, n):
+                sum_gates(g, gGates, gate_sums, constants, seq, j + STAGE_COUNT - 1, head, warp)
+                if j >= 0:
+                    residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
+                    flag.release(j)
+                    if decay.halves and strength > 1:
+                        s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
+                        q_residual.release(j)
+                    elif strength > 0:
+                        s = score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j)
+                    else:
+                        s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
+                        s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
+                        q_residual.release(j)
+                    q.release(j)
+                    k.release(j)
+                    weights, rounded = p.claim(j), INPUT(s)
+                    warpgroup.store(subtile(weights, CHUNK, 0), rounded)
+                    warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
+                    p.publish(j)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
+            key_head, _ = divmod(head, group)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, column, 0), aligned=False)
             first_chunk = seq_layout.chunk_index(seq.start, sequence, length)
+            decay.fill_values(v, gV, 0, n, seq, head, block, wg)
             for j in range(n):
                 if STORES_STATES:
                     warpgroup.store(gStates, s_t, (int32(first_chunk + j), head, column, 0), aligned=True)
@@ -268,6 +302,9 @@ def make(config: Config):
                 s_t = decay.decay_state(warpgroup.wait(s_t), state_factor, not strong)
                 k.release(j)
                 v.release(CONSUMERS * j + wg)
+                if wg == 0:
+                    fill_tokens(q, k, gQ, gK, seq, j + STAGE_COUNT, key_head)
+                decay.fill_values(v, gV, j + 1, n, seq, head, block, wg)
                 state_decay.release(j)
                 flag.release(j)
                 state.store_output(gO, out_tile, o, seq, seq.chunk_start(j), head, CONSUMERS * block + wg)

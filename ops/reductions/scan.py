@@ -101,8 +101,7 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
     divides is at least 1; where it is greater than 2^60, this counts. Rows 2 i and 2 i + 1 share a reciprocal, and NaN.
 
     fall: elements are never positive, and from the first to the last of each GROUP rows, sums fall by no more than so much (a
-    Python number). Where they would, the elements between are cut off, all below one number: as low as its share of what others
-    leave of `fall`, and at least fall / (GROUP - 1)."""
+    Python number). Where they would, all but the first of these elements are -fall / (GROUP - 1) where they are less."""
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
@@ -112,10 +111,12 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
         x = np.where(x < least, np.float32(least if below is None else below), x)
     sums = np.cumsum(x, axis=0, dtype=np.float32)
     if fall is not None:
-        exceeds = (sums[GROUP - 1 :: GROUP] - sums[::GROUP] < -fall).any(axis=0)
-        x = np.diff(sums[:, exceeds], axis=0, prepend=np.float32(0))
-        limited = [_limit_fall(x[i : i + GROUP], np.float32(fall)) for i in range(0, len(x), GROUP)]
-        sums[:, exceeds] = np.cumsum(np.concatenate(limited), axis=0, dtype=np.float32)
+        exceeds, share = sums[GROUP - 1 :: GROUP] - sums[::GROUP] < -fall, np.float32(-fall / (GROUP - 1))
+        columns = exceeds.any(axis=0)
+        steps = np.diff(sums[:, columns], axis=0, prepend=np.float32(0))
+        for rows, are_low in zip(steps.reshape(len(exceeds), GROUP, steps.shape[1]), exceeds[:, columns], strict=True):
+            rows[1:] = np.where(are_low & (rows[1:] < share), share, rows[1:])
+        sums[:, columns] = np.cumsum(steps, axis=0, dtype=np.float32)
     current_warp().write(target, sums)
 
 
@@ -124,15 +125,6 @@ def _divide(factor, x):
     x = np.where(x > MAX_DIVISOR, np.float32(MAX_DIVISOR), x)
     pairs = x.reshape(-1, 2, *x.shape[1:])
     return (factor / pairs.prod(axis=1, keepdims=True) * pairs[:, ::-1]).reshape(x.shape)
-
-
-def _limit_fall(x, fall):
-    """GROUP rows of elements, cut off so that all but the first one add up to -fall at least."""
-    later, share = x[1:], -fall / np.float32(GROUP - 1)
-    count = (later < share).sum(axis=0, dtype=np.float32)
-    least = share - (fall + np.maximum(later, share).sum(axis=0, dtype=np.float32)) / np.maximum(count, 1)
-    exceeds = later.sum(axis=0, dtype=np.float32) < -fall
-    return np.concatenate([x[:1], np.where(exceeds & (later < least), least, later)])
 
 
 @lowers(cumsum_columns)
@@ -211,16 +203,23 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int):
                     limit_falls(column_index)
 
         def limit_falls(column_index):
-            """Overwrite the sums of a column by those of elements that `_limit_fall` cuts off."""
-            before, so_far = b.real(0), b.real(0)
-            for start in range(0, source.rows, GROUP):
+            """Overwrite the sums of a column by those of elements none of which is too low."""
+
+            def load_group(start):
                 places = [_at(b, target, target_address, i, column_index) for i in range(start, start + GROUP)]
-                sums = [load_elements(b, fp32, 1, place)[0] for place in places]
-                elements = [b.fsub(x, y) for x, y in zip(sums, [before, *sums], strict=False)]
-                for place, x in zip(places, [elements[0], *_cut_elements(b, elements[1:], fall)], strict=True):
-                    so_far = b.fadd(so_far, x)
+                return places, [load_elements(b, fp32, 1, place)[0] for place in places]
+
+            before, so_far, ahead = b.real(0), b.real(0), load_group(0)
+            for start in range(0, source.rows, GROUP):
+                (places, sums), ahead = ahead, load_group(start + GROUP) if start + GROUP < source.rows else None
+                exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(sums[-1], sums[0]), fall), b.real(0))
+                share = b.select(exceeds, b.fmul(fall, b.real(-1 / (GROUP - 1))), b.real(-math.inf))
+                for i, (place, x) in enumerate(zip(places, sums, strict=True)):
+                    element = b.fsub(x, before)
+                    if i > 0:
+                        element = b.asm(f32, "max.NaN.f32 $0, $1, $2;", "=f,f,f", element, share, effect=False)
+                    before, so_far = x, b.fadd(so_far, element)
                     store_elements(b, fp32, [so_far], place)
-                before = sums[-1]
 
         _each_column(b, source.cols, column)
 
@@ -244,20 +243,6 @@ def _divide_pair(b, factor, x, y):
 
 def _reciprocal(b, x):
     return b.asm(f32, "rcp.approx.ftz.f32 $0, $1;", "=f,f", x, effect=False)
-
-
-def _cut_elements(b, elements, fall):
-    """The later elements of a group, as `_limit_fall` cuts them off."""
-    share = b.fmul(fall, b.real(-1 / (GROUP - 1)))
-    count, rest, total = b.real(0), fall, fall
-    for x in elements:
-        is_low = b.fcmp_ordered("<", x, share)
-        count = b.fadd(count, b.select(is_low, b.real(1), b.real(0)))
-        rest = b.fadd(rest, b.select(is_low, share, x))
-        total = b.fadd(total, x)
-    least = b.fsub(share, b.fmul(rest, _reciprocal(b, count)))
-    least = b.select(b.fcmp_ordered("<", total, b.real(0)), least, b.real(-math.inf))
-    return [b.select(b.fcmp_ordered("<", x, least), least, x) for x in elements]
 
 
 @op

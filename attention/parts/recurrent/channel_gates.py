@@ -14,6 +14,7 @@ from .gates import FLOOR
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens whose sums a warp overwrites at once
+SEPARATORS = 5  # of TOKEN_GROUP tokens, whose gates are as low as may be, before low gates count as higher ones
 RATE = rt(16, 16, fp32).row_vec  # a vector for one number of a head: over a loop it takes a register less than the number
 
 
@@ -24,6 +25,11 @@ class ChannelGates:
 
     channels: int
     fall: float | None
+
+    @property
+    def least(self):
+        """The least gate that counts as it is, None if there is none below."""
+        return FLOOR if self.fall is None else -self.fall / SEPARATORS
 
     @property
     def biases(self):
@@ -49,7 +55,7 @@ class ChannelGates:
     def cumsum(self, sums, gates, constants, warp, remaining):
         """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded,
         which may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
-        cumsum_columns(self.part(sums, warp), self.part(gates, warp), FLOOR, fall=self.fall)
+        cumsum_columns(self.part(sums, warp), self.part(gates, warp), self.least, fall=self.fall)
 
     @inlined
     def compute_rows(self, x, params, head):
@@ -70,8 +76,7 @@ class FormulaChannelGates(ChannelGates):
 
     @property
     def least(self):
-        """The least gate that counts as it is, None if the formula has none below."""
-        return FLOOR if self.formula.lowest < FLOOR else None
+        return super().least if self.formula.lowest < super().least else None
 
     @property
     def biases(self):
