@@ -145,7 +145,8 @@ def linear(
 
     Returns `out`, the same kind of array as q, or with return_state=True `(out, state)`. state is a new float32
     array (B, H, Dk, Dv), C-ordered: that of each sequence after its last token. With return_chunk_states=True the states before
-    chunks come last. Of packed sequences, the chunk of sequence n that begins at token t has the index t // 64 + n.
+    chunks come last. Of packed sequences, the chunk of sequence n that begins at token t has the index t // 64 + n; what other
+    indices hold is undefined.
 
     float16: scores, scale q . k, and the elements of states are rounded to float16. Beyond 65504 they are infinite and outputs
     NaN, for example after 65504 tokens of keys and values that are all 1. bfloat16 has float32's range. With decays of

@@ -188,7 +188,11 @@ TABLE: dict[str, list[NewLengths]] = {
     ],
     "linear_backward_into": [
         PLAIN,
-        NewLengths(("decay", "ddecay", "dinitial_z", "dinitial_state"), {"grads": BOTH, "normalize": True}),
+        NewLengths(
+            ("decay", "ddecay", "dinitial_z", "dinitial_state"),
+            {"grads": BOTH, "normalize": True},
+            axes={"decay": TOKEN_GATES},
+        ),
     ],
     "linear_backward_from_segments": [
         NewLengths(("decay", "dstate"), {"grads": "ddecay"}, {"heads_k": 8}, axes={"decay": TOKEN_GATES}),
@@ -211,6 +215,9 @@ TABLE: dict[str, list[NewLengths]] = {
         NewLengths(("cu_seqlens", "decay", "dstate"), {"grads": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES}),
         NewLengths(("decay", "initial_state", "dstate"), {"grads": "ddecay"}, axes={"decay": (*TOKEN_GATES, "key_dim")}),
     ],
+    "delta_rule_backward_into": [
+        NewLengths(("decay", "ddecay", "dinitial_state"), {"grads": "ddecay dinitial_state"}, axes={"decay": TOKEN_GATES})
+    ],
     "delta_rule_states": [PLAIN],
     "delta_rule_raw": [RAW, RAW_CHANNELS, NewLengths(("cu_seqlens",), {"beta_scale": 2.0, "l2norm": True})],
     "mamba2": [PLAIN, PACKED],
@@ -218,6 +225,7 @@ TABLE: dict[str, list[NewLengths]] = {
         PLAIN,
         NewLengths(("D", "z", "dt_bias", "dstates", "cu_seqlens"), {"grads": "dD dz ddt_bias dinitial_states"}),
     ],
+    "mamba2_backward_into": [PLAIN],
     "mamba2_segments": [PLAIN, PACKED],
     "mamba2_outputs_from_segments": [PLAIN, PACKED],
     "short_conv": [PLAIN, NewLengths(("cu_seqlens", "bias", "initial_state"), {"activation": "silu", "return_state": True})],

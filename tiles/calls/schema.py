@@ -280,7 +280,8 @@ class Schema:
     def with_lengths(self, name: str, form: Form, layout: str) -> Form:
         """The form of an argument, of a call whose planner is watched: an extent that is no length, such as the number of
         heads, becomes a plain int."""
-        axes, _ = self.rows.get(layout, {}).get(name, {}).get(len(form.shape), (("*",) * len(form.shape), ()))
+        rows = self.rows.get(layout, {}).get(self.arguments[name].like or name, {})
+        axes, _ = rows.get(len(form.shape), (("*",) * len(form.shape), ()))
         return form._replace(shape=tuple([n if axis in self.vary else int(n) for n, axis in zip(form.shape, axes)]))
 
     def number_message(self, name: str, number: float) -> str:
