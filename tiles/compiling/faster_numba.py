@@ -225,6 +225,7 @@ def _extract_bytecode(self, state):
     return True
 
 
+FLOWS = 256  # functions, of 30 to 50 KB each
 _flows: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # code: (what its blocks do to the stack, where they lead)
 
 
@@ -236,6 +237,8 @@ class _Flow:
         if code not in _flows:
             flow = byteflow.Flow(instructions)
             flow.run()
+            if len(_flows) >= FLOWS:
+                _flows.clear()
             _flows[code] = flow.block_infos, flow.cfgraph
         self.block_infos, self.cfgraph = _flows[code]
 
