@@ -1,7 +1,7 @@
 """Gradients of the delta rule on Hopper for values of more than 128 columns. The columns of a state do not wait for one
 another, so a head's values, in two parts or more, are those of as many heads that share its key head, its beta and its gates.
-What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq
-and dk as those of heads that share keys.
+What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq and dk as those of heads
+that share keys.
 
 The parts of v, dout and dv are views. Beta, gates and states are copied."""
 
@@ -20,6 +20,7 @@ from .recurrent_chunks import Arrays, ScratchAllocator
 VECTOR = 8  # columns of 16 bytes, of which a part has a multiple, as TMA reads it
 VALUE_ARRAYS, GATES = ("v", "dout", "dv"), ("beta", "decay", "dbeta", "ddecay")
 STATES = "initial_state", "dstate", "dinitial_state"
+RESULTS = "dbeta", "ddecay", "dinitial_state"  # those of GATES and STATES that are written
 
 
 def count_value_parts(problem: Problem) -> int:
@@ -37,51 +38,66 @@ def serves_value_parts(problem: Problem, arrays: Arrays) -> bool:
     return parts > 1 and all([_split_heads(x, parts) for x in values]) and all([_merge_axes(x) for x in merged])
 
 
+class ValueParts:
+    """The arrays of a call with the parts of heads as heads of their own. before: the launches that copy inputs to each part;
+    after: those that sum gradients over parts."""
+
+    def __init__(self, problem: Problem, scratch: ScratchAllocator):
+        self.problem, self.scratch, self.parts = problem, scratch, count_value_parts(problem)
+        self.before, self.after = list[Step](), list[Step]()
+
+    def connect(self, name: str, whole: Operand, by_part: Operand) -> None:
+        """Add the launch that copies an input to its parts or sums a gradient over them. whole, by_part: the array of the call
+        and scratch memory as (batch, row, head and part, column); the heads of one of them are added up."""
+        steps, source, target = (self.after, by_part, whole) if name in RESULTS else (self.before, whole, by_part)
+        steps.append(sum_groups(self.problem, sum_head_groups.FLOAT32, source, target))
+
+    def spread(self, name: str, x: Operand) -> Operand:
+        """An array of gates with a further axis for parts, which all read it, or of which it is the sum."""
+        return x.spread(2, 1 if name in RESULTS else self.parts)
+
+    def channel_gates(self, name: str, x: Operand) -> Operand:
+        """Gates of channels (B, S, H, Dk) or their gradients, by part."""
+        batch, length, heads, key_dim = x.shape
+        copy, merged = self.scratch(batch, length, self.parts * heads, key_dim), _merge_axes(x)
+        assert merged
+        self.connect(name, self.spread(name, merged), _reshape(copy, batch * length, heads, self.parts, key_dim))
+        return copy
+
+    def token_gates(self, name: str, x: Operand) -> Operand:
+        """Beta, gates (B, S, H) or (H,), or their gradients, by part."""
+        per_head = len(x.shape) == 1
+        x = x.spread(0, 1).spread(0, 1) if per_head else x
+        batch, length, heads = x.shape
+        copy = self.scratch(batch, length, heads, self.parts)
+        self.connect(name, self.spread(name, x), copy.permuted((0, 1, 3, 2)))
+        return _reshape(copy, *(() if per_head else (batch, length)), self.parts * heads)
+
+    def states(self, name: str, x: Operand) -> Operand:
+        """States (N, H, Dk, Dv) or their gradients, by part."""
+        (sequences, heads, key_dim, columns), merged = x.shape, _merge_axes(x)
+        copy = self.scratch(sequences, self.parts * heads, key_dim, columns // self.parts)
+        by_part = _reshape(copy, sequences * heads, self.parts, key_dim, columns // self.parts)
+        assert merged
+        self.connect(name, _split_columns(merged, self.parts), by_part.permuted((0, 2, 1, 3)))
+        return copy
+
+
 def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays) -> list[Step]:
     """The launches. arrays, record: as in delta_gradients.plan_delta_gradients; forward stores nothing for these."""
-    parts = count_value_parts(problem)
-    heads, columns, key_dim, sequences = problem("heads", "value_dim", "key_dim", "sequences")
-    extents = problem.extents | {"heads": parts * heads, "value_dim": columns // parts}
+    by_part, part_arrays = ValueParts(problem, scratch), dict(arrays)
+    for name, x in arrays.items():
+        if x and name in VALUE_ARRAYS:
+            part_arrays[name] = _split_heads(x, by_part.parts)
+        elif x and name in GATES:
+            part_arrays[name] = (by_part.channel_gates if len(x.shape) == 4 else by_part.token_gates)(name, x)
+        elif x and name in STATES:
+            part_arrays[name] = by_part.states(name, x)
+    heads, columns = problem("heads", "value_dim")
+    extents = problem.extents | {"heads": by_part.parts * heads, "value_dim": columns // by_part.parts}
     part_problem = Problem(problem.schema, problem.forms, extents, problem.bits, problem.layout)
-    part_arrays, before, after = dict(arrays), list[Step](), list[Step]()
-    for name in VALUE_ARRAYS:
-        x = arrays[name]
-        part_arrays[name] = x and _split_heads(x, parts)
-    for name in GATES:
-        x = arrays[name]
-        if x and len(x.shape) == 4:
-            tokens, gates = x.shape[:2], _merge_axes(x)
-            assert gates
-            copy = scratch(*tokens, parts * heads, key_dim)
-            by_part = _reshape(copy, tokens[0] * tokens[1], heads, parts, key_dim)
-            if name == "decay":
-                before.append(sum_groups(problem, sum_head_groups.FLOAT32, gates.spread(2, parts), by_part))
-            else:
-                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, gates.spread(2, 1)))
-            part_arrays[name] = copy
-        elif x:
-            per_head, x = len(x.shape) == 1, x if len(x.shape) == 3 else x.spread(0, 1).spread(0, 1)
-            batch, length, _ = x.shape
-            copy = scratch(batch, length, heads, parts)
-            by_part = copy.permuted((0, 1, 3, 2))
-            if name in ("beta", "decay"):
-                before.append(sum_groups(problem, sum_head_groups.FLOAT32, x.spread(2, parts), by_part))
-            else:
-                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, x.spread(2, 1)))
-            part_arrays[name] = _reshape(copy, *(() if per_head else (batch, length)), parts * heads)
-    for name in STATES:
-        if x := arrays[name]:
-            states, copy = _merge_axes(x), scratch(sequences, parts * heads, key_dim, columns // parts)
-            assert states
-            by_part = _reshape(copy, sequences * heads, parts, key_dim, columns // parts).permuted((0, 2, 1, 3))
-            states = _split_columns(states, parts)
-            if name == "dinitial_state":
-                after.append(sum_groups(problem, sum_head_groups.FLOAT32, by_part, states))
-            else:
-                before.append(sum_groups(problem, sum_head_groups.FLOAT32, states, by_part))
-            part_arrays[name] = copy
     plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
-    return [*before, *plan(part_problem, part_arrays, scale, scratch, record), *after]
+    return [*by_part.before, *plan(part_problem, part_arrays, scale, scratch, record), *by_part.after]
 
 
 def _split_heads(x: Operand, parts: int) -> Operand | None:
