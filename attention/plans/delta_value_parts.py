@@ -46,10 +46,10 @@ class ValueParts:
         self.problem, self.scratch, self.parts = problem, scratch, count_value_parts(problem)
         self.before, self.after = list[Step](), list[Step]()
 
-    def connect(self, name: str, whole: Operand, by_part: Operand) -> None:
-        """Add the launch that copies an input to its parts or sums a gradient over them. whole, by_part: the array of the call
+    def connect(self, name: str, by_head: Operand, by_part: Operand) -> None:
+        """Add the launch that copies an input to its parts or sums a gradient over them. by_head, by_part: the array of the call
         and scratch memory as (batch, row, head and part, column); the heads of one of them are added up."""
-        steps, source, target = (self.after, by_part, whole) if name in RESULTS else (self.before, whole, by_part)
+        steps, source, target = (self.after, by_part, by_head) if name in RESULTS else (self.before, by_head, by_part)
         steps.append(sum_groups(self.problem, sum_head_groups.FLOAT32, source, target))
 
     def spread(self, name: str, x: Operand) -> Operand:
