@@ -71,7 +71,7 @@ def diagonal(tile):
 def _(tile):
     block = rt(BASE, BASE, fp32)
     if tile not in (block, rt(BASE, WARPGROUP * BASE, fp32)):
-        raise TypeError(f"diagonal: takes {rt(BASE, WARPGROUP * BASE, fp32)} or {block} in row layout, got {tile}")
+        raise TypeError(f"diagonal: takes {rt(BASE, WARPGROUP * BASE, fp32)} in row layout, or {block}, got {tile}")
 
     def emit(b, value):
         _, quad = in_quad(b)

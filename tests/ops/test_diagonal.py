@@ -35,14 +35,18 @@ def test_diagonal_block(run, sample, dtype):
     assert (y == np.concatenate([x[k : k + 16, k : k + 16] for k in range(0, 64, 16)])).all()
 
 
-def test_diagonal(run, sample):
+@pytest.mark.parametrize("cols", [64, 16])
+def test_diagonal(run, sample, cols):
+    """Of the warpgroup's tile, or of the block that each warp has to itself."""
+    T = rt(16, cols, fp32)
+
     @cuda.jit
     def body(x, y):
-        warpgroup.store(y, warpgroup.diagonal(warpgroup.load(x, rt(16, 64, fp32), (0, 0))), (0,))
+        warpgroup.store(y, warpgroup.diagonal(warpgroup.load(x, T, (0, 0))), (0,))
 
-    x, y = sample((64, 64)), blank(64)
+    x, y = sample((64, cols)), blank(64)
     run(body, x, y, warps=4)
-    assert (y == np.diagonal(x)).all()
+    assert (y == x[np.arange(64), np.arange(64) % cols]).all()
 
 
 @pytest.mark.parametrize("dtype", [fp32, bf16])
