@@ -47,8 +47,8 @@ class ValueParts:
         self.before, self.after = list[Step](), list[Step]()
 
     def connect(self, name: str, by_head: Operand, by_part: Operand) -> None:
-        """Add the launch that copies an input to its parts or sums a gradient over them. by_head, by_part: the array of the call
-        and scratch memory as (batch, row, head and part, column); the heads of one of them are added up."""
+        """Add the launch that copies an input to its parts or sums a gradient over them. by_head, by_part: the call's array and
+        scratch memory as (batch, row, head and part, column)."""
         steps, source, target = (self.after, by_part, by_head) if name in RESULTS else (self.before, by_head, by_part)
         steps.append(sum_groups(self.problem, sum_head_groups.FLOAT32, source, target))
 
