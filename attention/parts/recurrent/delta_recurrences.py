@@ -11,9 +11,8 @@ from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 from .delta_chunks import DECAY, ChunkVectors
 from .tokens import send_tile
 
-REVERSE, FORWARD = range(
-    2
-)  # the recurrences; the reverse one, whose blocks come first because it takes longer, is of gradients
+# The recurrences: the reverse one, of gradients, takes longer, so that its blocks come first
+REVERSE, FORWARD = range(2)
 
 
 @static
