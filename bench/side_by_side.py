@@ -135,7 +135,7 @@ def _gates(kind: str, shape: tuple) -> Any:
 
 
 def _members(batch: int, length: int, heads=32, key_heads=None, gates="gentle", value_dim=128) -> dict[str, tuple]:
-    """{member: (function that makes its inputs, its call, the call of its gradients)}"""
+    """{member: (function that makes its inputs, its call, the call of its gradients, None for raw inputs)}"""
     import torch
     import torch.nn.functional as F
 
@@ -231,7 +231,7 @@ def _recurrent(member: str, batch: int, length: int, what="forward", packed: tup
 
     call, inputs = {
         "forward": (functools.partial(forward, **more), make),
-        "gradients": (functools.partial(gradients, **more), with_dout),
+        "gradients": (gradients and functools.partial(gradients, **more), with_dout),
         "training": (train, training_inputs),
     }[what]
     return call, _rotated(inputs, 6 * math.prod(make()[2].shape))
