@@ -161,8 +161,7 @@ def shift(x, y, z):
     return x + y * z
 
 
-@pytest.mark.parametrize("least", [-0.25, None])
-@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize(("divides", "least"), [(False, -0.25), (True, -0.25), (True, None)])
 def test_sums_of_a_factor_and_a_function(run, sample, divides, least):
     """Times a function, or over it. An infinite divisor spoils nothing beside it, NaN the sums from it on, or its pair on."""
     T, smem = rt(32, 32, fp32), shared(x=st(32, 32, bf16), sums=st(32, 32, fp32), z=sv(32, fp32))
