@@ -50,15 +50,13 @@ MIN_CHUNKS_AHEAD = 64  # of a sequence, from which on a launch of its own counts
 # One in so many segments of a head may keep what is before it in sequences that are walked in segments: a block then walks it,
 # too
 KEPT_SEGMENTS = 8
-CHOOSES = False  # may gates choose? Not timed yet
 
 
 def serves_channel_walk(problem: Problem) -> bool:
     """Do launches of this module serve a call? serves_walk with decays of channels: is the scratch memory also below
     MAX_SCRATCH_BYTES?"""
     batch, length, heads, key_dim = problem("batch", "seqlen", "heads", "key_dim")
-    fits = serves_walk(problem) and batch * length * heads * (3 * key_dim + CHUNK) * 2 <= MAX_SCRATCH_BYTES
-    return fits and (CHOOSES or fills(*count_blocks(problem), machine(problem.device).processors))
+    return serves_walk(problem) and batch * length * heads * (3 * key_dim + CHUNK) * 2 <= MAX_SCRATCH_BYTES
 
 
 @watched_function
@@ -177,7 +175,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     fills_gpu = fills(launches.blocks, chunks, processors)
     if fills_gpu and schedule.order.overlaps:
         late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
-        if not CHOOSES or segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
+        if segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
             return launches.walk(schedule, 1)
     elif fills_gpu and segments > 1 and counts_ahead(chunks):
         count, overlaps = launches.count_overlaps(segments)

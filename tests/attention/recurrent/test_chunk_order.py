@@ -221,13 +221,13 @@ class FewSequences(dict):
 @pytest.mark.parametrize(
     ("heads", "length", "packed", "walks", "order"),
     [
-        (8, 32768, False, True, ChunkMajor), (7, 32768, False, False, None), (32, 32768, False, True, ChunkMajor),
+        (8, 32768, False, True, ChunkMajor), (67, 32768, False, False, None), (32, 32768, False, True, ChunkMajor),
         (33, 32768, False, True, HeadMajor), (32, 8192, False, True, HeadMajor), (1, 63 * 64, False, True, HeadMajor),
-        (1, 130 * 64, False, False, None), (7, 32768, True, False, None), (16, 32768, True, True, HeadMajor),
+        (1, 7 * 64, False, False, None), (16, 2**19, False, False, None), (16, 32768, True, True, HeadMajor),
     ],
 )  # fmt: skip
 def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, walks, order):
-    """On an H200. Of fewer heads and long sequences kernels that cut these into segments take less time."""
+    """On an H200, where each block of a walk has a multiprocessor."""
     for place in delta_walk, delta_channel_walk, chunk_schedule:
         monkeypatch.setattr(place, "machine", lambda _: SimpleNamespace(processors=132))
     problem = FewSequences(heads, length, packed)
