@@ -290,7 +290,8 @@ def _plan_chunks(
     problem: Problem, arrays: dict, by_channel: bool, scale: float, raw: RawOptions
 ) -> tuple[list[Step], recurrent_chunks.ScratchShapes]:
     """(launches of Hopper's kernels, scratch memory between them): one of a kernel that computes everything itself, or those of
-    a walk if sequences are few (plans/delta_walk.py), or with decays of channels three if sequences are cut into segments."""
+    a walk if sequences are few (plans/delta_walk.py, delta_channel_walk.py), or with decays of channels three if sequences are
+    cut into segments."""
     scratch = recurrent_chunks.ScratchAllocator(problem)
     # Do the kernels normalise queries and keys? See l2norm.py.
     kernel_normalizes = by_channel or problem.dtype == "bfloat16"
