@@ -163,6 +163,15 @@ class ChannelWalk:
         )
         return [transform, walk]
 
+    def walk_segments(self, schedule: ChunkSchedule, segments: int) -> list[Step]:
+        """The launches of a walk in segments, whatever the gates are: a launch counts overlaps before those of `walk`, or with
+        few chunks the first of these does."""
+        if segments == 1 or not counts_ahead(self.sequence_chunks):
+            return self.walk(schedule, segments)
+        count, overlaps = self.count_overlaps(segments)
+        successor = LaunchCondition(intern_value(SuccessorGrid), {})
+        return [count, *self.walk(schedule, segments, overlaps, successor, successor)]
+
 
 def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOptions, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: those of kda_hopper.py's kernel. raw: the formulas that kernels apply to raw inputs."""
@@ -173,21 +182,18 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
     schedule = schedule_chunks(problem, launches.blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
     fills_gpu = fills(launches.blocks, chunks, processors)
-    if fills_gpu and schedule.order.overlaps:
+    if fills_gpu and not schedule.order.overlaps:
+        return launches.walk_segments(schedule, segments)
+    if fills_gpu:
         late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
         if segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
             return launches.walk(schedule, 1)
-    elif fills_gpu and segments > 1 and counts_ahead(chunks):
-        count, overlaps = launches.count_overlaps(segments)
-        successor = LaunchCondition(intern_value(SuccessorGrid), {})
-        return [count, *launches.walk(schedule, segments, overlaps, successor, successor)]
-    elif fills_gpu:
-        return launches.walk(schedule, segments)
+    # The gates choose between a walk in segments, where sequences forget, and what is faster where they keep
     count, overlaps = launches.count_overlaps(segments)
     args: dict[str, Any] = {"gHistories": overlaps, "max_kept": segments // KEPT_SEGMENTS}
     forgets, keeps = (LaunchCondition(intern_value(HistoryCondition, x), args) for x in (True, False))
-    steps = launches.walk(schedule_by_heads(problem, resident_ctas), segments, overlaps, forgets, forgets)
+    in_segments = launches.walk(schedule_by_heads(problem, resident_ctas), segments, overlaps, forgets, forgets)
     if fills_gpu:
         beside = LaunchCondition(intern_value(HistoryCondition, False, True), args)
-        return [count, *steps, *launches.walk(schedule, 1, None, keeps, beside)]
-    return [count, *steps, *plan_channel_scans(problem, arrays, scale, raw, scratch, keeps)]
+        return [count, *in_segments, *launches.walk(schedule, 1, None, keeps, beside)]
+    return [count, *in_segments, *plan_channel_scans(problem, arrays, scale, raw, scratch, keeps)]
