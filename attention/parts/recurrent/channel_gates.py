@@ -5,7 +5,7 @@ TileGates computes gates in registers (gla_ampere.py)."""
 from numba import cuda
 from numpy import float32, int32
 
-from ops import cumsum_columns, less, load, load_row, row_index, store, subtile, tile_max, warpgroup, where, zeros
+from ops import cumsum_columns, last_element, less, load, load_row, row_index, store, subtile, warpgroup, where, zeros
 from tiles import fp32, inlined, rt, static, sv
 from tiles.launching.arguments import array, record
 
@@ -102,7 +102,7 @@ class FormulaChannelGates(ChannelGates):
     @inlined
     def cumsum(self, sums, gates, constants, warp, remaining):
         (biases, rates), formula = constants, self.formula
-        rate, offsets = tile_max(load(subtile(rates, RATE.length, warp), RATE)), subtile(biases, self.channels, warp)
+        rate, offsets = last_element(subtile(rates, RATE.length, warp)), subtile(biases, self.channels, warp)
         function, slope, factor = formula.value_at, formula.slope(rate), formula.factor(rate)
         sums_part, gates_part = self.part(sums, warp), self.part(gates, warp)
         cumsum_columns(sums_part, gates_part, self.least, function, slope, offsets, None, self.fall, factor, formula.divides)
