@@ -140,9 +140,10 @@ def make(config: Config):
                     k.release(j - 1)
                 row_maxima = row_max(near, row_max(far)) * scale
                 near, far = exp2(near * scale - row_maxima) * beta, exp2(far * scale - row_maxima) * beta
-                write_slot(window, 2 * j, INPUT(far))
-                write_slot(window, 2 * j + 1, INPUT(near))
-                write_slot(near_sum, j, row_sum(near, row_sum(far)))
+                rounded_near, rounded_far = INPUT(near), INPUT(far)
+                write_slot(window, 2 * j, rounded_far)
+                write_slot(window, 2 * j + 1, rounded_near)
+                write_slot(near_sum, j, row_sum(fp32(rounded_near), row_sum(fp32(rounded_far))))
         elif wg == FEATURES:
             warpgroup.claim_registers(features_registers)
             alpha, q_map, k_map = gAlphas[head], maps.wait(0), maps.wait(1)

@@ -43,6 +43,11 @@ def test_lengths_around_every_block(place, length):
     agree(place, *inputs(1, length, 1))
 
 
+def test_one_key(place):
+    """The first token's output is its value: the sum of weights is that of rounded ones, which products have."""
+    agree(place, *inputs(1, 1, 16, 16, 48, seed=1))
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim", "dtype"), [(64, 64, BF16), (128, 80, FP16), (16, 128, BF16)])
 def test_head_dims(place, head_dim, value_dim, dtype):
     agree(place, *inputs(2, 200, 2, head_dim, value_dim, dtype))
