@@ -96,10 +96,7 @@ def _flash(q, k, v):
 
 STEPS = {  # of training: functions of q, k, v, beta and decay
     "forward": (lambda q, k, v, beta, decay: attention.forward(q, k, v, causal=True), 3),
-    "SDPA": (
-        lambda q, k, v, beta, decay: F.scaled_dot_product_attention(*[x.transpose(1, 2) for x in (q, k, v)], is_causal=True),
-        3,
-    ),
+    "SDPA": (lambda q, k, v, beta, decay: _flash(q, k, v), 3),
     "linear": (lambda q, k, v, beta, decay: attention.linear(q, k, v, decay=decay), 5),
     "the gated delta rule": (lambda q, k, v, beta, decay: attention.delta_rule(q, k, v, beta, decay=decay), 5),
 }
@@ -130,7 +127,7 @@ def _fused():
     """{name: (an operator of fuse, arguments of its n-th call)}, with numbers of rows or lengths that were not seen."""
     (x,), (norm, *weights) = _tensors(LONGEST, 256), (*_tensors(256), *_tensors(256, 256))
     (heads,), (scale,) = _tensors(1, LONGEST, 4, 64), _tensors(64)
-    (router,), experts = _tensors(256, 4), _tensors(4, 64, 256, n=3)
+    (router,), experts = _tensors(256, 8), _tensors(8, 128, 256, n=3)
 
     def sequence(n):
         return heads[:, : 100 + n].transpose(1, 2)

@@ -142,21 +142,9 @@ def make(config: Config):
             block_scores.factor(open_tiles(queries, keys, residual, sums, to_start), sums, warp)
 
     @inlined
-    def fill_gates(g, gGates, seq, j, head):
-        """Have TMA load the gates of the j-th chunk, if there is one."""
-        if j < seq.num_chunks():
-            g.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
-
-    @inlined
-    def refill_gates(g, gGates, seq, j, head):
-        """Have TMA load gates to the place of b of the j-th chunk, if it was theirs."""
-        if IN_PLACE:
-            fill_gates(g, gGates, seq, j + GATE_STAGES, head)
-
-    @inlined
-    def score_blocks(queries, keys, q_residual, g, gGates, gate_sums, to_start, seq, j, head):
-        """The scores of a strong chunk whose blocks have references. Gives back what the preparer waits for, and loads gates in
-        its place, then decays queries to the start of the chunk."""
+    def score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j):
+        """The scores of a strong chunk whose blocks have references. Gives back what the preparer waits for, then decays
+        queries to the start of the chunk."""
         if decay.has_references:
             warp = warpgroup.rank()
             tiles = open_tiles(queries, keys, q_residual.wait(j), pick_sums(g, gate_sums, j), pick_start(to_start, j))
@@ -164,15 +152,22 @@ def make(config: Config):
             q_residual.release(j)
             release_sums(g, gate_sums, j)
             warpgroup.sync()  # all warps have multiplied
-            refill_gates(g, gGates, seq, j, head)
             block_scores.decay_to_start(tiles, warp)
             return scores
         else:
             return zeros(SCORES)
 
     @inlined
+    def fill_gates(g, gGates, seq, j, head):
+        """Have TMA load the gates of the j-th chunk, if there is one."""
+        if j < seq.num_chunks():
+            g.fill(j, gGates, (seq.batch, seq.chunk_start(j), head))
+
+    @inlined
     def sum_gates(g, gGates, gate_sums, constants, seq, j, head, warp):
         """Write b of the j-th chunk, if there is one. The scorer calls this, as it waits for the preparer in any case."""
+        if IN_PLACE and j >= GATE_STAGES:
+            fill_gates(g, gGates, seq, j, head)
         if j < seq.num_chunks():
             sums, gates, remaining = gate_sums.claim(j), g.wait(j), seq.remaining(j)
             seq_layout.zero_other_rows(gates, remaining)
@@ -269,7 +264,7 @@ def make(config: Config):
                         s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
                         q_residual.release(j)
                     elif strength > 0:
-                        s = score_blocks(queries, keys, q_residual, g, gGates, gate_sums, to_start, seq, j, head)
+                        s = score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j)
                     else:
                         s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
                         s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
@@ -280,8 +275,6 @@ def make(config: Config):
                     warpgroup.store(subtile(weights, CHUNK, 0), rounded)
                     warpgroup.store(subtile(weights, CHUNK, 1), s - fp32(rounded))
                     p.publish(j)
-                    if strength != 1:
-                        refill_gates(g, gGates, seq, j, head)
         else:
             warpgroup.claim_registers(consumer_registers)
             column, out_tile = COLUMNS * (CONSUMERS * block + wg), subtile(out, CHUNK, wg)
