@@ -47,7 +47,7 @@ class Config(DeltaConfig):
 
     @property
     def columns(self):
-        """The columns of values of both consumers."""
+        """How many columns of values a block has, 64 for each of its consumers."""
         return CONSUMERS * COLUMNS
 
 

@@ -55,7 +55,7 @@ class Config:
 
     @property
     def map(self):
-        """The tile of a head's feature map."""
+        """The tile of the weights of a head's feature map, (head_dim, half of the features)."""
         return st(HEAD, HALF, self.dtype)
 
 

@@ -62,7 +62,7 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 @dataclass(frozen=True)
 class Config(HedgehogGradientConfig):
-    """The configuration of the kernel for queries."""
+    """A kernel's configuration, whose fields are those of HedgehogGradientConfig."""
 
     label = "gradients of Hedgehog's queries"
 

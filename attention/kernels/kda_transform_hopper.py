@@ -68,7 +68,7 @@ class Config(channel_config.ConditionalConfig):
 
     @property
     def square(self):
-        """The tile of scores for a chunk."""
+        """The tile of P or of T for a chunk: a row and a column for each of its tokens."""
         return st(CHUNK, CHUNK, self.dtype)
 
     @property
@@ -81,7 +81,8 @@ class Config(channel_config.ConditionalConfig):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims."""
+    """The configurations that channel_space has of both padded key dims; of the larger one for a walk beside this grid, too.
+    everything: for that of both, and under all conditions of launch_conditions.py."""
     sizes = tuple((key_dim, 0) for key_dim in DELTA_KEY_DIMS)
     for config in channel_config.channel_space(Config, sizes, target, everything, BetaFormula(1.0)):
         yield replace(config, consumers=0)

@@ -1,4 +1,5 @@
-"""tiles/compiling/faster_numba.py, faster_llvmlite.py: the code that Numba's own compiler makes, and its words."""
+"""tiles/compiling/faster_numba.py, faster_passes.py, faster_typing.py, faster_llvmlite.py: the code that Numba's own compiler
+makes, and its words."""
 
 import pytest
 from llvmlite import ir

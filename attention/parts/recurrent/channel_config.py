@@ -45,7 +45,7 @@ class Config:
 
     @property
     def channel_gates(self) -> ChannelGates:
-        """The gates of a warp's channels."""
+        """How a warp computes and sums up gates of its channels, which are a quarter of the key dim."""
         return choose_channel_gates(self.key_dim // warpgroup.WARPGROUP, self.formula, None)
 
     @property
@@ -74,7 +74,7 @@ class Config:
 
     @property
     def gate(self):
-        """The tile of gates for a chunk."""
+        """The tile of gates for a chunk, a row a token and a column a channel, in the dtype of `gates`."""
         return self._panels_of_warps(self.gates)
 
     @property

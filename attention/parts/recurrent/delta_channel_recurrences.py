@@ -189,7 +189,7 @@ class ChannelRecurrence:
 
     @property
     def scores(self):
-        """The tile of a chunk's scores, P."""
+        """The tile of P, the scores of a chunk's queries with its keys."""
         return st(CHUNK, CHUNK, self.dtype)
 
     @property
@@ -241,7 +241,7 @@ class ChannelRecurrence:
 
     @inlined
     def locate(self, gCuSeqlens, sequence, length, head_sequence, segment, span_args):
-        """The SegmentSpan of a block; see WholeSequences.locate."""
+        """The SegmentSpan of a block, in the direction of the recurrence. Arguments are those of WholeSequences.locate."""
         return self.spans.locate(self.layout, gCuSeqlens, sequence, length, head_sequence, segment, span_args)
 
     @inlined

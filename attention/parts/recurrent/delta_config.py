@@ -53,7 +53,7 @@ class DeltaConfig:
 
     @property
     def vectors(self):
-        """The vectors of a chunk's tokens."""
+        """The vectors with a number for each token of a chunk: beta and, with decays, their sums and factors."""
         return ChunkVectors(self.gated)
 
     @property
