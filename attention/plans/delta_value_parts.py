@@ -3,7 +3,8 @@ another, so a head's values, in two parts or more, are those of as many heads th
 What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq and dk as those of heads
 that share keys.
 
-The parts of v, dout and dv are views. Beta, gates and states are copied."""
+The parts of v, dout and dv are views. Where the strides of heads allow none, as with heads before tokens, they are those of
+copies, with heads side by side. Beta, gates and states are copied."""
 
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
@@ -14,13 +15,15 @@ from ..parts.recurrent.delta_gradient_config import VALUES
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_gradient_walk import plan_delta_gradient_walk
 from .partial_sums import sum_groups
+from .raw_inputs import by_tma, launch_copies
 from .recurrent_checks import has_channel_decay
 from .recurrent_chunks import Arrays, ScratchAllocator
 
 VECTOR = 8  # columns of 16 bytes, of which a part has a multiple, as TMA reads it
 VALUE_ARRAYS, GATES = ("v", "dout", "dv"), ("beta", "decay", "dbeta", "ddecay")
 STATES = "initial_state", "dstate", "dinitial_state"
-RESULTS = "dbeta", "ddecay", "dinitial_state"  # those of GATES and STATES that are written
+RESULTS = "dv", "dbeta", "ddecay", "dinitial_state"
+COPIED_RESULTS = "dv", "ddecay", "dinitial_state"  # to these, rows of four axes may have to be copied
 
 
 def count_value_parts(problem: Problem) -> int:
@@ -33,23 +36,43 @@ def count_value_parts(problem: Problem) -> int:
 def serves_value_parts(problem: Problem, arrays: Arrays) -> bool:
     """Can the heads of such a call be cut into parts? arrays: as in delta_gradients.plan_delta_gradients."""
     parts = count_value_parts(problem)
-    values = [x for name in VALUE_ARRAYS for x in [arrays[name]] if x]
-    merged = [x for name in (*STATES, *GATES) for x in [arrays[name]] if x and len(x.shape) == 4]
-    return parts > 1 and all([_split_heads(x, parts) for x in values]) and all([_merge_axes(x) for x in merged])
+    copied = [name for name in COPIED_RESULTS if needs_copy(name, arrays[name], parts)]
+    return parts > 1 and all([by_tma(problem, name) for name in copied])
+
+
+def needs_copy(name: str, x: Operand | None, parts: int) -> bool:
+    """Do the strides of an array of four axes allow no view of parts, or none with batches and rows as one axis?"""
+    if x is None or len(x.shape) < 4:
+        return False
+    return (_split_heads(x, parts) if name in VALUE_ARRAYS else _merge_axes(x)) is None
 
 
 class ValueParts:
-    """The arrays of a call with the parts of heads as heads of their own. before: the launches that copy inputs to each part;
-    after: those that sum gradients over parts."""
+    """The arrays of a call with the parts of heads as heads of their own. before: the launches that copy inputs; sums: those
+    that sum gradients over parts; results: those that copy results to where the caller wants them."""
 
     def __init__(self, problem: Problem, scratch: ScratchAllocator):
         self.problem, self.scratch, self.parts = problem, scratch, count_value_parts(problem)
-        self.before, self.after = list[Step](), list[Step]()
+        self.before, self.sums, self.results = list[Step](), list[Step](), list[Step]()
+
+    @property
+    def after(self) -> list[Step]:
+        """The launches that follow those of the parts."""
+        return [*self.sums, *self.results]
+
+    def make_contiguous(self, name: str, x: Operand) -> Operand:
+        """Scratch memory in place of an array, and the launch that copies from or to it."""
+        copy = self.scratch(*x.shape, dtype=x.dtype)
+        if name in RESULTS:
+            self.results.append(launch_copies(self.problem, [copy], [x]))
+        else:
+            self.before.append(launch_copies(self.problem, [x], [copy]))
+        return copy
 
     def connect(self, name: str, by_head: Operand, by_part: Operand) -> None:
         """Add the launch that copies an input to its parts or sums a gradient over them. by_head, by_part: the call's array and
         scratch memory as (batch, row, head and part, column)."""
-        steps, source, target = (self.after, by_part, by_head) if name in RESULTS else (self.before, by_head, by_part)
+        steps, source, target = (self.sums, by_part, by_head) if name in RESULTS else (self.before, by_head, by_part)
         steps.append(sum_groups(self.problem, sum_head_groups.FLOAT32, source, target))
 
     def spread(self, name: str, x: Operand) -> Operand:
@@ -87,6 +110,8 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
     """The launches. arrays, record: as in delta_gradients.plan_delta_gradients; forward stores nothing for these."""
     by_part, part_arrays = ValueParts(problem, scratch), dict(arrays)
     for name, x in arrays.items():
+        if x and needs_copy(name, x, by_part.parts):
+            x = by_part.make_contiguous(name, x)
         if x and name in VALUE_ARRAYS:
             part_arrays[name] = _split_heads(x, by_part.parts)
         elif x and name in GATES:

@@ -176,21 +176,25 @@ def copy_arrays(
 ) -> tuple[Step, Arrays]:
     """(the launch that copies one or two arrays of the same shape to scratch memory, the copies by the same names). l2norm: are
     rows divided by their L2 norms?"""
-    first, *second = arrays.values()
-    batch, length, heads, columns = first.form.shape
-    copied = [scratch(batch, length, heads, columns, dtype=first.form.dtype) for _ in arrays]
-    tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(arrays)
-    config = intern_value(copy_rows.Config, columns, DTYPES[first.form.dtype], l2norm)
+    copies = [scratch(*x.form.shape, dtype=x.form.dtype) for x in arrays.values()]
+    return launch_copies(problem, list(arrays.values()), copies, l2norm), dict(zip(arrays, copies))
+
+
+def launch_copies(problem: Problem, sources: list[Operand], targets: list[Operand], l2norm: bool = False) -> Step:
+    """The launch that copies one array (batch, token, head, column), or two of the same shape, to others, of which TMA can
+    address each row. l2norm: are rows divided by their L2 norms?"""
+    batch, length, heads, columns = sources[0].form.shape
+    tiles, all_heads = -(-length // copy_rows.ROWS), heads * len(sources)
+    config = intern_value(copy_rows.Config, columns, DTYPES[sources[0].form.dtype], l2norm)
     head_blocks = -(-all_heads // copy_rows.WARPS)
-    step = kernel_for(copy_rows, config, problem.device).bind(
+    return kernel_for(copy_rows, config, problem.device).bind(
         batch * tiles * head_blocks,
-        gX=first,
-        gY=second[0] if second else None,
-        gCopiedX=copied[0],
-        gCopiedY=copied[-1] if second else None,
+        gX=sources[0],
+        gY=sources[1] if sources[1:] else None,
+        gCopiedX=targets[0],
+        gCopiedY=targets[1] if targets[1:] else None,
         tiles=tiles,
         head_blocks=head_blocks,
         heads=heads,
         all_heads=all_heads,
     )
-    return step, dict(zip(arrays, copied))

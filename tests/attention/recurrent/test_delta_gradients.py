@@ -11,6 +11,7 @@ from gradient_cases import (
     check_heads_first,
     check_packed,
     check_record,
+    check_row_strides,
     delta_case,
     f32,
     relative_rms,
@@ -75,6 +76,18 @@ def test_value_parts(place, decay):
     args["beta"] = args["beta"].astype(bf16)
     args["initial_state"], args["dstate"] = (np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate"))
     check(place, args | {"cu_seqlens": np.array([0, 3, 67], np.int32)})
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_value_parts_of_heads_first(place, decay):
+    """Strides of heads with which parts are no views: the same kernels, and so the same bits."""
+    check_heads_first(place, delta_case(65, decay, batch=2, heads=2, key_heads=1, value_dim=144))
+
+
+@pytest.mark.parametrize("decay", ["token", "channel"])
+def test_value_parts_of_any_rows(decay):
+    """Rows of 144 columns in rows of 152."""
+    check_row_strides(delta_case(3, decay, batch=2, heads=2, value_dim=144), 8)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(256, 16, "token"), (144, 144, "channel")])
