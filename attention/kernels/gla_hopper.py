@@ -223,6 +223,7 @@ def make(config: Config):
                 sums = pick_sums(g, gate_sums, j)
                 b_last = decay.load_last_sums(sums, warp)
                 strong, halved = decay.vote(sums, b_last, warp)
+                by_blocks = decay.has_references and strong and not halved
                 queries, keys = q.wait(j), k.wait(j)
                 seq_layout.zero_other_rows(keys, seq.remaining(j))
                 norm.normalize(queries, warp)
@@ -234,7 +235,7 @@ def make(config: Config):
                     warpgroup.sync()
                     warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
                     warpgroup.sync()
-                if decay.has_references and strong and not halved:
+                if by_blocks:
                     factor_blocks(queries, keys, residual, sums, pick_start(to_start, j), warp)
                 else:
                     decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
@@ -242,7 +243,7 @@ def make(config: Config):
                 q_residual.publish(j)  # first: its fence is that of the queries and keys, too
                 state_decay.publish(j)
                 flag.publish(j)
-                if not (decay.has_references and strong and not halved):
+                if not by_blocks:
                     release_sums(g, gate_sums, j)
                 q.release(j)
                 k.release(j)

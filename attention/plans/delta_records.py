@@ -6,6 +6,11 @@ With T the bytes of an array of tokens, bf16 and H = Hk, Dk = Dv = 128, the reco
 where q, k and v are 3 T; with scores, for few heads, 4.5 T. The pass that computes it is most of the forward pass, so gradients
 that find it need a walk in reverse alone.
 
+Of each packed sequence up to one chunk index belongs to no chunk (SequenceLayout.chunk_index), and padding has others: there
+nobody writes the record, nor reads it. torch.library.opcheck compares it all the same, and fails. Zeros there would cost
+forward 65 KiB for each sequence and head, 121 with decays of channels: of 1024 tokens each a 16th of the record, of 64 as much
+again as the record. Without such indices its extents would depend on numbers in device memory.
+
 With decays of channels it has 7.5 T: states 2 T, errors T, solutions T, scores 0.5 T, decayed queries and keys 3 T. Forward
 writes them in 18 T of traffic, for 6 T without a record, and gradients then move 23.5 T of 39 T."""
 

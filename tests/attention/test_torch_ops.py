@@ -30,6 +30,15 @@ def test_opcheck(name):
         torch.library.opcheck(op, arguments)
 
 
+def test_opcheck_of_packed_records():
+    """All but the comparison of results, as nobody writes the chunks of a record that are of no sequence (delta_records.py)."""
+    x = Inputs(tokens=70, heads=1)
+    with OpRecorder() as seen:
+        attention.delta_rule(*x.qkv(16), -x.gates(), decay=x.gates(), cu_seqlens=x.ends(), return_chunk_states=True)
+    ((op, arguments),) = seen.calls
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
 @every_call
 def test_compiles_whole(name):
     function, args, options = prepared(name)
