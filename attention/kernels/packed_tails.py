@@ -26,7 +26,7 @@ from ..parts.recurrent.tokens import CHUNK, SequenceLayout
 
 WARPS, ROWS = 8, 16  # of a block; tokens that a warp has
 PARTS = CHUNK // ROWS  # warps that a head's tail has
-COLUMNS = 64, 128  # of a row, padded
+COLUMNS = 64, 128, 256  # of a row, padded
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""attention.linear_backward against the reference's gradients, whose own derivatives test_recurrences.py checks."""
+"""attention.linear_backward against the reference's gradients, whose own derivatives test_recurrence_gradients.py checks."""
+
+import functools
 
 import numpy as np
 import pytest
@@ -59,6 +61,11 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, decay, heads)
     """A sequence with a token more than a chunk, and one of a token, next to poison: each has the gradients that it has by
     itself. Padding has gradients of 0; one without tokens passes the gradient of its state on."""
     check_packed(place, monkeypatch, case, decay, heads, family=family)
+
+
+def test_packed_sequences_of_wide_values_that_share_keys(place, monkeypatch):
+    """Values and their gradients of more than 128 columns have tails of their own, too."""
+    check_packed(place, monkeypatch, functools.partial(case, value_dim=144), "token")
 
 
 @pytest.mark.parametrize(("decay", "dtype"), [("none", bf16), ("token", np.float16)])
