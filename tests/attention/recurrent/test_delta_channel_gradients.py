@@ -391,6 +391,22 @@ def test_gradients_of_gates_by_others(place):
     assert relative_rms(r[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"].sum(-1)) < 0.03
 
 
+def test_gradients_of_each_channels_gates(place):
+    """They are the reverse cumulative sum of q dq + k dk_read - k dk_write, and of what the last state adds. dk_read = -S' dv
+    is the gradient of the k that reads a state, dk_write the rest."""
+    args = one_head(100)
+    q, k, v, beta, decay, state, dstate = (args[x].astype(float) for x in ("q k v beta decay initial_state dstate").split())
+    got = {name: x.astype(float) for name, x in run(place, args).items()}
+    S, dk_read = state[0, 0], np.zeros_like(k)
+    for t in range(100):
+        decayed = np.exp(decay[0, t, 0])[:, None] * S
+        dk_read[0, t, 0] = -decayed @ got["dv"][0, t, 0]
+        S = decayed + np.outer(k[0, t, 0], beta[0, t, 0] * (v[0, t, 0] - decayed.T @ k[0, t, 0]))
+    terms = q * got["dq"] + k * dk_read - k * (got["dk"] - dk_read)
+    terms[0, -1, 0] += (S * dstate[0, 0]).sum(-1)
+    assert relative_rms(terms[:, ::-1].cumsum(1)[:, ::-1], got["ddecay"]) < 0.03
+
+
 def test_gates_of_zero(place):
     """Gates of channels that are alike have gradients whose sum is that of the gate of a token."""
     args = one_head(100)

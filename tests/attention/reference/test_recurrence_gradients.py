@@ -14,6 +14,7 @@ from attention.reference import (
     mamba2,
     mamba2_backward,
 )
+from attention.reference.based_gradients import based_features
 
 BATCH, LENGTH, HEADS, KEY_HEADS, DK, DV, STEP = 2, 7, 4, 2, 5, 3, 1e-6
 DECAYS = {"none": None, "head": (HEADS,), "token": (BATCH, LENGTH, HEADS), "channel": (BATCH, LENGTH, HEADS, DK)}
@@ -121,6 +122,37 @@ def test_finite_differences_of_based(normalize):
     gradients = based_backward(dout, **arrays, normalize=normalize, scale=-0.3)
     del gradients["dinitial_state"]
     compare(gradients, arrays, lambda **changed: (based(**arrays | changed, normalize=normalize, scale=-0.3)[0] * dout).sum())
+
+
+@pytest.mark.parametrize(("normalize", "packed"), [(False, False), (True, True)])
+def test_finite_differences_of_based_between_states(normalize, packed):
+    """From initial states, with a loss of last states, as linear attention with features has them."""
+    rng, batch, length = np.random.default_rng(1), 1 if packed else BATCH, BATCH * LENGTH if packed else LENGTH
+    q, k = rng.standard_normal((2, batch, length, KEY_HEADS, 16))
+    v, dout = rng.standard_normal((2, batch, length, HEADS, DV))
+    features = based_features(q, 1).shape[-1]
+    state, dstate = rng.standard_normal((2, BATCH, HEADS, features, DV))
+    arrays, ends = {"q": q, "k": k, "v": v, "initial_state": state}, (dstate, 0 * dstate[..., 0])
+    if normalize:  # the sum of weights that a sequence begins with is that of keys before it
+        before = based_features(rng.standard_normal((BATCH, HEADS, 9, 16)), 0.5)
+        arrays["initial_z"], ends = before.sum(2), (dstate, rng.standard_normal((BATCH, HEADS, features)))
+    options = {"cu_seqlens": np.array([0, 5, BATCH * LENGTH])} if packed else {}
+
+    def states(arrays):
+        start, z = arrays.pop("initial_state"), arrays.pop("initial_z", None)
+        return arrays | {"initial_state": (start, z) if normalize else start, "normalize": normalize}
+
+    def loss(**changed):
+        now = states(arrays | changed)
+        now |= {"q": based_features(-0.3 * now["q"], 1), "k": based_features(now["k"], 0.5)}
+        out, last = linear(**now, scale=1, **options)
+        return (out * dout).sum() + sum((x * dx).sum() for x, dx in zip(last if normalize else (last,), ends))
+
+    inputs = states(dict(arrays)) | {"dstate": ends if normalize else dstate}
+    gradients = based_backward(dout, **inputs, scale=-0.3, **options)
+    if normalize:
+        gradients["dinitial_state"], gradients["dinitial_z"] = gradients["dinitial_state"]
+    compare(gradients, arrays, loss)
 
 
 def test_finite_differences_of_hedgehog():
