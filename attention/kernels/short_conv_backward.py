@@ -186,6 +186,7 @@ def make_gradients(config: Config):
         """A warp has every so many-th of `count` blocks of `tokens` tokens, and one of the `panels` of channels. gSums (warp of
         a panel, W + 1, channel): of the gradients of the weights and the bias."""
         x_tiles, dy_tiles = smem.open()
+        grid.release()  # sum_warps waits beside the last blocks, and need not be launched behind them
         warp, col = find_panel(panels)
         taps, zero_line = conv.load_taps(gWeight, gBias, col), zeros(LINE)
         sums = LagSums(zero_line, zero_line, zero_line, zero_line, zero_line)
