@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import divmod, grid, minimum, subtile, warpgroup
-from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
+from ops import cluster, divmod, grid, minimum, subtile, warpgroup
+from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
+from ..parts.recurrent.pair_exchange import BLOCKS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, WalkOutputs
 
@@ -38,7 +39,7 @@ WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 VALUES = CONSUMERS * COLUMNS  # columns of a value, padded
 REGISTERS = 56, 224  # of a thread of the producer, of a consumer
 LOAD_WARP, SUM_WARP, STORE_WARP = range(3)  # of the producer: the last is the first consumer's, the warp after it the second's
-SUM_STAGES = 3  # chunks whose b is in shared memory
+SUM_STAGES = 3  # chunks whose b is in shared memory; one less where that has to hold what a pair's blocks send each other, too
 SUMS_LATE = 2  # chunks by which the warp that computes b is ahead of the sums that it stores
 STAGES = 2  # chunks in flight
 
@@ -47,7 +48,8 @@ STAGES = 2  # chunks in flight
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK
     float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)? with_gates:
-    are the sums for the gates' gradients stored, too?"""
+    are the sums for the gates' gradients stored, too? paired: do the two
+    value heads of a key head have the blocks of a cluster, which add up dQ and dK?"""
 
     key_dim: int
     dtype: dtype
@@ -56,11 +58,17 @@ class Config:
     unrounded_values: bool = False
     varlen: bool = False
     with_gates: bool = True
+    paired: bool = False
     threads, overlaps_previous = warpgroup.THREADS * (CONSUMERS + 1), True
     consumers, ctas_per_sm, supports_segments = CONSUMERS, 1, True  # as of chunk_hopper.py, to choose segments
 
+    @property
+    def cluster(self):
+        """The number of blocks of a cluster."""
+        return BLOCKS if self.paired else 1
+
     def __str__(self):
-        flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values
+        flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values, "pairs" * self.paired
         size, gates = f"Dk {self.key_dim} {self.dtype}", "gradients of gates" * self.with_gates
         return ", ".join(filter(None, (size, str(self.gate), gates, *flags, "varlen" * self.varlen)))
 
@@ -81,6 +89,8 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
                     yield Config(key_dim, input_dtype, gate, *results, varlen)
                 if everything or not gate.kind:
                     yield Config(key_dim, input_dtype, gate, *results, varlen, with_gates=False)
+                if key_dim == VALUES and not varlen and results == RESULTS[0]:
+                    yield Config(key_dim, input_dtype, gate, with_gates=bool(gate.kind), paired=True)
 
 
 @functools.cache
@@ -90,10 +100,11 @@ def make(config: Config):
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
     seq_layout, TRANSPOSED = SequenceLayout(config.varlen, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
-    outputs = WalkOutputs(seq_layout, KEYS, INPUT, config.unrounded, config.unrounded_values, config.with_gates)
+    results = config.unrounded, config.unrounded_values, config.with_gates, config.paired
+    outputs, PAIRED = WalkOutputs(seq_layout, KEYS, INPUT, *results), config.paired
     ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
     DQK, DVALUES = outputs.input_gradients, outputs.value_gradients
-    vectors = ring(sv(CHUNK, fp32), SUM_STAGES if gate.per_token else 1, WARPS, writers=1)
+    vectors = ring(sv(CHUNK, fp32), SUM_STAGES - PAIRED if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
         k=ring(KEY, STAGES, WARPS),
@@ -101,10 +112,16 @@ def make(config: Config):
         do=ring(VALUE, STAGES, WARPS),
         s=ring(STATES, 1, WARPS),
         ds=STATES,
-        out=ring(KEY, CONSUMERS, 1, writers=warpgroup.WARPGROUP),
+        out=ring(outputs.tile, CONSUMERS, 1, writers=warpgroup.WARPGROUP),
+        **(outputs.exchange.members() if PAIRED else {}),
         dots=ring(sv(2 * CHUNK, fp32), CONSUMERS, 1, writers=warpgroup.WARPGROUP),
         b=vectors,
     )
+
+    @inlined
+    def operand(tile):
+        """The right operand of a product, whose rows run along k."""
+        return cluster.unmap(tile) if PAIRED else tile
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
@@ -117,8 +134,13 @@ def make(config: Config):
         """The gradients of one of the `segments` of a sequence, for one value head; `group` of them share a key head. gStates:
         S^T before each chunk. gLastState: dS^T after each segment, gFirstState: before each sequence. gTailQ .. gTailDV: see
         packed_tails.py."""
-        q, k, v, do, s, ds, out, dots, b = smem.open()
+        memory = smem.open()
+        q, k, v, do, s, ds, out, dots, b = (
+            memory.q, memory.k, memory.v, memory.do, memory.s, memory.ds, memory.out, memory.dots, memory.b
+        )  # fmt: skip
         grid.follow()
+        if PAIRED:
+            cluster.sync()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
@@ -144,7 +166,7 @@ def make(config: Config):
             else:
                 consumer = int32(warp - STORE_WARP)
                 for j in range(walk.n):
-                    outputs.send((gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV), out, consumer, j, walk.place(j))
+                    outputs.send((gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV), out, consumer, j, walk.n, walk.place(j), memory)
         else:
             warpgroup.claim_registers(consumer_registers)
             walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
@@ -160,9 +182,9 @@ def make(config: Config):
                 warpgroup.sync_several(CONSUMERS)
                 s_tile, do_columns = s.wait(j), subtile(do_tile, CHUNK, 0, COLUMNS, wg)
                 if wg == DQ_CONSUMER:  # dx is dQ
-                    left, right, states, operand, partner = do_tile, v_tile, s_tile, q_tile, k_tile
+                    left, right, states, x, partner = do_tile, v_tile, s_tile, q_tile, k_tile
                 else:  # dx is dK, dp is dP^T, and b has the opposite sign
-                    left, right, states, operand, partner = v_tile, do_tile, ds, k_tile, q_tile
+                    left, right, states, x, partner = v_tile, do_tile, ds, k_tile, q_tile
                 p_t = warpgroup.mm_ABt(k_tile, q_tile)
                 dv = warpgroup.mm_ABt(k_tile, ds_columns)
                 dp = warpgroup.mm_ABt(left, right)
@@ -174,7 +196,7 @@ def make(config: Config):
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 later_dots = gate.decay(outputs.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
                 outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), place)
-                dx = warpgroup.mm_AB(left, states)
+                dx = warpgroup.mm_AB(left, operand(states))
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=outputs.fenced)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
                 dx = gate.decay(warpgroup.wait(dx), minimum(b_last * is_dk_consumer + b_rows * sign, 0.0))
@@ -182,12 +204,12 @@ def make(config: Config):
                 if wg == DQ_CONSUMER:
                     dx = dx * scale
                 else:
-                    later_dots = later_dots + outputs.dot(dx, operand)
-                dx = warpgroup.mma_AB(dx, dp, partner)
-                ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, q_tile)
+                    later_dots = later_dots + outputs.dot(dx, x)
+                dx = warpgroup.mma_AB(dx, dp, operand(partner))
+                ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, operand(q_tile))
                 dx = warpgroup.wait(dx, newer=1)
-                outputs.put_dots(dots, wg, j, dx, operand, later_dots)
-                outputs.put_inputs(gDQ, gDK, out, wg, j, dx, place)
+                outputs.put_dots(dots, wg, j, dx, x, later_dots)
+                outputs.put_inputs(gDQ, gDK, out, wg, j, dx, place, memory)
                 ds_t = warpgroup.wait(ds_t)
                 q.release(j)
                 k.release(j)
@@ -197,5 +219,7 @@ def make(config: Config):
                 outputs.zero_padding((gDQ, gDK, gDV), gCuSeqlens, walk, length, wg)
                 at = walk.sequence, walk.head, int32(COLUMNS * warpgroup.id()), 0
                 warpgroup.store(gFirstState, ds_t, at, aligned=False)
+        if PAIRED:
+            cluster.sync()
 
     return differentiate_linear, smem

@@ -1,6 +1,6 @@
 """The plan of linear attention's gradients by one walk in reverse (linear_gradients_hopper.py): a pass that computes the states
-before all chunks, the walk, and a small kernel that sums the gradients of gates. Gradients of shared heads are not summed here:
-where they are requested, shared_heads_gradients.py plans the call."""
+before all chunks, the walk, and a small kernel that sums the gradients of gates. Of heads that share keys it sums pairs; where
+more share them, and their sums are requested, shared_heads_gradients.py plans the call."""
 
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from ..kernels import chunk_hopper, linear_gradients_hopper
 from ..kernels.linear_gradients_hopper import CONSUMERS, KEY_DIMS, VALUES
 from ..parts.recurrent.gates import Gate
 from ..parts.recurrent.gradients import ReversedGate
+from ..parts.recurrent.pair_exchange import BLOCKS
 from ..parts.recurrent.results import ChunkStates, ScanResult, ScanStates
 from . import recurrent_chunks
 from .chunk_states import merge_chunks
@@ -49,13 +50,27 @@ def serves_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
     return key_dim <= KEY_DIMS[-1] and value_dim <= VALUES
 
 
+def serves_pairs(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
+    """Does the walk serve such a call where two value heads share a key head? It sums dQ and dK of the two itself: 600 -> 504
+    us. Of groups of four and 16, whose sums of pairs go through memory, it takes 553 us for the 558 of
+    shared_heads_gradients.py, and 535 for 513."""
+    heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")
+    assert arrays["dv"] is not None
+    if wants_value_heads(arrays) or arrays["dv"].form.dtype == "float32" or is_varlen(problem):
+        return False
+    if heads != BLOCKS * key_heads or not serves_walk(problem, arrays, vector_bytes):
+        return False
+    return key_dim > KEY_DIMS[0] and value_dim > VALUES // CONSUMERS
+
+
 def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:
     """The launches. arrays: as in recurrent_gradients.plan_chunk_gradients. States that forward stored are not computed
     again."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     gate, gates = choose_gate(problem, arrays["decay"], by_cp_async=False)
     with_gates, stored_states = arrays["ddecay"] is not None, arrays.get("chunk_states")
-    assert arrays["dv"] is not None and (heads == key_heads or wants_value_heads(arrays))
+    assert arrays["dv"] is not None
+    paired = heads > key_heads and not wants_value_heads(arrays)
     # for packed sequences the kernel has gates of tokens only, as others would spill registers
     walk_gate, walk_gates = choose_gate(problem, arrays["decay"], by_cp_async=is_varlen(problem))
     config = intern_value(
@@ -67,6 +82,7 @@ def plan_gradient_walk(problem: Problem, arrays: Arrays, scale: float, scratch: 
         arrays["dv"].form.dtype == "float32",
         is_varlen(problem),
         with_gates,
+        paired,
     )
     known_states: Arrays = {"gLocalStates": arrays.get("local_state"), "gTotalDecays": arrays.get("total_decay")}
     if known_states["gLocalStates"]:

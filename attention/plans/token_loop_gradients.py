@@ -16,7 +16,7 @@ from ..kernels import gate_gradient_token_loop, linear_token_loop
 from ..kernels.linear_token_loop import WARPS
 from .channel_gradient_walk import plan_channel_walk, serves_channel_walk
 from .channel_gradients import plan_channel_gradients, serves_channel_gradients
-from .linear_gradient_walk import plan_gradient_walk, serves_walk
+from .linear_gradient_walk import plan_gradient_walk, serves_pairs, serves_walk
 from .raw_inputs import by_tma, copy_arrays
 from .recurrent_checks import has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
@@ -39,6 +39,8 @@ def plan_linear_gradients(
 ) -> list[Step]:
     """The launches for the gradients of linear attention, of chunk kernels if they serve such a call. The arguments are those
     of plan_chunk_gradients."""
+    if serves_pairs(problem, arrays, vector_bytes):
+        return plan_gradient_walk(problem, arrays, scale, scratch)
     if serves_linear_shared_heads(problem, arrays, vector_bytes):
         return plan_linear_shared_heads(problem, arrays, scale, scratch)
     if serves_walk(problem, arrays, vector_bytes):

@@ -112,7 +112,8 @@ def linear_backward(
     Gradients are computed by three scans like attention.linear's, two of them from the last token to the first. On Hopper, with
     ddecay or chunk_states and Dk and Dv up to 128, one walk from the last chunk of 64 tokens to the first computes all of them.
     It reads the states before chunks, in q's dtype: chunk_states, or states that are computed again. Other kernels do not read
-    chunk_states. All sums are made in float32, in a fixed order: the same bits every time. ddecay is summed from products of
+    chunk_states. All sums are made in float32, in a fixed order: the same bits every time. Where two heads of more than 64
+    columns share a key head, what dq and dk of each take is rounded before it is added. ddecay is summed from products of
     unrounded gradients, chunk by chunk. float16: scale q . k, P and the elements of states and their gradients are rounded to
     float16, and infinite beyond 65504.
 

@@ -5,10 +5,10 @@ from numpy import float32, int32
 
 from ops import (
     col_sum,
-    columns,
     exp2,
     last_element,
     load,
+    mma_ABt,
     row_sum,
     sigmoid,
     store,
@@ -24,7 +24,7 @@ from .gates import COL_VEC, ROW_VEC, TILE, load_tokens
 from .tokens import CHUNK, COLUMNS, send_tile
 
 MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
-STATE_PART = rt(16, 16, fp32)  # of <S, dS> a warp of the producer adds up as many parts
+STATE_PART = rt(16, 16, fp32)  # of S^T dS, whose blocks on the diagonal a warp of the producer adds up
 STATE_WARPS = warpgroup.WARPGROUP - 2  # of the producer, which compute <S, dS>
 SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
 GATE_KINDS = "", "token", "step"  # are there gates, and weights of keys?
@@ -366,14 +366,13 @@ class HeadRows:
 
     @inlined
     def dot_states(self, s_tile, ds_tile, part):
-        """<S, dS>, by one of STATE_WARPS warps, which has as many parts of the rows: 16 rows of 64 channels at once."""
+        """<S, dS>, by one of STATE_WARPS warps, which has as many parts of the rows: the sum of the diagonal of S^T dS, whose
+        16 x 16 blocks on the diagonal add up in the tensor cores."""
         total, parts, ROWS = zeros(STATE_PART), COLUMNS // STATE_PART.rows // STATE_WARPS, rt(16, COLUMNS, self.decay.dtype)
         for i in range(parts):
             for panel in range(s_tile.cols // COLUMNS):
                 row = int32(parts * part + i)
                 states = load(subtile(s_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS, fenced=False)
                 gradients = load(subtile(ds_tile, STATE_PART.rows, row, COLUMNS, panel), ROWS)
-                products = fp32(states) * fp32(gradients)
-                halves = columns(products, COLUMNS // 2, 0) + columns(products, COLUMNS // 2, 1)
-                total = total + columns(halves, STATE_PART.cols, 0) + columns(halves, STATE_PART.cols, 1)
-        return tile_sum(total)
+                total = mma_ABt(total, states, gradients)
+        return tile_sum(warpgroup.diagonal(total))

@@ -4,11 +4,12 @@ memory, and warps of the producer store them."""
 
 from numpy import int32
 
-from ops import columns, row_sum, store, store_wait, subtile, tile_sum, truncate, warpgroup, zeros
+from ops import cluster, columns, row_sum, store, store_wait, subtile, tile_sum, tma_store, truncate, warpgroup, zeros
 from tiles import dtype, fp32, inlined, rt, st, static
 from tiles.launching.arguments import array, tiled
 
 from .gates import load_tokens
+from .pair_exchange import BLOCKS, PairExchange
 from .tokens import CHUNK, COLUMNS, SequenceLayout
 
 CONSUMERS, DQ_CONSUMER = 2, 0  # the first computes dQ, the second dK, and each 64 columns of dV
@@ -19,7 +20,8 @@ PANEL = 64  # channels that are multiplied at once
 class WalkOutputs:
     """dQ and dK, which are float32 if `unrounded`, dV, which is if `unrounded_values`, and with `with_gates` sums for the
     gates' gradients (gradients.py). Tiles of what is rounded go through a ring that has a slot for each consumer, dV first.
-    key_dim, dtype: of keys."""
+    key_dim, dtype: of keys. paired: does a block store half of dQ and dK, which the two of a cluster add up
+    (pair_exchange.py)?"""
 
     seq_layout: SequenceLayout
     key_dim: int
@@ -27,6 +29,17 @@ class WalkOutputs:
     unrounded: bool
     unrounded_values: bool
     with_gates: bool
+    paired: bool = False
+
+    @property
+    def exchange(self):
+        """How the blocks of a pair add up dQ and dK."""
+        return PairExchange(self.key_dim // 2, self.dtype)
+
+    @property
+    def tile(self):
+        """The tile of the ring."""
+        return self.exchange.tile if self.paired else st(CHUNK, self.key_dim, self.dtype)
 
     @property
     def tiles(self):
@@ -36,7 +49,7 @@ class WalkOutputs:
     @property
     def input_gradients(self):
         """The type of a kernel's arguments dQ and dK."""
-        return array(4) if self.unrounded else tiled(st(CHUNK, self.key_dim, self.dtype), unit=1)
+        return array(4) if self.unrounded else tiled(self.tile, unit=1)
 
     @property
     def value_gradients(self):
@@ -64,10 +77,16 @@ class WalkOutputs:
             ring.publish(turn)  # its fence is that of loads, too
 
     @inlined
-    def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place):
-        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace."""
+    def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place, memory):
+        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the kernel's plan of
+        shared memory, for what is sent to the peer."""
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
+        elif self.paired:
+            turn = self.turn(consumer, j, self.tiles - 1)
+            warpgroup.store(ring.claim(turn), self.exchange.own_half(dx, True))
+            ring.publish(turn)
+            self.exchange.send(memory, consumer, j, self.exchange.own_half(dx, False))
         else:
             turn = self.turn(consumer, j, self.tiles - 1)
             warpgroup.store(ring.claim(turn), dx)
@@ -88,9 +107,10 @@ class WalkOutputs:
         warpgroup.store(truncate(gOut, 1, seq.end), x, at, 1, 3, aligned=True)
 
     @inlined
-    def send(self, gradients, tails, ring, consumer, j, place):
+    def send(self, gradients, tails, ring, consumer, j, n, place, memory):
         """A warp of the producer stores what a consumer has passed on of the j-th chunk. gradients: dQ, dK and dV. tails:
-        theirs, of packed sequences (packed_tails.py). place: the chunk's ChunkPlace."""
+        theirs, of packed sequences (packed_tails.py). n: how many chunks there are. place: the chunk's ChunkPlace. memory: as
+        in put_inputs."""
         (gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV) = gradients, tails
         if not self.unrounded_values:
             turn = self.turn(consumer, j, 0)
@@ -98,7 +118,17 @@ class WalkOutputs:
             self.seq_layout.store_chunk(gDV, gTailDV, place, tile, consumer)
             store_wait()
             ring.release(turn)
-        if not self.unrounded:
+        if self.paired:
+            turn, pair = self.turn(consumer, j, self.tiles - 1), int32(place.head // BLOCKS)
+            tile, at = ring.wait(turn), (place.seq.batch, place.token, pair, cluster.rank())
+            self.exchange.add(memory, consumer, j, tile, j + 1 == n)
+            if consumer == DQ_CONSUMER:
+                tma_store(gDQ, at, tile)
+            else:
+                tma_store(gDK, at, tile)
+            store_wait()
+            ring.release(turn)
+        elif not self.unrounded:
             turn = self.turn(consumer, j, self.tiles - 1)
             if consumer == DQ_CONSUMER:
                 self.seq_layout.send_chunk(ring, turn, gDQ, gTailDQ, place)
