@@ -46,7 +46,7 @@ class PairExchange:
 
     @inlined
     def own_half(self, x, is_own):
-        """Of a warp's rows of x, rounded: the half that this block stores or, unless `is_own`, the one that it sends."""
+        """The half of a warp's rows of x that this block stores or, unless `is_own`, sends. It is rounded."""
         left, right = columns(self.dtype(x), self.channels, 0), columns(self.dtype(x), self.channels, 1)
         half = right
         if (cluster.rank() == 0) == is_own:
