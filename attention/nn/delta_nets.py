@@ -134,12 +134,12 @@ class KimiDeltaAttention(DeltaLayer):
         out     = (norm(delta_rule(q, k, v, beta, decay)) sigmoid(x W_g1 W_g2 + bias)) W_out
 
     Arguments are those of GatedDeltaNet. lower_bound: None, or -5 in models that say so. W_f1 and W_g1 have as many columns as
-    a head of values. Where heads of values share those of keys, they share beta and decay, too.
+    a head of values. Each head of values has a beta and decays of its own, also where it shares its keys with others.
 
     Parameters are `in_proj_qkv.weight` (rows of q, k, v), `f_proj.0.weight`, `f_proj.1.weight`, `b_proj.weight`,
-    `g_proj.0.weight`, `g_proj.1.weight`, `g_proj.1.bias`, `conv1d.weight`, `A_log` (num_heads), `dt_bias` (num_heads
-    head_dim), `norm.weight` and `out_proj.weight`. A_log begins with logarithms of numbers between 1 and 16, dt_bias as in
-    GatedDeltaNet."""
+    `g_proj.0.weight`, `g_proj.1.weight`, `g_proj.1.bias`, `conv1d.weight`, `A_log` (num_v_heads), `dt_bias` (num_v_heads
+    head_dim), `norm.weight` and `out_proj.weight`. A_log begins with logarithms of numbers between 1 and 16, with lower_bound
+    with 0; dt_bias as in GatedDeltaNet."""
 
     @suggests_argument_names
     def __init__(
@@ -172,31 +172,28 @@ class KimiDeltaAttention(DeltaLayer):
             nn.Sequential(
                 nn.Linear(hidden_size, rank, bias=False, **factory), nn.Linear(rank, columns, bias=has_bias, **factory)
             )
-            for columns, has_bias in ((self.key_dim, False), (self.value_dim, True))
+            for columns, has_bias in ((self.num_v_heads * head_dim, False), (self.value_dim, True))
         )
-        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False, **factory)
-        self.A_log, self.dt_bias = gate_parameter(num_heads, device), gate_parameter(self.key_dim, device)
+        self.b_proj = nn.Linear(hidden_size, self.num_v_heads, bias=False, **factory)
+        self.A_log, self.dt_bias = (gate_parameter(self.num_v_heads * n, device) for n in (1, head_dim))
         self.norm = GatedRMSNorm(self.head_v_dim, norm_eps, "sigmoid", **factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Initialise A_log and dt_bias, after `to_empty`; the layers have their own reset_parameters."""
-        reset_rates(self.A_log, 1, 16)
+        highest = 16 if self.lower_bound is None else 1  # a sigmoid of 16 (f + dt_bias) would have no gradient
+        reset_rates(self.A_log, 1, highest)
         reset_time_steps(self.dt_bias)
 
     def decay(self, f: torch.Tensor) -> gates.RawGate:
         """The gate of the projections f (B, S, num_v_heads, head_dim)."""
-        A_log, dt_bias = self.A_log, self.dt_bias.unflatten(0, (-1, self.head_dim))
-        if self.num_v_heads > self.num_heads:
-            A_log, dt_bias = (x.repeat_interleave(self.num_v_heads // self.num_heads, 0) for x in (A_log, dt_bias))
+        dt_bias = self.dt_bias.unflatten(0, (-1, self.head_dim))
         if self.lower_bound is None:
-            return gates.softplus(f, A_log, dt_bias)
-        return gates.sigmoid(f, A_log, dt_bias, lower=self.lower_bound)
+            return gates.softplus(f, self.A_log, dt_bias)
+        return gates.sigmoid(f, self.A_log, dt_bias, lower=self.lower_bound)
 
     def mix(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None, cache: RecurrentCache | None) -> torch.Tensor:
         b, f = self.b_proj(x), self.f_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.num_v_heads > self.num_heads:
-            b, f = (y.repeat_interleave(self.num_v_heads // self.num_heads, 2) for y in (b, f))
         options = {"beta": gates.beta(b, doubled=self.allow_neg_eigval), "decay": self.decay(f), "qk_l2norm": True}
         q, k, v = self.heads(self.in_proj_qkv(x), cu_seqlens, cache)
         out = self.recur(attention.delta_rule, q, k, v, cu_seqlens, cache, **options)

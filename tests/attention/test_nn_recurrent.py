@@ -93,8 +93,6 @@ def plain_delta(layer, x):
         bounded = layer.lower_bound is not None
         decay = layer.lower_bound * torch.sigmoid(rate * f) if bounded else -rate * F.softplus(f)
         beta = torch.sigmoid(x @ layer.b_proj.weight.T)
-        shared = layer.num_v_heads // layer.num_heads
-        decay, beta = decay.repeat_interleave(shared, 2), beta.repeat_interleave(shared, 2)
     else:
         b, a = (x @ layer.in_proj_ba.weight.T).chunk(2, -1)
         decay, beta = -layer.A_log.exp() * F.softplus(a + layer.dt_bias), torch.sigmoid(b)
@@ -312,7 +310,10 @@ def test_initialisation():
         if "dt_bias" in parameters:
             dt, rates = F.softplus(layer.dt_bias), layer.A_log.exp()
             assert dt.min() > 0.9e-3 and dt.max() < 0.11 and layer.dt_bias._no_weight_decay
-            assert (0 if kind is nn.GatedDeltaNet else 1) <= rates.min() and rates.max() <= 16
+            if arguments.get("lower_bound"):  # rates of 1 to 16 would bring the sigmoid to exp(-100): no gradient
+                assert (rates == 1).all() and layer.A_log._no_weight_decay
+            else:
+                assert (0 if kind is nn.GatedDeltaNet else 1) <= rates.min() < rates.max() <= 16
         if layer.conv1d is not None:
             assert layer.conv1d.weight.abs().max() <= layer.conv1d.weight.shape[1] ** -0.5
         assert layer.norm is None or (layer.norm.weight == 1).all()
