@@ -94,17 +94,24 @@ def max(x: Any, axis: int = -1) -> Any:
 
 def mean(x: Any, axis: int = -1) -> Any:
     """The mean of each row. x (..., N) gives (..., 1). axis: as in sum."""
-    return sum(x, axis) / (terms.length(x) if isinstance(x, Term) else x.shape[axis])
+    if not isinstance(x, Term):
+        return sum(x, axis) / x.shape[axis]
+    terms.check_last_axis("mean", x, axis)
+    return sum(x, axis) / terms.length(x)
 
 
 def var(x: Any, axis: int = -1) -> Any:
     """The variance of each row, mean((x - mean(x))^2). x (..., N) gives (..., 1). axis: as in sum."""
+    if isinstance(x, Term):
+        terms.check_last_axis("var", x, axis)
     centred = x - mean(x, axis)
     return mean(centred * centred, axis)
 
 
 def softmax(x: Any, axis: int = -1) -> Any:
     """exp(x - max(x)) / sum(exp(x - max(x))) of each row. x (..., N) gives (..., N). axis: as in sum."""
+    if isinstance(x, Term):
+        terms.check_last_axis("softmax", x, axis)
     e = exp(x - max(x, axis))
     return e / sum(e, axis)
 

@@ -328,13 +328,18 @@ def broadcast(name: str, shapes: Sequence[tuple[tuple[int, ...], tuple]]) -> tup
     return tuple(extents), tuple(names)
 
 
+def check_last_axis(name: str, x: Term, axis: int) -> None:
+    """TypeError: axis is not the last one of x. name: the function that was called."""
+    if x.ndim == 0 or axis not in (-1, x.ndim - 1):
+        raise TypeError(
+            f"{name}: reduces the last axis, got {axis=} of an array of shape {x.extents}; over rows: {name}(transpose(x))"
+        )
+
+
 def reduce(kind: str, x: Any, axis: int = -1) -> Term:
     """The sum or max of each row: (..., n) gives (..., 1). TypeError: axis is not the last one."""
     x = as_term(x)
-    if x.ndim == 0 or axis not in (-1, x.ndim - 1):
-        raise TypeError(
-            f"{kind}: reduces the last axis, got {axis=} of an array of shape {x.extents}; over rows: {kind}(transpose(x))"
-        )
+    check_last_axis(kind, x, axis)
     return x if x.axes[-1] is None else make_term(kind, (x,), None, (*x.extents[:-1], 1), (*x.axes[:-1], None))
 
 

@@ -46,6 +46,7 @@ from .proof import Proof, prove
 CACHE_SIZE = 1024  # classes of lengths whose best plan is cached, for each function
 T = TypeVar("T")
 FLOAT_LIKE = bool, np.generic  # types of numbers that become Python floats
+CONVERSIONS = {"astype", "to", "type", "float", "half", "bfloat16"}  # methods of arrays for which there is fuse.cast
 
 
 class NoKernel(TypeError):
@@ -177,6 +178,7 @@ class Definition:
             if "Term" not in str(error):
                 raise
             name, known = getattr(error, "name", None), functions.__all__
+            name = "cast" if name in CONVERSIONS else name
             cure = f"use fuse.{name}" if name in known else f"it is written with operators and fuse's {', '.join(known)}"
             raise type(error)(f"{self.name}: {error}; {cure}") from error
 

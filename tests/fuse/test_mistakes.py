@@ -20,6 +20,12 @@ F16, BF16 = np.float16, ml_dtypes.bfloat16
         (lambda x: math.exp(x), TypeError, "not Term; it is written with operators and fuse's abs, "),
         (lambda x: x // 2, TypeError, "for //: .*; it is written with operators"),
         (lambda x: x.sum(-1), TypeError, "'Term' object has no attribute 'sum'; use fuse.sum"),
+        (lambda x: fuse.sum(x, 0), TypeError, r"sum: reduces the last axis, got axis=0 .*: sum\(transpose\(x\)\)"),
+        (lambda x: fuse.mean(x, axis=0), TypeError, r"mean: reduces the last axis, got axis=0 .*: mean\(transpose\(x\)\)"),
+        (lambda x: fuse.var(x, axis=0), TypeError, "var: reduces the last axis, got axis=0"),
+        (lambda x: fuse.softmax(x, axis=0), TypeError, "softmax: reduces the last axis, got axis=0"),
+        (lambda x: x.float(), TypeError, "no attribute 'float'; use fuse.cast"),
+        (lambda x: x.astype(np.float32), TypeError, "no attribute 'astype'; use fuse.cast"),
         (lambda x: x.reshape(-1), TypeError, "no attribute 'reshape'; it is written"),
         (lambda x: fuse.sin(x), TypeError, "no attribute 'sin'; a fused function is written with operators and abs"),
         (lambda x: nothing, NameError, "name 'nothing' is not defined"),  # noqa: F821
