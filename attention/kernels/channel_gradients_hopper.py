@@ -225,6 +225,7 @@ def make(config: Config):
             channel = int32(4 * wg + rank)  # the warp's group of 16 channels
             ds = warpgroup.load(gLastState, STATE, (walk.slot, walk.head, int32(HALF * wg), 0))
             for j in range(walk.n):
+                # b and its references, decayed queries and keys; dS after the chunk, in shared memory
                 place, gates = walk.place(j), g.wait(j)
                 b_0, b_1 = token_channels.sum_gates(gates, wg, 0), token_channels.sum_gates(gates, wg, 1)
                 r_0, r_1, between, r_1_total, end, last = token_channels.choose_references(b_0, b_1)
@@ -246,6 +247,8 @@ def make(config: Config):
                 warpgroup.sync()
                 FACTORS_READY.arrive(0)
                 g.release(j)
+
+                # dK from dS, dQ from the state, and the part of the gates' gradients that comes from both
                 values, douts = v.wait(j), do.wait(j)
                 dk_0 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 0))
                 dk_1 = warpgroup.mm_ABt(subtile(ds_tile, HALF, wg), subtile(values, BLOCK, 1))
@@ -265,6 +268,8 @@ def make(config: Config):
                 sums = viewed(states, CHANNEL_SUMS)
                 warpgroup.store_transposed(subtile(sums, BLOCK, 0), b_0)
                 warpgroup.store_transposed(subtile(sums, BLOCK, 1), b_1)
+
+                # dQ and dK from P, within the chunk; a sum over blocks is multiplied by D, root * root, before the next one
                 scores, first_decay = p.wait(j), exp2(r_0)
                 dq_0, dq_1 = dq_0 * first_decay, dq_1 * first_decay
                 dq_1 = warpgroup.mma_AtBt(dq_1, subtile(keys, BLOCK, 0), subtile(scores, BLOCK, 1, BLOCK, 0))
@@ -274,6 +279,8 @@ def make(config: Config):
                 dq_1, dk_0 = warpgroup.wait(dq_1, newer=3), warpgroup.wait(dk_0, newer=2)
                 dq_1 = warpgroup.mma_AtBt(dq_1 * root * root, subtile(keys, BLOCK, 1), subtile(scores, BLOCK, 1, BLOCK, 1))
                 dk_0 = warpgroup.mma_AtB(dk_0 * root * root, subtile(queries, BLOCK, 0), subtile(scores, BLOCK, 0, BLOCK, 0))
+
+                # dS before the chunk
                 second_decay = first_decay * root * root
                 x = token_channels.load_decayed(queries, 0, first_decay)
                 ds = warpgroup.mma_AB(ds * (second_decay * exp2(end)), x, subtile(douts, BLOCK, 0))
@@ -284,6 +291,8 @@ def make(config: Config):
                 ds = warpgroup.wait(ds)
                 p.release(j)
                 do.release(j)
+
+                # the results, in the places of queries, keys and dS
                 TILES_READ.sync(0)  # the scorer has read dS, q' and k*
                 chunk_tiles = queries, keys, sums, subtile(viewed(ds_tile, DOTS), CHUNK, wg)
                 outputs.store_block((gDQ, gDK), (dq_0, dk_0), chunk_tiles, (references, ends), 0, place, scale)

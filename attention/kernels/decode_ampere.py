@@ -103,9 +103,8 @@ SHAPES_BY_LIMIT = {  # {bytes of shared memory that a block may have: shapes tha
 }
 DENSE_SHAPES = {128: (32, 4, 2, 1)}  # LARGE: of dense caches of 16 bits, and of stream-K, where a block has several epilogues
 PLAIN_SHAPES = {96: (32, 4, 2, 1), 192: (32, 4, 2, 1)}  # LARGE: the same if neither scores nor keys are changed
-QUANTIZED_SPLIT_SHAPES = {
-    128: (32, 4, 3, 2)
-}  # LARGE: of one byte with fixed splits; timed with descales of heads over dense caches alone
+# LARGE: of one byte with fixed splits; timed with descales of heads over dense caches alone
+QUANTIZED_SPLIT_SHAPES = {128: (32, 4, 3, 2)}
 TALL_SHAPES = {  # of tall tiles, where they pay: half of all warps' O must fit into the values' stages
     SMALL: {64: (32, 4, 2, 1)},
     MEDIUM: {64: (32, 4, 2, 1), 96: (16, 4, 4, 1), 128: (16, 4, 3, 1)},
@@ -202,6 +201,8 @@ def make(config: Config):
     split, layout, PDL = config.split(window, KV), config.seq_layout(ROWS), config.overlaps_previous
     AUX, ALLOWS_LOW_SCORES, IS_PARTIAL = arrays_of(config.axes), variant.allows_low_scores, type(result) is not FinalOutput
     norm, PREPARES = config.keys_norm, variant.prepares_queries or config.keys_norm.prepares_queries
+
+    # queries, and scores
     PANEL_BYTES = 0 if norm.allows_tall_tiles else 64  # of Q: narrow panels take half of the registers, where these are short
     QUERY, VALUES = st(ROWS, config.head_dim, INPUT, PANEL_BYTES), st(KV, config.value_dim, CACHE)
     # is a panel of Q loaded with its factors before the keys? If a warp has one panel at most, and registers for it
@@ -211,11 +212,15 @@ def make(config: Config):
     Q, Q_ROWS = rt(ROWS, QUERY.panel_cols, fp32 if PREPARES else INPUT), rt(ROWS, config.head_dim, fp32)
     K_PANEL = rt(KEYS, st(KEYS, config.head_dim, CACHE).panel_cols, fp32)
     S, O = rt(ROWS, KEYS, fp32), rt(ROWS, config.value_dim, fp32)
+
+    # how the warps' O are merged
     value_bytes = STAGES * KV * config.value_dim * CACHE.itemsize  # there the warps' O are merged, in O_PARTS parts
     o_bytes = WARPS * ROWS * config.value_dim * fp32.itemsize
     O_PARTS = next(n for n in (1, 2, 3, 4) if o_bytes <= n * value_bytes and O.cols % (SLAB_COLS * n) == 0)
     COLUMNS, ALL_COLUMNS = config.value_dim // O_PARTS, config.value_dim
     WARPS_O, SLAB, SLABS = st(WARPS * ROWS, COLUMNS, fp32), rt(ROWS, SLAB_COLS, fp32), COLUMNS // SLAB_COLS
+
+    # how keys and values are copied
     # are pages looked up two tiles ahead? If there are registers for it
     TWO_AHEAD = ROWS * config.value_dim <= TWO_AHEAD_ELEMENTS and not product.has_key_descales
     reader = TileReader(cache, product, KV, TWO_AHEAD)

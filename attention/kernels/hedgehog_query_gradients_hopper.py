@@ -85,13 +85,13 @@ def make(config: Config):
         s=ring(config.state, 1, WARPS),
         z=ring(Z, 2, WARPS),
         maps=ring(config.map, 1, WARPS),
-        dy=ring(config.square, 1, 2 * WARPS + 1, writers=WARPS),
-        q_done=ring(SIGNAL, 1, WARPS, writers=WARPS),
-        out=ring(SIGNAL, 1, 1, writers=WARPS),
-        window_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
-        feature_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),
+        dy=ring(config.square, 1, 2 * WARPS + 1, writers=WARPS),  # the gradient of the features before their softmax
+        q_done=ring(SIGNAL, 1, WARPS, writers=WARPS),  # the warpgroup of features has read the queries
+        out=ring(SIGNAL, 1, 1, writers=WARPS),  # dq has taken the queries' place
+        window_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),  # sum(e) and sum(e dO V^T)
+        feature_sums=ring(sv(2 * CHUNK, fp32), 1, WARPS, writers=WARPS),  # f . z and f . G
         stats=ring(STATS, 1, 1, writers=WARPS),
-        dn=sv(CHUNK, fp32),
+        dn=sv(CHUNK, fp32),  # -(dO . o) / n: what older features add to dz
     )
 
     @inlined

@@ -305,14 +305,14 @@ def bind_launch(problem: Problem, spec: VariantSpec, config: Shape, most_keys: i
     else:
         args["slack"] = SLACK / (spec.unit * LOG2_E)
     raster_group = choose_raster_group(grid, gpu.processors, nbytes, gpu.cache_bytes, unequal_times)
+    if not config.persistent:
+        raster_group = balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout)
     return kernel_for(KERNELS[type(config)], config, problem.device).bind(
         grid,
         blocks=blocks,
         heads=heads,
         batch_heads=batch_heads,
-        raster_group=raster_group
-        if config.persistent
-        else balance_raster_groups(raster_group, batch_heads, config.seq_layout is QueryPartsLayout),
+        raster_group=raster_group,
         group=group,
         scale=spec.unit * LOG2_E,
         **args,
@@ -345,9 +345,8 @@ def describe_call(problem: Problem, config: Any, listing: BlockListPlan) -> str:
 def variant_arguments(problem: Problem, spec: VariantSpec) -> dict[str, Number | Operand | float]:
     """{argument of the kernel: number or array} of what a variant reads, without aux."""
     slopes = expand_axes(problem, "alibi", ("sequences", "heads"))
-    if (
-        slopes is not None and "parts" in problem.extents
-    ):  # each part is a sequence, and all have the same slopes: see _query_parts_args
+    if slopes is not None and "parts" in problem.extents:
+        # each part is a sequence, and all have the same slopes: _query_parts_args refuses others
         batch, parts, heads = problem("batch", "parts", "heads")
         slopes = slopes._replace(form=slopes.form._replace(shape=(batch * parts, heads)))
     arrays = {"slopes": slopes, "sinks": problem["sink"], "bias": expand_bias(problem), "seeds": problem["seed"]}

@@ -146,9 +146,14 @@ def plan_token_decay(
     width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
-    parts = arrays.get("gD"), normalizer, arrays.get("gZ"), chunk_states
     states: Arrays = {"states": chunk_states} if chunk_states else {}
-    result = intern_value(ScanOutputs, *(part is not None for part in parts))
+    result = intern_value(
+        ScanOutputs,
+        skip=arrays.get("gD") is not None,
+        normalized=normalizer is not None,
+        silu=arrays.get("gZ") is not None,
+        stores_states=chunk_states is not None,
+    )
     config = choose_config(problem, gate, result, vector_bytes, width)
     if serves_clusters(config, arrays):
         chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors

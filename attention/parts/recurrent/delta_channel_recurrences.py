@@ -213,18 +213,18 @@ class ChannelRecurrence:
         return sv(CHUNK, fp32)
 
     def rings(self):
-        """The rings of a thread block, by name."""
+        """The rings of a thread block, by name. read_keys, write_keys, solutions: K^, K~ and L, as in `factors`."""
         return {
             "read_keys": ring(self.keys, STAGES),
             "write_keys": ring(self.keys, STAGES),
             "v": ring(self.values, VALUE_STAGES),  # dO in blocks of the reverse recurrence
-            "x": ring(self.two_parts.square, VALUE_STAGES),
+            "solutions": ring(self.two_parts.square, VALUE_STAGES),
             "decay": ring(self.state_decay, STAGES),
             "beta": ring(self.beta, STAGES),
             "q": ring(self.keys, STAGES),
             "p": ring(self.scores, VALUE_STAGES),
-            "states": ring(self.state_tile, 1, 1, writers=warpgroup.WARPGROUP),
-            "out": ring(self.values, 1, 1, writers=warpgroup.WARPGROUP),
+            "states": ring(self.state_tile, 1, 1, writers=warpgroup.WARPGROUP),  # S, in reverse dS, to be stored
+            "out": ring(self.values, 1, 1, writers=warpgroup.WARPGROUP),  # E, in reverse dV, to be stored
         }
 
     def factors(self):
@@ -285,7 +285,7 @@ class StateRecurrence(ChannelRecurrence):
         rings.read_keys.fill(j, factors.gReadKeys, at)
         self.layout.fill_chunk(rings.v, j, gV, gTailV, place, place.head, block)
         rings.beta.fill(j, factors.gChunkBeta, at)
-        rings.x.fill(j, factors.gSolutions, at)
+        rings.solutions.fill(j, factors.gSolutions, at)
         self.outputs.fill(rings, j, factors, at)
         rings.decay.fill(j, factors.gB, at)
         rings.write_keys.fill(j, factors.gWriteKeys, at)
@@ -320,14 +320,14 @@ class StateRecurrence(ChannelRecurrence):
         betas = load(rings.beta.wait(j), ROW_VEC)
         y = values - warpgroup.wait(u)
         rings.read_keys.release(j)
-        e = self.two_parts.mma_AB(y, self.two_parts.split(y * betas), self.two_parts.halves(rings.x.wait(j)))
+        e = self.two_parts.mma_AB(y, self.two_parts.split(y * betas), self.two_parts.halves(rings.solutions.wait(j)))
         o = self.outputs.read_state(rounded, rings, j)
         s_t = s_t * load(rings.decay.wait(j), self.state.row_vec)
         e = warpgroup.wait(e, newer=self.outputs.products)
         u = self.dtype(e * betas)
         o = self.outputs.add_chunk(o, u, rings, j)
         s_t = warpgroup.mma_AB(s_t, u, rings.write_keys.wait(j))
-        rings.x.release(j)
+        rings.solutions.release(j)
         warpgroup.store_transposed(rings.out.claim(j), e)
         rings.out.publish(j, FENCED)
         self.outputs.store(o, rings, j, scale)
@@ -355,7 +355,7 @@ class StateGradientRecurrence(ChannelRecurrence):
         rings.decay.fill(j, factors.gB, at)
         rings.q.fill(j, factors.gDecayedQ, at)
         rings.beta.fill(j, factors.gChunkBeta, at)
-        rings.x.fill(j, factors.gSolutions, at)
+        rings.solutions.fill(j, factors.gSolutions, at)
         rings.read_keys.fill(j, factors.gReadKeys, at)
 
     @inlined
@@ -392,13 +392,13 @@ class StateGradientRecurrence(ChannelRecurrence):
         betas = load(rings.beta.wait(j), ROW_VEC)
         du = warpgroup.wait(du, newer=1) + from_outputs * scale
         rings.write_keys.release(j)
-        z = self.two_parts.mma_ABt(du, self.two_parts.split(du * betas), self.two_parts.halves(rings.x.wait(j)))
+        z = self.two_parts.mma_ABt(du, self.two_parts.split(du * betas), self.two_parts.halves(rings.solutions.wait(j)))
         next_chunk = int32(min(j + 1, last))
         from_outputs = warpgroup.mm_AtB(rings.v.wait(next_chunk), rings.p.wait(next_chunk))
         z, ds_t = warpgroup.wait(z, newer=1), warpgroup.wait(ds_t, newer=1)
         dv_t = z * betas
         ds_t = warpgroup.mma_AB(ds_t, self.dtype(0.0 - dv_t), rings.read_keys.wait(j))
-        rings.x.release(j)
+        rings.solutions.release(j)
         rings.q.release(j)
         warpgroup.store_transposed(rings.out.claim(j), dv_t)
         rings.out.publish(j, FENCED)
