@@ -29,6 +29,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END, TwoParts
 from ..parts.recurrent.delta_config import delta_sizes
+from ..parts.recurrent.delta_gate_sums import CARRIED_DOTS, DOT_FIELDS, GATE_FIELDS, KEY_DOTS, QUERY_DOTS
 from ..parts.recurrent.delta_gradient_config import (
     CONSUMERS,
     DKDQ,
@@ -41,7 +42,7 @@ from ..parts.recurrent.delta_gradient_config import (
     WARPS,
     DeltaGradientConfig,
 )
-from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
+from ..parts.recurrent.delta_gradient_sums import DeltaGradientSums
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 
 P_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes P, and that which computes G
@@ -56,10 +57,11 @@ class Config(DeltaGradientConfig):
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
-    """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all packed."""
+    """The configurations of both padded key dims, with decays or without, in bf16, packed if gates have gradients. everything:
+    fp16 too, all packed, and those that store gates' sums."""
     if target.has_wgmma:
-        for size, gates in itertools.product(delta_sizes(everything), ((False, False), (True, False), (True, True))):
-            yield from (Config(*size, *gates, varlen) for varlen in ((False, True) if everything else (gates[1],)))
+        for size, gates in itertools.product(delta_sizes(everything), (*GATE_FIELDS, *(DOT_FIELDS,) * everything)):
+            yield from (Config(*size, *gates, varlen) for varlen in ((False, True) if everything else (gates[1].wanted,)))
 
 
 @functools.cache
@@ -67,7 +69,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, chunk_vectors, two_parts = config.dtype, config.vectors, TwoParts(config.dtype)
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
-    row_sums = DeltaGradientSums(config.key_dim, INPUT, config.with_gates)
+    gates = config.gates
+    row_sums, GATES = DeltaGradientSums(config.key_dim, INPUT, gates), gates.params()
     seq_layout = SequenceLayout(config.varlen, reversed=True)
     KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
@@ -80,11 +83,11 @@ def make(config: Config):
         s=ring(config.state, 1, WARPS + row_sums.state_warps),
         p=ring(config.square, 1, consumer_warps, writers=WARPS),
         x=ring(two_parts.square, 1, consumer_warps),
-        vectors=ring(chunk_vectors.spec, 2, all_warps + 1),
+        vectors=ring(chunk_vectors.spec, 2, all_warps + 1 + gates.readers),
         ds=ring(config.state, 1, WARPS + row_sums.state_warps, writers=consumer_warps),
         dv=ring(config.values, 1, 2 * WARPS + 1, writers=consumer_warps),
         g=ring(config.square, 1, WARPS, writers=WARPS),
-        value_sums=ring(row_sums.value_sums, 1, 1, writers=consumer_warps),
+        value_sums=ring(row_sums.value_sums, 1, 1 + gates.readers, writers=consumer_warps),
         key_sums=ring(row_sums.key_sums, 1, 1, writers=WARPS),
         out=ring(config.key, 1, 1, writers=WARPS),
         dp=config.square,
@@ -95,14 +98,13 @@ def make(config: Config):
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2),
         gStates: tiled(config.state, rows=2), gSolutions: tiled(two_parts.square, rows=2),
         gVectors: tiled(chunk_vectors.spec, 3, None, 2), gLastState: array(4), gFirstState: array(4), gDQ: KEYS, gDK: KEYS,
-        gDV: ALL_VALUES, gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gTailQ: KEYS,
-        gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS, gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT,
-        segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gDV: ALL_VALUES, gDBeta: array(3), gTailQ: KEYS, gTailK: KEYS, gTailDOut: ALL_VALUES, gTailDQ: KEYS, gTailDK: KEYS,
+        gTailDV: ALL_VALUES, gCuSeqlens: ENDS, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gate_args: GATES,
     ):  # fmt: skip
         """A block has a head of a sequence. gErrors .. gVectors: of each chunk and head, as delta_chunk_states_hopper.py stores
-        them. gLastState, gFirstState: the gradients of the states after and before each sequence, transposed. gDots,
-        gCarriedDots, gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gTailQ .. gTailDV: see
-        packed_tails.py. segments: 1; without this number registers spill where sequences are packed."""
+        them. gLastState, gFirstState: the gradients of the states after and before each sequence, transposed. gTailQ ..
+        gTailDV: see packed_tails.py. segments: 1; without this number registers spill where sequences are packed."""
         q, k, do, e, s, p, x, vectors, ds, dv, g, value_sums, key_sums, out, dp_tile = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
@@ -121,7 +123,7 @@ def make(config: Config):
                     e.fill(j, gErrors, coord)
                     s.fill(j, gStates, coord)
             elif warpgroup.rank() == VALUE_SUMS:
-                row_sums.send_value_sums(vectors, value_sums, gDBeta, gStateDots, walk)
+                row_sums.send_value_sums(vectors, value_sums, gDBeta, gate_args, walk)
             elif warpgroup.rank() == GRADIENTS:
                 for j in range(walk.n):
                     place = walk.place(j)
@@ -129,7 +131,8 @@ def make(config: Config):
                     seq_layout.send_chunk(out, OUTPUTS * j, gDQ, gTailDQ, place)
                     seq_layout.send_chunk(out, OUTPUTS * j + 1, gDK, gTailDK, place)
             else:
-                row_sums.send_key_sums(key_sums, gDots, gCarriedDots, walk)
+                gates.send_key_sums(gate_args, vectors, value_sums, key_sums, walk)
+                gates.clear_padding(gate_args, walk.head, seq_layout.padding_tokens(gCuSeqlens, walk.sequence, length))
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
             walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)

@@ -29,6 +29,7 @@ from tiles.targets import Target
 
 from ..parts.recurrent.delta_chunks import BETA, DECAY, DECAY_TO_END
 from ..parts.recurrent.delta_config import delta_sizes
+from ..parts.recurrent.delta_gate_sums import CARRIED_DOTS, DOT_FIELDS, GATE_FIELDS, KEY_DOTS, QUERY_DOTS
 from ..parts.recurrent.delta_gradient_config import (
     CONSUMERS,
     DKDQ,
@@ -41,7 +42,7 @@ from ..parts.recurrent.delta_gradient_config import (
     WARPS,
     DeltaGradientConfig,
 )
-from ..parts.recurrent.delta_gradient_sums import CARRIED_DOTS, KEY_DOTS, QUERY_DOTS, DeltaGradientSums
+from ..parts.recurrent.delta_gradient_sums import DeltaGradientSums
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
 
 DP_CONSUMER, G_CONSUMER = range(CONSUMERS)  # the consumer that computes dP, and that which computes G
@@ -58,17 +59,17 @@ class Config(DeltaGradientConfig):
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays or without, in bf16. everything: fp16 too, and all that add."""
     if target.has_wgmma:
-        for size, gates in itertools.product(delta_sizes(everything), ((False, False), (True, False), (True, True))):
-            yield from (Config(*size, *gates, adds) for adds in ((False, True) if everything else (gates[1],)))
+        for size, gates in itertools.product(delta_sizes(everything), (*GATE_FIELDS, *(DOT_FIELDS,) * everything)):
+            yield from (Config(*size, *gates, adds) for adds in ((False, True) if everything else (gates[1].wanted,)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    INPUT, ADDS, chunk_vectors = config.dtype, config.adds_heads, config.vectors
-    ONE_TURN = config.with_gates  # for dQ and dK: the warp that stores waits less, but a head follows the one before later
+    INPUT, ADDS, chunk_vectors, gates = config.dtype, config.adds_heads, config.vectors, config.gates
+    ONE_TURN = gates.wanted  # for dQ and dK: the warp that stores waits less, but a head follows the one before later
     STATE, TRANSPOSED = rt(16, config.key_dim, fp32), rt(16, CHUNK, INPUT)
-    row_sums = DeltaGradientSums(config.key_dim, INPUT, config.with_gates)
+    row_sums, GATES = DeltaGradientSums(config.key_dim, INPUT, gates), gates.params()
     seq_layout, SCORES = SequenceLayout(reversed=True), st(CONSUMERS * CHUNK, CHUNK, INPUT)
     KEYS, ALL_VALUES = tiled(config.key, unit=1), tiled(config.values, unit=1)
     PRODUCER_REGISTERS, CONSUMER_REGISTERS, DKDQ_REGISTERS = REGISTERS
@@ -80,10 +81,10 @@ def make(config: Config):
         e=ring(config.values, 2, all_warps),
         s=ring(config.state, 1, WARPS + row_sums.state_warps),
         dv=ring(config.values, 1, all_warps),
-        vectors=ring(chunk_vectors.spec, 2, all_warps + 1),
+        vectors=ring(chunk_vectors.spec, 2, all_warps + 1 + gates.readers),
         ds=ring(config.state, 1, WARPS, writers=consumer_warps),
         scores=ring(SCORES, 1, WARPS, writers=consumer_warps),
-        value_sums=ring(row_sums.value_sums, 1, 1, writers=consumer_warps),
+        value_sums=ring(row_sums.value_sums, 1, 1 + gates.readers, writers=consumer_warps),
         key_sums=ring(row_sums.key_sums, 1, 1, writers=WARPS),
         out=ring(config.key, 1, 1, writers=WARPS),
     )
@@ -109,13 +110,12 @@ def make(config: Config):
     def differentiate(
         gQ: KEYS, gK: KEYS, gDOut: ALL_VALUES, gErrors: tiled(config.values, rows=2), gStates: tiled(config.state, rows=2),
         gDV: ALL_VALUES, gVectors: tiled(chunk_vectors.spec, 3, None, 2), gSegmentStates: array(4), gDQ: KEYS, gDK: KEYS,
-        gDBeta: array(3), gDots: array(3), gCarriedDots: array(3), gStateDots: array(3), gCounts: SEMAPHORES, length: INT,
-        segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gDBeta: array(3), gCounts: SEMAPHORES, length: INT, segments: INT, heads: INT, group: INT, scale: FLOAT,
+        gate_args: GATES,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
-        each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gDots, gCarriedDots,
-        gStateDots: see gate_gradient.py; gDots has the differences of both row sums. gCounts: how many value heads have added
-        dQ and dK, for each chunk and, one after the other, both of each key head."""
+        each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gCounts: how many value
+        heads have added dQ and dK, for each chunk and, one after the other, both of each key head."""
         q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
@@ -133,7 +133,7 @@ def make(config: Config):
                     dv.fill(j, gDV, (seq.batch, token, head))
                     q.fill(j, gQ, (seq.batch, token, key_head))
             elif warpgroup.rank() == VALUE_SUMS:
-                row_sums.send_value_sums(vectors, value_sums, gDBeta, gStateDots, walk)
+                row_sums.send_value_sums(vectors, value_sums, gDBeta, gate_args, walk)
             elif warpgroup.rank() == GRADIENTS:
                 for j in range(walk.n):
                     chunk, head, _, token, seq = walk.place(j)
@@ -149,7 +149,7 @@ def make(config: Config):
                     if ADDS:
                         pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
             else:
-                row_sums.send_key_sums(key_sums, gDots, gCarriedDots, walk)
+                gates.send_key_sums(gate_args, vectors, value_sums, key_sums, walk)
         elif wg == DKDQ:
             warpgroup.claim_registers(DKDQ_REGISTERS)
             walk = walk_of_block(seq_layout, 0, length, segments, heads)

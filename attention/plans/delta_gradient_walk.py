@@ -26,6 +26,7 @@ from ..kernels import (
     delta_segment_gradients_hopper,
 )
 from ..parts.recurrent.delta_chunks import KEY_DIMS, ChunkVectors
+from ..parts.recurrent.delta_gate_sums import GATE_DOTS, GATE_GRADIENTS, NO_GATE_SUMS
 from ..parts.recurrent.delta_gradient_config import OUTPUTS, VALUES
 from ..parts.recurrent.delta_recurrences import BOTH, GRADIENTS_ALONE
 from ..parts.recurrent.tokens import CHUNK
@@ -71,7 +72,7 @@ def plan_delta_gradient_walk(
 ) -> list[Step]:
     """The launches. arrays, record: as in delta_gradients.plan_delta_gradients."""
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
-    chunks, wants_gates = count_chunk_indices(problem), arrays["ddecay"] is not None
+    chunks = count_chunk_indices(problem)
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
     varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
     stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
@@ -104,9 +105,12 @@ def plan_delta_gradient_walk(
     buffers |= {"gDQ": outputs["dq"], "gDK": outputs["dk"], "gDV": arrays["dv"], "gDBeta": arrays["dbeta"]}
     buffers["gCuSeqlens"] = problem["cu_seqlens"]
     copy_tails, finish = plan_tails(problem, buffers, scratch, INPUTS, GRADIENTS, beta_gradient=arrays["dbeta"])
-    if wants_gates:
+    gates, gate_gradients = NO_GATE_SUMS, arrays["ddecay"]
+    if gate_gradients and len(gate_gradients.shape) > 1:
+        gates, buffers["gDGates"] = GATE_GRADIENTS, gate_gradients
+    elif gate_gradients:
         dots, sums = plan_gate_sums(problem, arrays, scratch, carried_parts=1, state_parts=1, subtracts_key_dots=True)
-        finish += sums
+        gates, finish = GATE_DOTS, [*finish, *sums]
         buffers |= dots | {"gDots": dots["gQueryDots"]}
     if shares_keys:
         finish += [step for name in ("dq", "dk") for step in sum_heads(problem, outputs[name], arrays[name])]
@@ -118,7 +122,7 @@ def plan_delta_gradient_walk(
 
     if not by_segments:
         steps = [] if stored else [launch(delta_chunk_states_hopper, 1, varlen)]
-        steps.append(launch(delta_gradients_hopper, 1, wants_gates, varlen, segments=1, scale=scale))
+        steps.append(launch(delta_gradients_hopper, 1, gates, varlen, segments=1, scale=scale))
     else:
         buffers["gSegmentStates"] = scratch(sequences * segments, heads, VALUES, padded_keys)
         buffers["gCounts"] = scratch(chunks, key_heads * OUTPUTS, dtype="int32")
@@ -131,5 +135,5 @@ def plan_delta_gradient_walk(
                 launch(delta_inverse_hopper, chunks_per_sequence, chunks=chunks_per_sequence, scale=scale),
                 launch(delta_chains_hopper, CHAINS, sequences=sequences, **numbers),
             ]
-        steps.append(launch(delta_segment_gradients_hopper, segments, wants_gates, adds_heads, **numbers))
+        steps.append(launch(delta_segment_gradients_hopper, segments, gates, adds_heads, **numbers))
     return [*copy_tails, *steps, *finish]

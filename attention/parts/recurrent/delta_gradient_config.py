@@ -7,6 +7,7 @@ from typing import ClassVar
 from ops import warpgroup
 
 from .delta_config import DeltaConfig
+from .delta_gate_sums import NO_GATE_SUMS, NoGateSums
 from .tokens import COLUMNS
 
 CONSUMERS = 2  # warpgroups with 64 columns of values each
@@ -20,9 +21,9 @@ OUTPUTS = 2  # dQ and dK, stored one after the other
 
 @dataclass(frozen=True)
 class DeltaGradientConfig(DeltaConfig):
-    """A kernel's configuration. with_gates: is what the gates' gradients are made of stored, too?"""
+    """A kernel's configuration. gates: what becomes of the sums that the gates' gradients are made of."""
 
-    with_gates: bool = False
+    gates: NoGateSums = NO_GATE_SUMS
     threads: ClassVar[int] = warpgroup.THREADS * (PRODUCER + 1)
 
     @property

@@ -1,20 +1,19 @@
 """Sums of rows in the kernels that compute gradients of the delta rule on Hopper: DeltaGradientSums has those of the walks
 (delta_gradients_hopper.py, delta_segment_gradients_hopper.py). dbeta and the gradients of gates are made of them
-(kernels/gate_gradient.py). Consumers leave them in shared vectors; warps of the producer store them, as nobody else is to wait
-for memory."""
+(delta_gate_sums.py). Consumers leave them in shared vectors; warps of the producer store them, as nobody else is to wait for
+memory."""
 
 from numpy import int32
 
-from ops import col_index, columns, equal, load, row_sum, store, subtile, tile_sum, truncate, warpgroup, where, zeros
+from ops import col_index, columns, equal, load, row_sum, store, subtile, truncate, warpgroup, where
 from tiles import dtype, fp32, inlined, rt, static, sv
 
 from .delta_chunks import BETA
+from .delta_gate_sums import STATE_WARPS, WARPS, NoGateSums
 from .gates import COL_VEC, TILE
 from .tokens import CHUNK, COLUMNS
 
-WARPS, PANEL = warpgroup.WARPGROUP, 64  # warps that share the rows of a chunk; columns that are multiplied at once
-STATE_WARPS = 2 * WARPS  # that multiply S by dS: those of both consumers
-QUERY_DOTS, KEY_DOTS, CARRIED_DOTS = range(3)  # key sums: q . dq, k . (dk_write - dk_read), what of k . dk comes from dS
+PANEL = 64  # columns that are multiplied at once
 
 
 @inlined
@@ -35,13 +34,13 @@ def store_beta_gradients(gDBeta, seq, head, token, products, betas):
 
 @static
 class DeltaGradientSums:
-    """The sums of a kernel whose keys have `key_dim` channels, padded, and a dtype. with_gates: is what the gates' gradients
-    are made of stored, too? Of each chunk there are value sums, which consumers write, beta dbeta of its tokens and parts of
+    """The sums of a kernel whose keys have `key_dim` channels, padded, and a dtype. gates: what becomes of those that gates'
+    gradients are made of. Of each chunk there are value sums, which consumers write, beta dbeta of its tokens and parts of
     <S, dS>, and key sums, which the warpgroup for dQ and dK writes."""
 
     key_dim: int
     dtype: dtype
-    with_gates: bool
+    gates: NoGateSums
 
     @property
     def value_sums(self):
@@ -56,7 +55,7 @@ class DeltaGradientSums:
     @property
     def state_warps(self):
         """How many warps of consumers read S to multiply it by dS."""
-        return STATE_WARPS if self.with_gates else 0
+        return STATE_WARPS if self.gates.wanted else 0
 
     @inlined
     def store_beta_dots(self, sums, score):
@@ -67,13 +66,13 @@ class DeltaGradientSums:
     def store_state_dots(self, sums, ds_t, s, j, consumer):
         """Write this warp's part of <S, dS> to the j-th chunk's value sums. ds_t: its rows of dS, transposed. The loads of S
         have no fence, so that what is given back next must have one."""
-        if self.with_gates:
+        if self.gates.wanted:
             self._store_state_part(sums, self.dot_rows(ds_t, subtile(s.wait(j), COLUMNS, consumer)), consumer)
 
     @inlined
     def store_state_dots_of_tiles(self, sums, s, ds, j):
         """store_state_dots, where dS is in shared memory."""
-        if self.with_gates:
+        if self.gates.wanted:
             consumer = warpgroup.id()  # found anew: what is held over the loop would spill registers
             states, gradients = subtile(s.wait(j), COLUMNS, consumer), subtile(ds.wait(j), COLUMNS, consumer)
             self._store_state_part(sums, self.dot_rows_of_tiles(states, gradients), consumer)
@@ -85,13 +84,13 @@ class DeltaGradientSums:
     @inlined
     def release_states(self, ring, j):
         """Give back S or dS, if consumers have read it for these sums."""
-        if self.with_gates:
+        if self.gates.wanted:
             ring.release(j)
 
     @inlined
     def claim_key_sums(self, key_sums, j):
         """The shared vector for the key sums of the j-th chunk, to be written."""
-        if self.with_gates:
+        if self.gates.wanted:
             return key_sums.claim(j)
         else:
             return 0
@@ -99,40 +98,26 @@ class DeltaGradientSums:
     @inlined
     def store_dots(self, sums, index, x, tile):
         """Write rowsum(x * tile), by its index, to a chunk's key sums."""
-        if self.with_gates:
+        if self.gates.wanted:
             warpgroup.store(subtile(sums, CHUNK, index), self.dot_rows(x, tile))
 
     @inlined
     def publish_key_sums(self, key_sums, j):
         """The j-th chunk's key sums are there."""
-        if self.with_gates:
+        if self.gates.wanted:
             key_sums.publish(j)
 
     @inlined
-    def send_value_sums(self, vectors, value_sums, gDBeta, gStateDots, walk):
-        """One warp stores dbeta, and for gates <S, dS>, of the chunks of a HeadWalk. vectors: a ring of their ChunkVectors."""
+    def send_value_sums(self, vectors, value_sums, gDBeta, gate_args, walk):
+        """One warp stores dbeta of the chunks of a HeadWalk, and what `gates` stores of <S, dS>. vectors: a ring of their
+        ChunkVectors. gate_args: the parameters of `gates`."""
         for j in range(walk.n):
             chunk, head, _, token, seq = walk.place(j)
             vector_tile, parts = vectors.wait(j), value_sums.wait(j)
             store_beta_gradients(gDBeta, seq, head, token, parts, subtile(vector_tile, CHUNK, BETA))
-            if self.with_gates:
-                gStateDots[chunk, head, 0] = tile_sum(self.add_up(parts, WARPS, STATE_WARPS))
+            self.gates.store_state_dots(gate_args, chunk, head, parts)
             vectors.release(j)
             value_sums.release(j)
-
-    @inlined
-    def send_key_sums(self, key_sums, gDots, gCarriedDots, walk):
-        """One warp stores the key sums of the chunks of a HeadWalk: q . dq + k . dk_read - k . dk_write of each token, and the
-        sum of the carried dots."""
-        if self.with_gates:
-            for j in range(walk.n):
-                (chunk, head, _, token, seq), parts = walk.place(j), key_sums.wait(j)
-                for i in range(WARPS):
-                    at = seq.batch, int32(token + 16 * i), head
-                    dots = load(subtile(parts, 16, i), COL_VEC) - load(subtile(parts, 16, int32(WARPS + i)), COL_VEC)
-                    store(truncate(gDots, 1, seq.end), dots, at, cols=1)
-                gCarriedDots[chunk, head, 0] = tile_sum(self.add_up(parts, CARRIED_DOTS * WARPS, WARPS))
-                key_sums.release(j)
 
     @inlined
     def load_panel(self, tile, panel):
@@ -154,11 +139,3 @@ class DeltaGradientSums:
         if self.key_dim > PANEL:
             dots = dots + row_sum(self.load_panel(x, 1) * self.load_panel(y, 1))
         return dots
-
-    @inlined
-    def add_up(self, parts, first, count):
-        """The sum of `count` parts of 16 numbers of a shared vector, from the part `first` on."""
-        total = zeros(COL_VEC)
-        for part in range(count):
-            total = total + load(subtile(parts, 16, int32(first + part)), COL_VEC)
-        return total
