@@ -29,8 +29,8 @@ r = q . dq + k . dk_read - k . dk_write the gradient of a gate is
     dg_t = sum_(i >= t) r_i + sum_i (k_i . dk_i, as far as it comes from dS) + exp(b_last) <S, dS>
 
 over the chunk's tokens i, which gate_gradient.py sums, as for linear attention (gradients.py), or on Hopper the walk itself
-(delta_gate_sums.py). A pair of tokens that are both at or after t adds to r of the one what it subtracts from r of the other, from the same rounded dP and G: so it cancels to the
-last bits of float32.
+(delta_gate_sums.py). A pair of tokens that are both at or after t adds to r of the one what it subtracts from r of the other,
+from the same rounded dP and G: so it cancels to the last bits of float32.
 
 The kernels since Ampere store S before and dS after each chunk in the input's dtype, interleaved: 32 columns of values of S,
 then the same columns of dS. The inverses, and the matrices that they multiply, are sums of two parts, high + low, with 16 bits
