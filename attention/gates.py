@@ -69,11 +69,13 @@ class RawBeta(NamedTuple):
 
 def softplus(a: Any, A_log: Any = None, dt_bias: Any = None) -> RawGate:
     """g = -exp(A_log) softplus(a + dt_bias)."""
+    _check_array("a", a)
     return RawGate(a, A_log, dt_bias, SoftplusFormula.name)
 
 
 def sigmoid(a: Any, A_log: Any = None, dt_bias: Any = None, *, lower: float = -5.0) -> RawGate:
     """g = lower sigmoid(exp(A_log) (a + dt_bias)), from lower to 0. ValueError: lower is not negative."""
+    _check_array("a", a)
     if check_number("lower", lower) is None or not -1e30 < lower < 0:
         raise ValueError(f"lower: must be negative and finite, because gates are never positive: {lower=}")
     return RawGate(a, A_log, dt_bias, SigmoidFormula.name, float(lower))
@@ -81,6 +83,7 @@ def sigmoid(a: Any, A_log: Any = None, dt_bias: Any = None, *, lower: float = -5
 
 def logsigmoid(a: Any, dt_bias: Any = None, *, divisor: float = 16.0) -> RawGate:
     """g = log(sigmoid(a + dt_bias)) / divisor. ValueError: divisor is not positive."""
+    _check_array("a", a)
     if check_number("divisor", divisor) is None or not 0 < divisor < 1e30:
         raise ValueError(f"divisor: must be positive and finite, because gates are never positive: {divisor=}")
     return RawGate(a, None, dt_bias, LogSigmoidFormula.name, float(divisor))
@@ -88,6 +91,7 @@ def logsigmoid(a: Any, dt_bias: Any = None, *, divisor: float = 16.0) -> RawGate
 
 def beta(b: Any, *, doubled: bool = False) -> RawBeta:
     """beta = sigmoid(b), or with doubled=True 2 sigmoid(b), with which a state may have negative eigenvalues."""
+    _check_array("b", b, "beta")
     return RawBeta(b, 2.0 if check_flag("doubled", doubled) else 1.0)
 
 
@@ -138,6 +142,12 @@ def normalize(x: Any) -> Any:
     y = real(x)
     y = y / library.sqrt((y * y).sum(-1, keepdims=True) + L2NORM_EPSILON)
     return y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
+
+
+def _check_array(name: str, x: Any, made: str = "gates") -> None:
+    """TypeError: x is None, which would be no gate at all, or a number."""
+    if x is None or isinstance(x, (int, float)):
+        raise TypeError(f"{name}: must be an array, which a formula makes {made} of: {name}={x}")
 
 
 def _library(*arrays: Any) -> tuple[Any, Any]:

@@ -246,7 +246,7 @@ INVALID = [
     ),
     (dict(k=zeros(K, ">f2")), T, "k: dtype must be one of ('bfloat16', 'float16'): k.dtype='>f2'"),
     (dict(k=zeros(K, f16)), T, "k: dtype must be q's: k.dtype='float16', q.dtype='bfloat16'"),
-    (dict(decay=zeros(HEADS, float)), T, f"decay: {REAL}: decay.dtype='float64'"),
+    (dict(decay=zeros(HEADS, float)), T, f"decay: {REAL}: decay.dtype='float64'; convert it: x.astype(np.float32), or"),
     (dict(start=zeros(STATE, bf16)), T, "start: dtype must be one of ('float32',): start.dtype='bfloat16'; convert it"),
     (dict(cu_seqlens=zeros(ENDS)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
     (dict(k=zeros(K, bf16, batch=3)), V, "k: batch must equal q's: k.shape=(3, 7, 3, 16), q.shape=(2, 5, 6, 16)"),

@@ -307,7 +307,7 @@ class Schema:
         remedy = self.remedies.get(array_dtype, "") if argument.holds in TILES else ""
         if argument.holds == "tile" and array_dtype in ("float32", "float64"):
             remedy = WIDE_REMEDY
-        if argument.dtypes == ("float32",) and array_dtype in ("float64", "bfloat16", "float16"):
+        if "float32" in argument.dtypes and array_dtype in ("float64", "bfloat16", "float16"):
             remedy = "convert it: x.astype(np.float32), or torch's x.float()"
         raise TypeError(
             f"{name}: dtype must be one of {argument.dtypes}: {name}.dtype={array_dtype!r}{remedy and f'; {remedy}'}"

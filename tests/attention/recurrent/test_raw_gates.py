@@ -320,8 +320,12 @@ def test_bad_gates():
         delta_rule(q, k, v, gates.softplus(a))
     with pytest.raises(TypeError, match="qk_l2norm: must be a bool"):
         linear(q, k, v, qk_l2norm=1)
-    with pytest.raises(TypeError, match="beta"):
-        delta_rule(q, k, v, gates.beta(None))
+    for make in gates.softplus, gates.sigmoid, gates.logsigmoid:  # no gate would be no decay
+        for nothing in None, 0.5:
+            with pytest.raises(TypeError, match=f"^a: must be an array, which a formula makes gates of: a={nothing}"):
+                make(nothing)
+    with pytest.raises(TypeError, match="^b: must be an array, which a formula makes beta of: b=None"):
+        gates.beta(None)
 
     for make, name in (gates.sigmoid, "lower"), (gates.logsigmoid, "divisor"):
         with pytest.raises(TypeError, match=f"{name}: must be a number"):
