@@ -20,7 +20,6 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS
 from .delta_channel_gradients import plan_delta_channel_gradients
 from .delta_chunks import DeltaChunks, serves_delta_chunks, swap_axes
 from .delta_gradient_walk import plan_delta_gradient_walk
-from .delta_value_parts import plan_value_parts, serves_value_parts
 from .raw_inputs import by_tma
 from .recurrent_checks import has_channel_decay, is_varlen
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
@@ -32,6 +31,7 @@ from .recurrent_gradients import (
 )
 from .token_loop import check_grid, decay_kind
 from .token_loop_gradients import launch_walk, sum_gates_by_token
+from .value_parts import plan_value_parts, serves_value_parts
 
 
 def plan_delta_gradients(
@@ -42,11 +42,11 @@ def plan_delta_gradients(
     (delta_records.py); those kernels alone read it."""
     if not serves_delta_gradients(problem):
         return plan_delta_token_loop(problem, arrays, scale, scratch)
+    plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
     if on_hopper and serves_hopper(problem):
-        plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
         return plan(problem, arrays, scale, scratch, record)
-    if on_hopper and serves_value_parts(problem, arrays):
-        return plan_value_parts(problem, arrays, scale, scratch, record)
+    if on_hopper and serves_value_parts(problem, arrays):  # forward stores nothing for these
+        return plan_value_parts(problem, arrays, scratch, lambda part, x: plan(part, x, scale, scratch, record))
     return plan_delta_chunk_gradients(problem, arrays, scale, scratch)
 
 

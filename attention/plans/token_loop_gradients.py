@@ -30,7 +30,9 @@ from .recurrent_gradients import (
 )
 from .shared_heads_gradients import plan_linear_shared_heads, serves_linear_shared_heads
 from .token_loop import check_grid
+from .value_parts import divide_values, plan_value_parts, serves_linear_value_parts
 
+STORED_STATES = "chunk_states", "local_state", "total_decay"  # of heads, not of their parts
 TILES = "dout", "q", "k", "v"  # inputs that kernels read by tiles
 
 
@@ -57,7 +59,18 @@ def plan_linear_gradients(
             copies = [copy_arrays(problem, {name: x}, scratch) for name in names for x in [arrays[name]] if x]
             arrays = arrays | {name: x for _, copied in copies for name, x in copied.items()}
             return [*[step for step, _ in copies], *plan_channel_gradients(aligned, arrays, scale, scratch)]
+    if serves_parts(problem, arrays):
+        plan = lambda part, x: plan_linear_gradients(part, x, scale, vector_bytes, scratch)
+        return plan_value_parts(problem, arrays | dict.fromkeys(STORED_STATES), scratch, plan)
     return plan_token_loop_gradients(problem, arrays, scale, scratch)
+
+
+def serves_parts(problem: Problem, arrays: Arrays) -> bool:
+    """Do chunk kernels that do not serve a call serve the parts of its heads' values? arrays: as in plan_chunk_gradients."""
+    batch, length = problem("batch", "seqlen")
+    if not (batch * length and serves_linear_value_parts(problem, arrays)):
+        return False
+    return not has_channel_decay(problem) or serves_channel_gradients(divide_values(problem))
 
 
 def ignore_alignment(problem: Problem, names: Sequence[str]) -> Problem:

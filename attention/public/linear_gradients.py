@@ -122,10 +122,10 @@ def linear_backward(
     -144 over half of the tokens (float16: -11) or one of them is below -100 (attention/kernels/channel_gradients_hopper.py).
     Otherwise, for Dk up to 128, by three launches
     (attention/parts/recurrent/channel_chunks.py), which round the scores scale q . k to q's dtype, too, as sums of two numbers.
-    They need 163 KiB of shared memory, 227 if Dv is above 128. If Dk is above 64, inputs that are not aligned to 16 bytes are
-    copied for them, and dq, dk and dv must be aligned. All other calls, and those with decays of tokens or heads and Dv above
-    128 (on Hopper with cu_seqlens alone), are computed token by token: correct, and slow. normalize=True adds two walks token
-    by token, which are slow, too. stream, family: as in linear.
+    They need 163 KiB of shared memory. If Dk is above 64, inputs that are not aligned to 16 bytes are copied for them, and dq,
+    dk and dv must be aligned. Where no kernel takes Dv above 128, a head counts as several, with copies of its gates and
+    states. All other calls are computed token by token: correct, and slow. normalize=True adds two walks token by token, which
+    are slow, too. stream, family: as in linear.
 
     Returns (dq, dk, dv), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an initial
     state, unless they are False. Arrays and errors are those of linear. Source: each of the three is linear attention itself

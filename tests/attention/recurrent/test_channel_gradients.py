@@ -95,7 +95,11 @@ def test_many_channels_of_any_alignment(monkeypatch, nothing_known):
 
 @pytest.mark.parametrize(("shared_bytes", "value_dim"), [(MEDIUM, 80), (MEDIUM, 144), (SMALL, 16)])
 def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, value_dim):
-    """Panels of states are not loaded ahead there, or there is no room for a chunk's values, and tokens go one by one."""
+    """Panels of states are not loaded ahead there, or there is no room for a chunk's values: then these are those of two heads,
+    or tokens go one by one."""
+    if shared_bytes == MEDIUM:
+        refuse = lambda *_: pytest.fail("token by token")
+        monkeypatch.setattr(token_loop_gradients, "plan_token_loop_gradients", refuse)
     monkeypatch.setattr(channel_gradients, "machine", lambda _: SimpleNamespace(shared_bytes=shared_bytes, processors=3))
     check(place, one_head(20, value_dim=value_dim))
 

@@ -10,7 +10,7 @@ from poison import as_on_a_device, poison_new_memory
 
 import attention
 from attention import reference
-from attention.plans import recurrent_chunks, recurrent_gradients, shared_heads_gradients
+from attention.plans import recurrent_chunks, recurrent_gradients, shared_heads_gradients, token_loop_gradients
 from attention.public import linear_family, linear_gradients
 
 FAMILIES = "sm_90", "sm_80"
@@ -66,6 +66,40 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, decay, heads)
 def test_packed_sequences_of_wide_values_that_share_keys(place, monkeypatch):
     """Values and their gradients of more than 128 columns have tails of their own, too."""
     check_packed(place, monkeypatch, functools.partial(case, value_dim=144), "token")
+
+
+@pytest.fixture
+def by_chunks(monkeypatch, nothing_known):
+    """The token loop is refused."""
+    monkeypatch.setattr(token_loop_gradients, "plan_token_loop_gradients", lambda *_: pytest.fail("token by token"))
+
+
+WIDE = [("sm_80", "token", 2, 208), ("sm_80", "head", 1, 144), ("sm_90", "token", 1, 144)]
+
+
+@pytest.mark.parametrize(("family", "decay", "key_heads", "value_dim"), WIDE)
+def test_gates_of_wide_values(place, by_chunks, family, decay, key_heads, value_dim):
+    """Of values that are more columns than a kernel takes, packed on Hopper: the columns are those of two heads."""
+    args = case(66, decay, heads=2, key_heads=key_heads, value_dim=value_dim, gates=bf16)
+    if family == "sm_90":
+        states = {name: np.repeat(args[name], 2, axis=0) for name in ("initial_state", "dstate")}
+        args |= states | {"cu_seqlens": np.array([0, 65, 66], np.int32)}
+    check(place, args, family=family)
+
+
+def test_wide_values_of_heads_first(place, by_chunks):
+    """Strides of heads with which parts are no views: values and their gradients are copied, and have the same bits."""
+    check_heads_first(place, case(20, "token", batch=2, heads=2, key_heads=1, value_dim=144), family="sm_80")
+
+
+def test_accumulation_of_wide_values(place, by_chunks):
+    """Gradients of value heads in float32 are summed over the parts of their columns."""
+    args = case(20, "token", batch=2, heads=2, key_heads=1, value_dim=144)
+    want = run(place, args, family="sm_80")
+    into = {name: place.put(np.ones(x.shape, f32)) for name, x in want.items()}
+    attention.linear_backward(**{n: place.put(x) for n, x in args.items()}, **into, accumulate=True, family="sm_80")
+    for name, x in want.items():
+        assert relative_rms(place.get(into[name]) - 1, x) < 0.004, name
 
 
 @pytest.mark.parametrize(("decay", "dtype"), [("none", bf16), ("token", np.float16)])

@@ -112,7 +112,7 @@ def test_sizes(place, P, N, heads, groups, batch, D, family):
 
 
 def test_columns_of_x_beyond_chunk_kernels(place):
-    """Token by token on Ampere."""
+    """As heads of half as many, on Ampere."""
     check(place, case(20, P=144), family="sm_80")
 
 

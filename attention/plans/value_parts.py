@@ -1,28 +1,29 @@
-"""Gradients of the delta rule on Hopper for values of more than 128 columns. The columns of a state do not wait for one
-another, so a head's values, in two parts or more, are those of as many heads that share its key head, its beta and its gates.
-What is summed over columns, dq, dk, dbeta and the gates' gradients, is then summed over the parts, dq and dk as those of heads
-that share keys.
+"""Gradients for values of more than 128 columns where kernels take no more: of the delta rule on Hopper, and of linear
+attention with gates. The columns of a state do not wait for one another, so a head's values, in two parts or more, are those of
+as many heads that share its key head, its beta and its gates. What is summed over columns, dq, dk, dbeta and the gates'
+gradients, is then summed over the parts, dq and dk as those of heads that share keys.
 
 The parts of v, dout and dv are views. Where the strides of heads allow none, as with heads before tokens, they are those of
 copies, with heads side by side. Beta, gates and states are copied."""
 
+from collections.abc import Callable
+
 from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
+from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arrays import Operand
 
 from ..kernels import sum_head_groups
 from ..parts.recurrent.delta_gradient_config import VALUES
-from .delta_channel_gradients import plan_delta_channel_gradients
-from .delta_gradient_walk import plan_delta_gradient_walk
 from .partial_sums import sum_groups
 from .raw_inputs import by_tma, launch_copies
-from .recurrent_checks import has_channel_decay
 from .recurrent_chunks import Arrays, ScratchAllocator
 
 VECTOR = 8  # columns of 16 bytes, of which a part has a multiple, as TMA reads it
 VALUE_ARRAYS, GATES = ("v", "dout", "dv"), ("beta", "decay", "dbeta", "ddecay")
 STATES = "initial_state", "dstate", "dinitial_state"
-RESULTS = "dv", "dbeta", "ddecay", "dinitial_state"
+KEY_GRADIENTS = "dq", "dk"
+RESULTS = "dv", "dbeta", "ddecay", "dinitial_state", *KEY_GRADIENTS
 COPIED_RESULTS = "dv", "ddecay", "dinitial_state"  # to these, rows of four axes may have to be copied
 
 
@@ -38,6 +39,15 @@ def serves_value_parts(problem: Problem, arrays: Arrays) -> bool:
     parts = count_value_parts(problem)
     copied = [name for name in COPIED_RESULTS if needs_copy(name, arrays[name], parts)]
     return parts > 1 and all([by_tma(problem, name) for name in copied])
+
+
+def serves_linear_value_parts(problem: Problem, arrays: Arrays) -> bool:
+    """Can the heads of a call of linear attention be cut into parts? Arrays may have other names than the problem's, and states
+    other orders of axes, so none of these is copied. arrays: as in recurrent_gradients.plan_chunk_gradients."""
+    parts = count_value_parts(problem)
+    copied = {name for name in (*VALUE_ARRAYS, *GATES, *STATES) if needs_copy(name, arrays.get(name), parts)}
+    copied -= {"v", "dout"} if problem.bytes_at_once() < VECTOR_SIZES[0] else {*VALUE_ARRAYS}
+    return parts > 1 and not copied
 
 
 def needs_copy(name: str, x: Operand | None, parts: int) -> bool:
@@ -96,6 +106,13 @@ class ValueParts:
         self.connect(name, self.spread(name, x), copy.permuted((0, 1, 3, 2)))
         return _reshape(copy, *(() if per_head else (batch, length)), self.parts * heads)
 
+    def key_gradients(self, name: str, x: Operand) -> Operand:
+        """dQ or dK of each value head (B, S, H, Dk), in float32, by part."""
+        batch, length, heads, key_dim = x.shape
+        partial = self.scratch(batch, length, heads * self.parts, key_dim)
+        self.connect(name, x, partial)
+        return partial
+
     def states(self, name: str, x: Operand) -> Operand:
         """States (N, H, Dk, Dv) or their gradients, by part."""
         (sequences, heads, key_dim, columns), merged = x.shape, _merge_axes(x)
@@ -106,11 +123,22 @@ class ValueParts:
         return copy
 
 
-def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays) -> list[Step]:
-    """The launches. arrays, record: as in delta_gradients.plan_delta_gradients; forward stores nothing for these."""
+def divide_values(problem: Problem) -> Problem:
+    """The problem of the parts, as heads."""
+    parts = count_value_parts(problem)
+    heads, columns = problem("heads", "value_dim")
+    extents = problem.extents | {"heads": parts * heads, "value_dim": columns // parts}
+    return Problem(problem.schema, problem.forms, extents, problem.bits, problem.layout)
+
+
+def plan_value_parts(
+    problem: Problem, arrays: Arrays, scratch: ScratchAllocator, plan: Callable[[Problem, Arrays], list[Step]]
+) -> list[Step]:
+    """The launches. arrays: as in serves_value_parts, and others that parts take as they are. plan: the launches for the
+    problem and the arrays of parts."""
     by_part, part_arrays = ValueParts(problem, scratch), dict(arrays)
     for name, x in arrays.items():
-        if x and needs_copy(name, x, by_part.parts):
+        if x and name in (*VALUE_ARRAYS, *GATES, *STATES) and needs_copy(name, x, by_part.parts):
             x = by_part.make_contiguous(name, x)
         if x and name in VALUE_ARRAYS:
             part_arrays[name] = _split_heads(x, by_part.parts)
@@ -118,11 +146,9 @@ def plan_value_parts(problem: Problem, arrays: Arrays, scale: float, scratch: Sc
             part_arrays[name] = (by_part.channel_gates if len(x.shape) == 4 else by_part.token_gates)(name, x)
         elif x and name in STATES:
             part_arrays[name] = by_part.states(name, x)
-    heads, columns = problem("heads", "value_dim")
-    extents = problem.extents | {"heads": by_part.parts * heads, "value_dim": columns // by_part.parts}
-    part_problem = Problem(problem.schema, problem.forms, extents, problem.bits, problem.layout)
-    plan = plan_delta_channel_gradients if has_channel_decay(problem) else plan_delta_gradient_walk
-    return [*by_part.before, *plan(part_problem, part_arrays, scale, scratch, record), *by_part.after]
+        elif x and name in KEY_GRADIENTS and x.dtype == "float32":
+            part_arrays[name] = by_part.key_gradients(name, x)
+    return [*by_part.before, *plan(divide_values(problem), part_arrays), *by_part.after]
 
 
 def _split_heads(x: Operand, parts: int) -> Operand | None:
