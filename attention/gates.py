@@ -144,10 +144,10 @@ def normalize(x: Any) -> Any:
     return y.to(x.dtype) if library.__name__ == "torch" else y.astype(x.dtype)
 
 
-def _check_array(name: str, x: Any, made: str = "gates") -> None:
+def _check_array(name: str, x: Any, products: str = "gates") -> None:
     """TypeError: x is None, which would be no gate at all, or a number."""
     if x is None or isinstance(x, (int, float)):
-        raise TypeError(f"{name}: must be an array, which a formula makes {made} of: {name}={x}")
+        raise TypeError(f"{name}: must be an array, which a formula makes {products} of: {name}={x}")
 
 
 def _library(*arrays: Any) -> tuple[Any, Any]:
