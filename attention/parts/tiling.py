@@ -20,7 +20,6 @@ from .variant import Variant
 SMS_PER_HEAD = 6
 
 
-@watched_function  # a function of lengths calls it again (tiles/launching/lengths.py)
 def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, uneven: bool) -> int:
     """The size of a raster group: how many (batch, head) pairs a grid of so many CTAs goes through at once, query block by
     query block. uneven: do some query blocks of a pair take longer than others, as in causal attention, or because the last one
@@ -28,15 +27,19 @@ def choose_raster_group(grid: int, processors: int, nbytes: float, cache: int, u
 
     With all pairs at once every query block would load its keys and values from memory anew, and memory would set the speed. A
     grid of more CTAs than SMs goes through as many pairs as leave several SMs to each, so that most loads hit L2. A persistent
-    grid is for short problems, whose keys and values (`nbytes` a pair) stay in half of the L2 `cache` until the group's last
-    query block has read them. There an even number of groups' rows should fill the grid: the order of tiles reverses after each
-    wave, which then gives every CTA equal work. Pair by pair the same CTAs would get all last blocks, wherever the number of
-    blocks divides the grid."""
-    if not uneven:
-        return 1
+    grid is for short problems, whose keys and values (`nbytes` a pair) stay in half of the L2 `cache` until the group's
+    last query block has read them. There an even number of groups' rows should fill the grid: the order of tiles reverses after
+    each wave, which then gives every CTA equal work. Pair by pair the same CTAs would get all last blocks, wherever the number
+    of blocks divides the grid."""
+    return _choose_pairs(grid, processors, cache // 2 // nbytes) if uneven and nbytes else 1
+
+
+@watched_function  # a function of lengths calls it again (tiles/launching/lengths.py)
+def _choose_pairs(grid: int, processors: int, most: float) -> int:
+    """The size of a raster group of uneven query blocks, at most `most` on a persistent grid."""
     if grid > processors:
         return max(1, processors // SMS_PER_HEAD)
-    return next((n for n in _halves(grid) if n * nbytes <= cache // 2), 1)
+    return next((n for n in _halves(grid) if n <= most), 1)
 
 
 @watched_function

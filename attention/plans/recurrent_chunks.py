@@ -71,7 +71,6 @@ class Costs(NamedTuple):
 
 
 @watched_function
-@functools.lru_cache(1024)
 def choose_segments(head_sequences: int, width: int, first_width: int, chunks: int, resident_ctas: int, costs: Costs) -> int:
     """The number of segments for each sequence that takes the shortest time. head_sequences: the number of sequences times
     heads. width: the number of blocks of columns of a state in the last pass; first_width: in the first pass. chunks: of each

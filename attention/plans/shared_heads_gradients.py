@@ -1,7 +1,6 @@
 """The plan of the gradients where value heads share queries and keys (shared_heads_gradients_hopper.py): the states before all
 chunks and their gradients by two scans, unless forward stored the former, the gradients of all chunks at once, and sums."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -80,7 +79,6 @@ class BlockWork(NamedTuple):
 
 
 @watched_function
-@functools.lru_cache(1024)
 def choose_shares(*work: int) -> int:
     """The shares that take the shortest time. work: the fields of a BlockWork."""
     options, total = [2**i for i in range(BlockWork(*work).blocks.bit_length())], BlockWork(*work)
@@ -89,7 +87,6 @@ def choose_shares(*work: int) -> int:
 
 
 @watched_function
-@functools.lru_cache(1024)
 def choose_parts(shares: int, *work: int) -> int:
     """BlockWork.choose_parts, for the fields of a BlockWork as `work`."""
     return BlockWork(*work).choose_parts(shares)

@@ -104,6 +104,19 @@ def test_nothing_is_computed_that_nobody_uses():
     assert function((3,)) == 4 and calls == [1]
 
 
+def test_a_watched_function_searches_once_for_what_lengths_share():
+    """Also where the generated function calls it."""
+    searched = []
+
+    @watched_function
+    def search(tiles: int) -> int:
+        searched.append(tiles)
+        return 2 * tiles
+
+    function = watched(lambda n: search(-(-n // 64)), 100)
+    assert [function((n,)) for n in (65, 128, 129, 100)] == [4, 4, 6, 4] and searched == [2, 3]
+
+
 def test_lengths_do_not_get_into_tables():
     """They would be found there by others, long after."""
     looked_up = functools.cache(lambda n: n)

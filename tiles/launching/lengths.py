@@ -37,6 +37,7 @@ REFUSALS = (
     ValueError,
     struct.error,
 )  # errors of functions that a planner calls, for lengths that these do not take
+RESULTS = 1024  # that a watched function keeps
 COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
@@ -302,5 +303,7 @@ def watched_call(function: Callable, *args: Any) -> Any:
 
 
 def watched_function(function: Callable) -> Callable:
-    """Decorator: the function of numbers is not traced, but called again by the generated function: see `watched_call`."""
-    return functools.wraps(function)(functools.partial(watched_call, function))
+    """Decorator: the function of numbers is not traced, but called again by the generated function: see `watched_call`. What it
+    returned for the last RESULTS numbers is looked up, so that arguments that many lengths share, such as a number of chunks,
+    cost a new length no search."""
+    return functools.wraps(function)(functools.partial(watched_call, functools.lru_cache(RESULTS)(function)))

@@ -4,7 +4,6 @@ is a part of its output, and decode_combine.py merges the parts.
 Lengths are on the device and the host never reads them, so that a plan, or a CUDA graph, serves sequences as they grow: each
 block computes its work from all lengths."""
 
-import functools
 from typing import Any, NamedTuple
 
 from numpy import int32
@@ -173,11 +172,7 @@ class StreamKSplits(FixedSplits):
 def choose_share_count(blocks: int, places: int) -> int:
     """The number of stream-K shares that leaves few of the `places` for blocks idle, if each share takes `blocks` blocks. Few
     shares are better, because each has a prologue and an epilogue."""
-    return _choose_share_count(blocks, places)
 
-
-@functools.lru_cache(4096)
-def _choose_share_count(blocks, places):
     def utilization(shares):
         total = shares * blocks
         return total / (-(-total // places) * places)
@@ -197,11 +192,7 @@ def choose_split_count(blocks: int, tiles: int, places: int, combined_at_once: i
     `tiles` tiles of keys. places: blocks that run at a time. A multiprocessor runs at the speed of its share of memory
     bandwidth, with one block or several at a time, so what counts is how many blocks a place gets. combined_at_once: parts that
     are combined in the time of COMBINE_TILES."""
-    return _choose_split_count(blocks, tiles, places, combined_at_once)
 
-
-@functools.lru_cache(4096)
-def _choose_split_count(blocks, tiles, places, combined_at_once):
     def time(splits):
         block_tiles = -(-tiles // splits) + BLOCK_TILES
         return -(-blocks * splits // places) * block_tiles + COMBINE_TILES * -(-splits // combined_at_once) * (splits > 1)

@@ -59,12 +59,11 @@ class ManyRowsSchedule(NamedTuple):
 
 @functools.lru_cache(256)
 def choose_schedule(
-    m: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
+    tall: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> ManyRowsSchedule:
-    """The schedule with the least sum of all waves' widths. step: a product's columns must be a multiple of it. results: how
+    """The schedule with the least sum of all waves' widths. tall: how many tiles there are, one below the other. step: a product's columns must be a multiple of it. results: how
     many results are stored together. pairs: may two blocks work as a pair? They do if there are several waves, and few blocks
     or none without a peer."""
-    tall = -(-m // ROWS)
 
     def waves(columns: int) -> int:
         return -(-batch * tall * -(-n * products // columns) // processors)
@@ -98,7 +97,7 @@ class ManyRows(Product):
     def schedule_at(self, known: Mapping[Axis, Any]) -> ManyRowsSchedule:
         """The schedule for other extents of axes."""
         step, (batch, rows, _) = PART if self.softmax_partials else 64, self.sizes(known)
-        sizes = rows, self.columns, len(self.products), self.processors, batch
+        sizes = -(-rows // ROWS), self.columns, len(self.products), self.processors, batch
         return watched_call(choose_schedule, *sizes, step, len(self.results), not self.softmax_partials and self.batch is None)
 
     @classmethod

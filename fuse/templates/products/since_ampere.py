@@ -9,6 +9,7 @@ since_ampere.jinja is the kernel. This file decides when it serves and its sched
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 GROUP = 8  # the raster group: rows of tiles that share weights in L2
 PROCESSORS = 108  # an A100's multiprocessors: with fewer large tiles, smaller ones serve
 ROOM = 96 * 1024  # bytes of shared memory for tiles, of the 100 KB of sm_86, sm_89 and sm_120
+MIN_ROWS = 16  # the rows of tiles are multiples of it
 WARP = 8 * 4  # the columns of a narrow product are a multiple: each of four warps copies a multiple of 8
 NAMES = "batch operand wide part band row col rows cols steps".split()  # variables of the kernel
 NAMES += "later product smem i scores greatest at chosen end selected column".split()
@@ -52,6 +54,7 @@ class AmpereSchedule(NamedTuple):
         return f"tiles of {self.rows} x {self.columns} through {self.stages} stages"
 
 
+@functools.lru_cache(256)
 def choose_schedule(batch: int, m: int, n: int, products: int, rank: int, folds: bool) -> AmpereSchedule:
     """The schedule of a batch of products of m rows and n columns. rank: see SinceAmpere. folds: are tiles as wide as a block
     of columns of softmax partials?"""
@@ -80,7 +83,9 @@ class SinceAmpere(Product):
 
     def schedule_at(self, known: Mapping[Axis, Any]) -> AmpereSchedule:
         """The schedule for other extents of axes."""
-        return watched_call(choose_schedule, *self.sizes(known), len(self.products), self.rank, bool(self.softmax_partials))
+        (batch, m, n), form = self.sizes(known), (len(self.products), self.rank, bool(self.softmax_partials))
+        m = -(-m // MIN_ROWS) * MIN_ROWS  # all numbers of rows of a tile have one schedule, which is looked up
+        return watched_call(choose_schedule, batch, m, n, *form)
 
     @property
     def rank(self) -> int:
