@@ -12,10 +12,9 @@ from typing import NamedTuple
 from tiles.launching.arrays import Operand
 from tiles.launching.recording import RecordedStep
 
-WRITTEN: dict[int, list[tuple[int, int]]] = {}  # {stream: (begin, end) of the memory that its last overlapping launch wrote}
-
-
 Memory = tuple[int, int]  # an array's memory: the place of its address among those of a program, and its size in bytes
+# {stream: (the memory that its last overlapping launch wrote, the addresses of that launch's program)}
+WRITTEN: dict[int, tuple[Sequence[Memory], Sequence[int]]] = {}
 
 
 def memory_of(x: Operand) -> Memory:
@@ -37,13 +36,21 @@ class EarlyLaunch(NamedTuple):
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
         """Launch on this stream, with operands at these addresses."""
-        reads, written = self.ranges(self.reads, addresses), WRITTEN.get(stream, ())
-        waits = any([low < end and start < high for low, high in reads for start, end in written])
-        bound = self.launch.late if waits else self.launch.bound
-        bound.run(stream, [addresses[source] for source in self.launch.sources])
-        WRITTEN[stream] = self.ranges(self.writes, addresses)
+        bound, _, _, select = self.launch
+        before = WRITTEN.get(stream)
+        if before is not None and _meet(self.reads, addresses, *before):
+            bound = bound.without_overlap()
+        bound.run(stream, select(addresses))
+        WRITTEN[stream] = self.writes, addresses
 
-    @staticmethod
-    def ranges(memories: Sequence[Memory], addresses: Sequence[int]) -> list[tuple[int, int]]:
-        """(begin, end) of each of these memories, for these addresses."""
-        return [(addresses[source], addresses[source] + nbytes) for source, nbytes in memories]
+
+def _meet(
+    reads: Sequence[Memory], addresses: Sequence[int], writes: Sequence[Memory], addresses_before: Sequence[int]
+) -> bool:
+    """Does one of these memories share a byte with one that the launch before wrote?"""
+    for source, nbytes in reads:  # a comprehension would take three times as long
+        begin = addresses[source]
+        for written, count in writes:
+            if begin < addresses_before[written] + count and addresses_before[written] < begin + nbytes:
+                return True
+    return False

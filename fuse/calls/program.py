@@ -142,7 +142,7 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
         message = re.sub(r"\bg[A-Z]\w*", lambda traced: of_kernel.get(traced[0], traced[0]), str(error))
         raise NoKernel(f"{function.name}: {message}") from None
     overlaps = iter(generated.overlaps_previous)
-    steps = [step if step.late is None else _bind_overlap(step, next(overlaps), operands) for step in steps]
+    steps = [_bind_overlap(step, next(overlaps), operands) if step.overlaps else step for step in steps]
     checks = index_checks(traced, problem) if problem.device is None or check_options().values else []
     return Plan([*checks, *steps], [*scratch, *recorded_scratch])
 

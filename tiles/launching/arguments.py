@@ -181,7 +181,7 @@ def parameter(name: str, value: Any) -> Parameter:
     scalar = _SCALARS.get(type(value.value if isinstance(value, Length) else value))
     if scalar:
         return Parameter(
-            name, scalar, (watched_call(encode_number, name, scalar, value, WIDER_TYPES.get(_CODES[scalar], "")),), value
+            name, scalar, (encode_number(name, scalar, value, WIDER_TYPES.get(_CODES[scalar], "")),), value
         )
     if isinstance(value, tensor):
         array = describe(value.array, name)
@@ -266,16 +266,21 @@ def dtype_name(scalar: types.Type) -> str:
 WIDER_TYPES = {"i": "np.int64", "f": "np.float64"}  # {code: the type to pass instead, if a number is too large}
 
 
+def number_slot(code: str, value: Any) -> int:
+    """The slot of a number that is packed so. struct.error, OverflowError: it does not fit."""
+    return int.from_bytes(struct.pack(code, value), "little")
+
+
 def encode_number(name: str, ty: types.Type, value, wider_type: str = "") -> int:
     """The slot of a number of this type. A TypeError names an argument that is no number, or no integer where one is needed;
     an OverflowError one that does not fit, and advises `wider_type`, a type that would hold it."""
     code = _CODES[ty]
     integral = code not in _PYTHON
-    if not isinstance(value, Integral if integral else Real) and not isinstance(value, np.bool_):
+    plain = value.value if isinstance(value, Length) else value
+    if not isinstance(plain, Integral if integral else Real) and not isinstance(plain, np.bool_):
         raise TypeError(f"{name}: must be {'an integer' if integral else 'a number'}: {name}={value!r:.60}")
     try:
-        number = value.item() if isinstance(value, np.generic) else value
-        return int.from_bytes(struct.pack("<" + code, number), "little")
+        return watched_call(number_slot, "<" + code, plain.item() if isinstance(plain, np.generic) else value)
     except (struct.error, OverflowError):
         advice = f"; pass {wider_type}({value})" if wider_type else ", as which the kernel declares it"
         raise OverflowError(f"{name}: {value} does not fit {ty}{advice}") from None

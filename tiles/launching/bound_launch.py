@@ -34,6 +34,12 @@ class FramePool:
         self.recent: dict[tuple, ParameterFrame] = {}  # an OrderedDict would take 0.3 us more
         self.idle: list[ParameterFrame] = []
 
+    def like(self) -> "FramePool":
+        """Another one for the same kernel."""
+        other = FramePool(self.slots, self.maps, self.ranks)
+        other.kernel = self.kernel
+        return other
+
     def take_idle(self) -> "ParameterFrame | None":
         """A frame of `idle`, if there is one."""
         try:
@@ -130,7 +136,7 @@ class ParameterFrame:
 class BoundKernel(NamedTuple):
     """A kernel, and all that its launches have in common whatever the lengths. frames: the kernel's FramePool. plain: (slot,
     place among the addresses) for each array, and each number that comes with the addresses. maps: (which of the frame's maps,
-    place among the addresses, what it is encoded with) for each tensor."""
+    place among the addresses, what it is encoded with) for each tensor. late: see `overlapping`."""
 
     code: LoadedKernel
     title: str
@@ -141,6 +147,12 @@ class BoundKernel(NamedTuple):
     plain: Sequence[tuple[int, int]]
     maps: Sequence[tuple[int, int, tensor_maps.MapConstants]]
     overlaps_previous: bool = False
+    late: "BoundKernel | None" = None
+
+    def overlapping(self) -> "BoundKernel":
+        """This kernel for launches that overlap the previous one, of which some may have to wait for it (`without_overlap`). A
+        frame has a configuration, so those have frames of their own."""
+        return self._replace(frames=self.frames.like(), overlaps_previous=True, late=self)
 
     def configuration(self) -> driver.CUlaunchConfig:
         """The driver's launch configuration, without grid and stream, which ParameterFrame.write adds."""
@@ -191,15 +203,17 @@ class BoundLaunch:
     Any number of threads may call it at once: each takes a frame that no other thread uses, or makes one.
 
     block: the kernel's arguments without addresses, in slots of 8 bytes, and behind them the extents and strides of tensors.
-    launched: did it run before? encoded: the tensor maps, each with some address, from the second time on."""
+    launched: did it run before? encoded: the tensor maps, each with some address, from the second time on. late: see
+    `without_overlap`."""
 
     of_lengths = True
-    __slots__ = ("block", "encoded", "grid", "kernel", "launched")
+    __slots__ = ("block", "encoded", "grid", "kernel", "late", "launched")
 
     def __init__(self, kernel: BoundKernel, grid: tuple[int, int, int], block: bytes):
         self.kernel, self.grid, self.block = kernel, grid, block
         self.launched = False
         self.encoded: list[bytes] | None = None
+        self.late: BoundLaunch | None = None
 
     def __call__(self, stream: int, *addresses: int) -> None:
         count = len(self.kernel.plain) + len(self.kernel.maps)
@@ -207,9 +221,11 @@ class BoundLaunch:
             raise TypeError(f"{self} takes {count} addresses, got {len(addresses)}")
         self.run(stream, addresses)
 
-    def with_kernel(self, kernel: BoundKernel) -> "BoundLaunch":
-        """Bind this launch to the same kernel, configured otherwise and with frames of its own."""
-        return BoundLaunch(kernel, self.grid, self.block)
+    def without_overlap(self) -> "BoundLaunch":
+        """This launch, made to wait for the previous one. Few are asked for it, and those of a new length are made once."""
+        if self.late is None and self.kernel.late:
+            self.late = BoundLaunch(self.kernel.late, self.grid, self.block)
+        return self.late or self
 
     def run(self, stream: int, addresses) -> None:
         """Launch, with a sequence of addresses from which each array of the launch takes the one at its place

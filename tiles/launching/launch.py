@@ -315,8 +315,8 @@ class Launch:
             slots.extend(p.slots)
         numbers = *slots, *map_numbers
         block, frames = watched_call(struct.Struct(f"<{len(numbers)}Q").pack, *numbers), FramePool(len(slots), places, ranks)
-        kernel = BoundKernel(code, self.title, self.block, self.cluster, nbytes, frames, plain, maps, self.overlaps_previous)
-        return watched_call(BoundLaunch, kernel, self.grid, block)
+        kernel = BoundKernel(code, self.title, self.block, self.cluster, nbytes, frames, plain, maps)
+        return watched_call(BoundLaunch, kernel.overlapping() if self.overlaps_previous else kernel, self.grid, block)
 
     def __call__(self, *args, **named) -> None:
         if named:
@@ -328,12 +328,7 @@ class Launch:
             sources = [array.pointer for array in arrays]
             launch_value = bound.value if isinstance(bound, Length) else bound
             overlaps = self.overlaps_previous and isinstance(launch_value, BoundLaunch)  # no InterpretedLaunch overlaps another
-            late = bound
-            if overlaps:
-                kernel = launch_value.kernel
-                frames = FramePool(kernel.frames.slots, kernel.frames.maps, kernel.frames.ranks)
-                late = watched_call(BoundLaunch.with_kernel, bound, kernel._replace(frames=frames, overlaps_previous=False))
-            return recording.steps.append(RecordedStep(bound, late, sources))
+            return recording.steps.append(RecordedStep.of(bound, sources, overlaps))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:

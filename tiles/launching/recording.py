@@ -10,25 +10,35 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .arrays import Operand, c_ordered
 
 
 class RecordedStep(NamedTuple):
-    """A step of a program. bound: a launch, or a step of another program. late: the launch without overlaps_previous=True;
-    None for a program's step. sources: for the 0th, 1st, ... array of the step, its place among those of the program."""
+    """A step of a program. bound: a launch, or a step of another program. overlaps: is it a launch that overlaps the previous
+    one? sources: for the 0th, 1st, ... array of the step, its place among those of the program. select: the function from the
+    program's addresses to these."""
 
     bound: Any
-    late: Any
-    sources: Sequence[int]
+    overlaps: bool
+    sources: tuple[int, ...]
+    select: Callable[[Sequence[int]], tuple[int, ...]]
+
+    @classmethod
+    def of(cls, bound: Any, sources: Sequence[int], overlaps: bool = False) -> RecordedStep:
+        """The step whose arrays have these places among those of the program."""
+        several = len(sources) > 1  # an itemgetter of one place gives no tuple
+        select = itemgetter(*sources) if several else lambda addresses: tuple([addresses[place] for place in sources])
+        return cls(bound, overlaps, tuple(sources), select)
 
     @property
     def of_lengths(self) -> bool:
         return getattr(self.bound, "of_lengths", False)
 
     def run(self, stream: int, addresses: Sequence[int]) -> None:
-        self.bound.run(stream, [addresses[source] for source in self.sources])
+        self.bound.run(stream, self.select(addresses))
 
 
 class Recording:
@@ -84,6 +94,6 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
             operands[name] = recording.memory(shape, dtype, device)
     all_operands = [*map(operands.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
     sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for
-    recording.steps += [RecordedStep(step, None, sources) for step in steps]
+    recording.steps += [RecordedStep.of(step, sources) for step in steps]
     outputs = tuple(operands[name] for name in results)
     return make_result(all_operands) if make_result else outputs[0] if len(outputs) == 1 else outputs
