@@ -70,6 +70,20 @@ def test_results_that_are_given_and_several(summed):
     assert (made_out.shape, made_sums.shape) == ((4, 8), (4,)) and summed.read == 0
 
 
+def test_one_tensor_for_several_arguments(summed):
+    """Calls that pass one tensor as x and y are served by one function, and calls of two tensors by another."""
+    x, y = tensors(4, 8)
+    for arrays in ((x, x), (y, y), (x, y), (y, x), (x, x)):
+        for _ in range(3):
+            summed(*arrays, None, None, None)
+            assert RUNS[-1][2:4] == (arrays[0].data_ptr(), arrays[1].data_ptr())
+    summed.read = 0
+    for arrays in ((x, x), (y, x), (y, y), (x, y)):
+        summed(*arrays, None, None, None)
+        assert RUNS[-1][2:4] == (arrays[0].data_ptr(), arrays[1].data_ptr())
+    assert summed.read == 0
+
+
 def test_who_watches_launches_sees_them(summed, monkeypatch):
     """As tiles.profile does: what steps do is looked up in each call."""
     warm(summed, *tensors(4, 8), None, None, None)

@@ -51,6 +51,38 @@ def test_lengths_that_grow_are_not_read(many):
         called(many, 2, 51)
 
 
+def test_one_tensor_for_two_arguments():
+    """What was free for the first of two tensors alone is not so for a tensor that comes twice, whose lengths are free together."""
+
+    def planner(problem):
+        x, y = [problem[name].form.strides[0] for name in ("x", "y")]
+        return Plan([watched_call(noted, tuple([problem[name].source for name in ("x", "y", "out")]), x + 1000 * y)])
+
+    program = CountedProgram(MANY, planner)
+
+    def call(x, y):
+        out = program(x, y, None, options=())
+        assert RUNS[-1] == (7, number(x) + 1000 * number(y), x.data_ptr(), y.data_ptr(), out.data_ptr())
+
+    def number(x):
+        return x.stride(0) * x.element_size()
+
+    def rows(room):
+        return torch.zeros(2, room, 8)[:, :5]
+
+    second = rows(64)
+    for room in (65, 66, 67, 68):  # the first one's strides change
+        call(rows(room), second)
+    for room in (64, 70, 71, 72, 73):
+        x = rows(room)
+        call(x, x)
+    program.read = 0
+    for room in range(74, 80):
+        x = rows(room)
+        call(x, x)
+    assert program.read == 0
+
+
 def test_what_grows_may_be_more_than_it_was(many):
     """Rows, batches, then strides: each is free from then on, and none is taken for what it was."""
     for batch, rows, room in [(1, 5, 64), (1, 6, 64), (1, 7, 64), (2, 7, 64), (3, 8, 64), (3, 9, 70), (2, 10, 71), (1, 9, 80)]:

@@ -16,7 +16,8 @@ a function like this one is generated (here for decode):
 `alike` is the check with which torch.compile guards its graphs: it compares class, dispatch keys with those of the thread
 (inference mode, autocast, transforms), dtype, device, requires_grad, sizes and strides, of all tensors at once. It keeps no
 tensor alive. If this torch does not have it, no such function is generated. It does not see a tensor's tangent, so no call is
-served this way while torch computes forward-mode derivatives.
+served this way while torch computes forward-mode derivatives. It refuses a tensor that comes twice: where a call passes one
+tensor for several arguments, the function asks for that, and has it compared once.
 
 A call that differs in any of this, that names a stream, or whose arrays do not all lie at multiples of ALIGNMENT, gets
 NOT_SERVED before anything is done, and then goes through Program._read. Some extents and strides may be left out of the
@@ -54,16 +55,23 @@ def build_guarded_call(
     present = [place for place, x in enumerate(arrays) if x is not None]
     if prepared.device is None or any([lengths[place][MISALIGNMENT] for place in present]):  # some address is 0 or not aligned
         return None
-    fixed: list[Any] = [[[*lengths[place][part]] for place in present] for part in (SHAPE, STRIDES)]
-    for place, part, axis in free:
-        fixed[part][present.index(place)][axis] = None
-    checks = prepared.kind.build_guard([arrays[place] for place in present], *fixed)
+    passed_for: dict[int, list[int]] = {}  # {a tensor: the places of the arguments that it is passed for}
+    for place in present:
+        passed_for.setdefault(id(arrays[place]), []).append(place)
+    twins = tuple([(place, first) for first, *others in passed_for.values() for place in others])
+    distinct = [first for first, *_ in passed_for.values()]
+    fixed: list[Any] = [[[*lengths[place][part]] for place in distinct] for part in (SHAPE, STRIDES)]
+    for number, same in enumerate(passed_for.values()):
+        for place, part, axis in free:
+            if place == same[0] and all([(other, part, axis) in free for other in same]):
+                fixed[part][number][axis] = None
+    checks = prepared.kind.build_guard([arrays[place] for place in distinct], *fixed)
     if checks is None:
         return None
     places = tuple([place for place, _ in prepared.allocators])
     sources = tuple([source for source, _ in prepared.parts])
     disjoint = tuple([(a, b) for a, b, _, _ in prepared.disjoint])
-    shape = tuple(names), tuple(present), places, sources, len(prepared.scratch_offsets), disjoint, len(prepared.steps)
+    shape = tuple(names), tuple(present), twins, places, sources, len(prepared.scratch_offsets), disjoint, len(prepared.steps)
     if plan is None:
         return _make_factory(*shape)(*checks, prepared.device, *plan_values(prepared))
     free_values = tuple([lengths[place][part][axis] for place, part, axis in free])
@@ -82,6 +90,7 @@ def plan_values(prepared: PreparedCall) -> tuple:
 def _make_factory(
     names: tuple[str, ...],
     present: tuple[int, ...],
+    twins: tuple[tuple[int, int], ...],
     places: tuple[int, ...],
     sources: tuple[int, ...],
     scratch_offsets: int,
@@ -93,7 +102,7 @@ def _make_factory(
     device, values) that makes the function `call_again`. With `free`, the factory takes a table {free extents and strides:
     values} and a function that computes a missing row of it in place of the values.
 
-    present: the places of the arrays that are passed. places: those of the arrays to allocate. sources: the array that each
+    present: the places of the arrays that are passed. twins: (the place of one that was passed before, its first place). places: those of the arrays to allocate. sources: the array that each
     part lies in. scratch_offsets: how many scratch arrays follow the last part. disjoint: pairs of arrays that must not
     overlap."""
     array_names, address_names = [*names], [f"at_{name}" if place in present else "0" for place, name in enumerate(names)]
@@ -103,8 +112,10 @@ def _make_factory(
     values += [f"{end}{n}" for n in range(len(disjoint)) for end in ("low", "high")]
     values += [*[f"step{n}" for n in range(steps)], "make_result"]
     conditions = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
-    conditions += [f"{name}.is_nested" for name in passed]  # `alike` would crash the process on a nested tensor
-    conditions += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(passed)})"]
+    conditions += [f"{names[place]} is not {names[first]}" for place, first in twins]
+    distinct = [names[place] for place in present if place not in dict(twins)]
+    conditions += [f"{name}.is_nested" for name in distinct]  # `alike` would crash the process on a nested tensor
+    conditions += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(distinct)})"]
     lines = ["try:", f"    if {' or '.join(conditions)}: return NOT_SERVED"]
     lines += ["except AttributeError: return NOT_SERVED"]  # an argument is no tensor
     lines += [f"at_{name} = {name}.data_ptr()" for name in passed]
