@@ -193,6 +193,8 @@ def torch_on_gpu(monkeypatch):
         monkeypatch.setattr(frameworks, "_torch_words", lambda dtype, _: (str(dtype).removeprefix("torch."), dtype.itemsize, 0))
         monkeypatch.setattr(frameworks.Torch, "allocator", allocator)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda ordinal: 0, raising=False)
+        # asked before a call is planned, a CPU tensor's own device is none: what is stored for gradients depends on it
+        monkeypatch.setattr(devices, "INTERPRETER", devices.device(0))
         yield noted
 
 

@@ -209,8 +209,8 @@ def test_what_a_number_of_rows_takes(monkeypatch):
                 function(*[x[:rows] if len(x) == 5200 else x for x in arrays])
 
             of_known, of_new = usual_calls(call, [5121] * 40), usual_calls(call, range(5121, 5181))
-            assert of_known <= known + 2 + 8 * launches, (name, of_known, known)
-            assert of_new <= new + 18 * launches, (name, of_new, new)
+            assert of_known <= known + 3 * launches, (name, of_known, known)
+            assert of_new <= new + 7 * launches, (name, of_new, new)
 
 
 def test_what_is_not_like_the_last_call(monkeypatch):
