@@ -52,7 +52,7 @@ def test_lengths_that_grow_are_not_read(many):
 
 
 def test_one_tensor_for_two_arguments():
-    """What was free for the first of two tensors alone is not so for a tensor that comes twice, whose lengths are free together."""
+    """What was free for the first of two tensors alone is not so for a tensor that comes twice."""
 
     def planner(problem):
         x, y = [problem[name].form.strides[0] for name in ("x", "y")]

@@ -61,9 +61,9 @@ class ManyRowsSchedule(NamedTuple):
 def choose_schedule(
     tall: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> ManyRowsSchedule:
-    """The schedule with the least sum of all waves' widths. tall: how many tiles there are, one below the other. step: a product's columns must be a multiple of it. results: how
-    many results are stored together. pairs: may two blocks work as a pair? They do if there are several waves, and few blocks
-    or none without a peer."""
+    """The schedule with the least sum of all waves' widths. tall: how many tiles there are, one below the other. step: a
+    product's columns must be a multiple of it. results: how many results are stored together. pairs: may two blocks work as a
+    pair? They do if there are several waves, and few blocks or none without a peer."""
 
     def waves(columns: int) -> int:
         return -(-batch * tall * -(-n * products // columns) // processors)
