@@ -102,9 +102,9 @@ def _make_factory(
     device, values) that makes the function `call_again`. With `free`, the factory takes a table {free extents and strides:
     values} and a function that computes a missing row of it in place of the values.
 
-    present: the places of the arrays that are passed. twins: (the place of one that was passed before, its first place). places:
-    those of the arrays to allocate. sources: the array that each part lies in. scratch_offsets: how many scratch arrays follow
-    the last part. disjoint: pairs of arrays that must not overlap."""
+    present: the places of the arrays that are passed. twins: (the place of one that was passed before, its first place).
+    places: those of the arrays to allocate. sources: the array that each part lies in. scratch_offsets: how many scratch arrays
+    follow the last part. disjoint: pairs of arrays that must not overlap."""
     array_names, address_names = [*names], [f"at_{name}" if place in present else "0" for place, name in enumerate(names)]
     passed, absent = [names[place] for place in present], [name for place, name in enumerate(names) if place not in present]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]

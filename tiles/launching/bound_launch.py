@@ -40,13 +40,6 @@ class FramePool:
         other.kernel = self.kernel
         return other
 
-    def take_idle(self) -> "ParameterFrame | None":
-        """A frame of `idle`, if there is one."""
-        try:
-            return self.idle.pop()
-        except IndexError:
-            return None
-
     def choose_frame_to_overwrite(self, launch: "BoundLaunch") -> "ParameterFrame | None":
         """The frame to overwrite: one that was written for this launch, so that only addresses are written, or the one that was
         not used for the longest time. None as long as another may be made."""
@@ -240,7 +233,11 @@ class BoundLaunch:
             elif not kernel.maps and frame.addresses != addresses:
                 frame.write_addresses(self, addresses)
         else:
-            frame = kernel.write_frame(frames.take_idle(), self, stream, addresses)
+            try:
+                frame = frames.idle.pop()
+            except IndexError:
+                frame = None
+            frame = kernel.write_frame(frame, self, stream, addresses)
             self.launched = True
         (status,) = driver.cuLaunchKernelEx(frame.config, kernel.code.function, frame.pointers, 0)
         if status:

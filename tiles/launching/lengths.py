@@ -28,7 +28,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _VARIABLE = re.compile(r"\b[a-z]\d+\b")  # in an expression: a variable of a function, and no constant
-_NEUTRAL = re.compile(r"(?:1 \* )?([a-z]\d+)(?: \* 1)?")  # an expression that is its variable
+_OPERAND = r"([a-z]\d+|\d+|\(-\d+\))"
+_OPERATION = re.compile(rf"(-?){_OPERAND}(?: (\+|-|\*|//) {_OPERAND})?")  # an expression of one operation
 ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**"}
 ARITHMETIC |= {"and": "&", "or": "|", "xor": "^", "lshift": "<<", "rshift": ">>"}
 REFUSALS = (
@@ -147,11 +148,13 @@ class Trace:
         self.lines: list[tuple[str, str]] = []  # (variable, expression), or ("", condition), in order
         self.names: dict[str, str] = {}  # {expression: the variable that holds it}
         self.guards: set[str] = set()
+        self.integers: set[str] = set()  # the variables that are ints
         self.constants: dict[str, Any] = {}
         self.known: dict[int, str] = {}  # the constants' names, by their identity
 
     def variable(self, name: str, value: int) -> Length:
         """An argument of the function. name: a letter and digits."""
+        self.integers.add(name)
         return Length(self, value, name)
 
     def compute(self, value: Any, text: str) -> Any:
@@ -162,6 +165,8 @@ class Trace:
         if name is None:
             name = self.names[text] = f"v{len(self.names)}"
             self.lines.append((name, text))
+            if type(value) is int:
+                self.integers.add(name)
         return Length(self, value, name)
 
     def record_guard(self, outcome: bool, condition: str) -> bool:
@@ -198,6 +203,7 @@ class Trace:
         result_text = self.text(result)  # which may add to the constants
         space, known, lines = {**self.constants}, dict(fixed), []
         same: dict[str, str] = {}  # {variable, or expression: the variable that has its value}
+        multiples = {name: (1, name) for name in self.integers}  # {variable: see _as_multiple}
         guards: set[str] = set()
 
         def substitute(text: str) -> str:
@@ -222,14 +228,42 @@ class Trace:
                     return None
             elif name:
                 text = substitute(text)
-                variable = _NEUTRAL.fullmatch(text)
-                same[name] = variable[1] if variable else same.setdefault(text, name)
+                if multiple := _as_multiple(text, multiples):
+                    factor, variable = multiples[name] = multiple
+                    if factor == 0:
+                        known[name] = 0
+                        continue
+                    if factor == 1:
+                        same[name] = variable
+                        continue
+                    text = f"{self.text(factor)} * {variable}"
+                same[name] = same.setdefault(text, name)
                 if same[name] == name:
                     lines.append((name, text))
             elif (guard := substitute(text)) not in guards:
                 guards.add(guard)
                 lines.append(("", guard))
         return _function(", ".join(free), [], lines, substitute(result_text), space)
+
+
+def _as_multiple(text: str, multiples: dict[str, tuple[int, str]]) -> tuple[int, str] | None:
+    """(a number, a variable) whose product an expression of one operation is, None if that is not known. multiples: the same of
+    each variable that is an int. So all sizes of arrays that are multiples of one length take an operation each."""
+    if not (parsed := _OPERATION.fullmatch(text)):
+        return None
+    minus, left, sign, right = parsed.groups()
+    operands = [multiples.get(x) if x[0].isalpha() else (int(x.strip("()")), "") for x in (left, right) if x]
+    if None in operands:
+        return None
+    (a, x), (b, y) = operands[0], operands[-1]  # type: ignore[misc]
+    a = -a if minus else a
+    if not sign:
+        return (a, x) if minus else None
+    if sign == "*":
+        return None if x and y else (a * b, x or y)
+    if sign == "//":
+        return None if y or not b or a % b else (a // b, x)
+    return (a + b if sign == "+" else a - b, x or y) if x == y or not a or not b else None
 
 
 _CALL = re.compile(r"(C\d+)\((.*), \)")  # as `watched_call` writes it: of a constant
