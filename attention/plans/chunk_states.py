@@ -47,7 +47,8 @@ def choose_memory(memory: str, q: Any, v: Any, decay: Any, normalize: bool, fami
 
 def device_ordinal(x: Any) -> int | None:
     """The CUDA ordinal of an array's device, None for host memory; for an array that JAX traces, that of the first device."""
-    if not torch_op.is_compiling() and jax_call.is_jax_tracer(x):
+    # asked in this order because most processes have no JAX, and the second question takes five functions
+    if torch_op.imported_module("jax") is not None and not torch_op.is_compiling() and jax_call.is_jax_tracer(x):
         first = sys.modules["jax"].devices()[0]
         return None if first.platform == "cpu" else first.id
     device: Any = getattr(x, "device", None)

@@ -103,11 +103,10 @@ def choose_record(memory: str, q: Any, v: Any, decay: Any, cu_seqlens: Any, layo
     (*_, key_dim), (*_, value_dim) = shapes = [tuple(getattr(x, "shape", ())) or (0,) for x in (q, v)]
     if any([len(shape) != 4 for shape in shapes]) or key_dim > max(KEY_DIMS) or value_dim > VALUES:
         return ""
-    ordinal = device_ordinal(q)
-    head_sequences, *_ = _count(v, cu_seqlens, layout)
-    if not is_hopper(ordinal) or not pays(head_sequences, _processors(ordinal)):
+    ordinal, counts = device_ordinal(q), _count(v, cu_seqlens, layout)
+    if not is_hopper(ordinal) or not pays(counts[0], _processors(ordinal)):
         return ""
-    fields = record_fields(q, v, decay, cu_seqlens, layout)
+    fields = BY_CHANNEL if _has_channels(decay) else choose_fields(*counts, _processors(ordinal))
     return "" if fields == UNTIMED else fields
 
 
@@ -126,9 +125,14 @@ def choose_fields(head_sequences: int, length: int, packed: bool, processors: in
 
 def record_fields(q: Any, v: Any, decay: Any, cu_seqlens: Any, layout: str) -> str:
     """The fields that forward stores if it is told to, by the arguments of attention.delta_rule."""
-    if len(getattr(decay, "shape", ())) == 4:
+    if _has_channels(decay):
         return BY_CHANNEL
     return choose_fields(*_count(v, cu_seqlens, layout), _processors(device_ordinal(q)))
+
+
+def _has_channels(decay: Any) -> bool:
+    """Has each channel of the keys a decay of its own?"""
+    return len(getattr(decay, "shape", ())) == 4
 
 
 def _count(v: Any, cu_seqlens: Any, layout: str) -> tuple[int, int, bool]:

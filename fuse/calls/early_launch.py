@@ -44,9 +44,7 @@ class EarlyLaunch(NamedTuple):
         WRITTEN[stream] = self.writes, addresses
 
 
-def _meet(
-    reads: Sequence[Memory], addresses: Sequence[int], writes: Sequence[Memory], addresses_before: Sequence[int]
-) -> bool:
+def _meet(reads: Sequence[Memory], addresses: Sequence[int], writes: Sequence[Memory], addresses_before: Sequence[int]) -> bool:
     """Does one of these memories share a byte with one that the launch before wrote?"""
     for source, nbytes in reads:  # a comprehension would take three times as long
         begin = addresses[source]

@@ -36,10 +36,7 @@ def test_results(case, monkeypatch):
 def test_when():
     """Pairs are used for several waves with hardly a block without a peer, and not for softmax partials."""
     assert choose_schedule(32, 6144, 1, 132).blocks == 2 and choose_schedule(4, 6144, 1, 132).blocks == 1
-    assert (
-        choose_schedule(LONE - 1, 6144, 1, 132).blocks == 1
-        and choose_schedule(LONE + 1, 6144, 1, 132).blocks == 2
-    )
+    assert choose_schedule(LONE - 1, 6144, 1, 132).blocks == 1 and choose_schedule(LONE + 1, 6144, 1, 132).blocks == 2
     assert choose_schedule(32, 6144, 1, 132, pairs=False).blocks == 1
 
 

@@ -180,9 +180,7 @@ def parameter(name: str, value: Any) -> Parameter:
     """The Parameter for the argument `name`. TypeError, ValueError, OverflowError that name it: it cannot be passed."""
     scalar = _SCALARS.get(type(value.value if isinstance(value, Length) else value))
     if scalar:
-        return Parameter(
-            name, scalar, (encode_number(name, scalar, value, WIDER_TYPES.get(_CODES[scalar], "")),), value
-        )
+        return Parameter(name, scalar, (encode_number(name, scalar, value, WIDER_TYPES.get(_CODES[scalar], "")),), value)
     if isinstance(value, tensor):
         array = describe(value.array, name)
         encoding = encode_map(name, value.spec, array.form)
