@@ -235,9 +235,9 @@ class BoundLaunch:
         else:
             try:
                 frame = frames.idle.pop()
-            except IndexError:
-                frame = None
-            frame = kernel.write_frame(frame, self, stream, addresses)
+                frame.write(self, stream, addresses)
+            except (IndexError, RuntimeError):  # none is idle, or see write_frame
+                frame = kernel.write_frame(None, self, stream, addresses)
             self.launched = True
         (status,) = driver.cuLaunchKernelEx(frame.config, kernel.code.function, frame.pointers, 0)
         if status:
