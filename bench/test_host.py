@@ -103,8 +103,8 @@ STEPS = {  # of training: functions of q, k, v, beta and decay
 
 
 def _steps():
-    """{name: (a forward and backward pass, arguments of its n-th call)}, at one length and at lengths that take as many launches
-    and were not seen in hundreds of calls, so that what differs is that they are new."""
+    """{name: (a forward and backward pass, arguments of its n-th call)}, at one length and at lengths that take as many
+    launches and were not seen in hundreds of calls, so that what differs is that they are new."""
     arrays, dout = _tensors(1, LONGEST, 16, 128, n=3), *_tensors(1, LONGEST, 16, 128)
     arrays += [torch.rand(1, LONGEST, 16, device="cuda"), -torch.rand(1, LONGEST, 16, device="cuda")]
 
