@@ -27,7 +27,7 @@ def step(monkeypatch):
     monkeypatch.setattr(early_launch, "WRITTEN", {})
     ran = []
     x, w, y = (Operand(n, c_ordered((16,), "float32", None)) for n in range(3))
-    return EarlyLaunch(RecordedStep.of(BoundName("early", ran), (0, 1, 2), True), [memory_of(w)], [memory_of(y)]), ran
+    return EarlyLaunch(RecordedStep.from_places(BoundName("early", ran), (0, 1, 2), True), [memory_of(w)], [memory_of(y)]), ran
 
 
 LATE, EARLY = [1000, 1060, 940], [2000, 1064, 936]  # where weights lie, beside what was written from 1000 to 1064

@@ -328,7 +328,7 @@ class Launch:
             sources = [array.pointer for array in arrays]
             launch_value = bound.value if isinstance(bound, Length) else bound
             overlaps = self.overlaps_previous and isinstance(launch_value, BoundLaunch)  # no InterpretedLaunch overlaps another
-            return recording.steps.append(RecordedStep.of(bound, sources, overlaps))
+            return recording.steps.append(RecordedStep.from_places(bound, sources, overlaps))
         if self.stream is not None:
             stream = stream_handle(self.stream)
         else:

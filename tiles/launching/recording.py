@@ -27,7 +27,7 @@ class RecordedStep(NamedTuple):
     select: Callable[[Sequence[int]], tuple[int, ...]]
 
     @classmethod
-    def of(cls, bound: Any, sources: Sequence[int], overlaps: bool = False) -> RecordedStep:
+    def from_places(cls, bound: Any, sources: Sequence[int], overlaps: bool = False) -> RecordedStep:
         """The step whose arrays have these places among those of the program."""
         several = len(sources) > 1  # an itemgetter of one place gives no tuple
         select = itemgetter(*sources) if several else lambda addresses: tuple([addresses[place] for place in sources])
@@ -94,6 +94,6 @@ def call(program: Any, stream: Any, arrays: tuple, options: tuple, layout: str) 
             operands[name] = recording.memory(shape, dtype, device)
     all_operands = [*map(operands.get, program.names), *(recording.memory(shape, dtype, device) for shape, dtype in scratch)]
     sources = [x.source if x else 0 for x in all_operands]  # what is left out no step asks for
-    recording.steps += [RecordedStep.of(step, sources) for step in steps]
+    recording.steps += [RecordedStep.from_places(step, sources) for step in steps]
     outputs = tuple(operands[name] for name in results)
     return make_result(all_operands) if make_result else outputs[0] if len(outputs) == 1 else outputs
