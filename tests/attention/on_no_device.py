@@ -104,12 +104,12 @@ def noting_driver(monkeypatch):
     launching._kernel_for.cache_clear()
 
     def encode(maps, addresses, places):
-        for number, source, ((dtype, rank), (box, steps, *words)) in maps:
-            place, pointer = places[number], addresses[source]
+        for number, source, (dtype, rank, box, steps, words) in maps:
+            place, pointer = places.places[number], addresses[source]
             if pointer % 16:
                 tensor_maps.refuse_address(pointer)
             numbers = ctypes.string_at(place.extents, 8 * rank), ctypes.string_at(place.strides, 8 * max(rank - 1, 1))
-            hashed = hash((dtype, rank, *box._obj, *steps._obj, *words, *numbers))
+            hashed = hash((dtype, rank, *box, *steps, *words, *numbers))
             ctypes.c_int64.from_address(place.address).value = hashed
             ctypes.c_uint64.from_address(place.address + 8).value = pointer
 

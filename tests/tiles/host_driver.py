@@ -1,6 +1,7 @@
 """A driver that runs in host memory, for tests of launches: fixtures that conftest.py lends to all."""
 
 import ctypes
+import functools
 import sys
 from types import SimpleNamespace
 
@@ -116,7 +117,7 @@ def encoded(gpu, monkeypatch):
         ctypes.c_uint64.from_address(tensor_map.at).value = pointer
         return (gpu.status,)
 
-    monkeypatch.setattr(tensor_maps, "_encode_tiled", lambda: tensor_maps._FUNCTION(address))
+    monkeypatch.setattr(tensor_maps, "_map_encoder", functools.cache(lambda: tensor_maps.MapEncoder(address)))
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
     monkeypatch.setattr(driver, "CUtensorMap", DriverMap)
     yield options

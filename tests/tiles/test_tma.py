@@ -153,7 +153,7 @@ def written(encoding, pointer, address):
     numbers = (ctypes.c_uint64 * len(encoding.numbers))(*encoding.numbers)
     start = ctypes.addressof(numbers)
     places = address, start, start + 8 * len(encoding.extents)
-    tensor_maps.write_maps([(0, 0, encoding.constants)], [pointer], [tensor_maps.MapPlace(*places)])
+    tensor_maps.write_maps([(0, 0, encoding.constants)], [pointer], tensor_maps.MapPlaces([tensor_maps.MapPlace(*places)]))
 
 
 @pytest.fixture
@@ -180,9 +180,9 @@ def notes(monkeypatch):
 
     monkeypatch.setattr(driver, "cuGetProcAddress", find)
     monkeypatch.setattr(driver, "cuTensorMapReplaceAddress", move)
-    tensor_maps._encode_tiled.cache_clear()
+    tensor_maps._map_encoder.cache_clear()
     yield options
-    tensor_maps._encode_tiled.cache_clear()
+    tensor_maps._map_encoder.cache_clear()
 
 
 def test_a_map_is_moved_to_a_multiple_of_16(notes, place):

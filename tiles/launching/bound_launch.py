@@ -78,11 +78,12 @@ class ParameterFrame:
         at = aligned + tensor_maps.MAP_BYTES * count  # of the block: slots, then the numbers of maps
         self.pointers, self.first = at + 8 * frames.numbers, (at - start) // 8
         pointers = [at + 8 * n for n in range(slots)]
-        self.map_places, numbers_at = [], at + 8 * slots
+        map_places, numbers_at = [], at + 8 * slots
         for slot, place, rank in zip(frames.maps, places, frames.ranks):
             pointers[slot] = place
-            self.map_places.append(tensor_maps.MapPlace(place, numbers_at, numbers_at + 8 * rank))
+            map_places.append(tensor_maps.MapPlace(place, numbers_at, numbers_at + 8 * rank))
             numbers_at += 8 * tensor_maps.count_numbers(rank)
+        self.map_places = tensor_maps.MapPlaces(map_places)
         last = self.first + frames.numbers
         memory[last : last + slots] = pointers  # type: ignore[assignment]
         view = memoryview(memory).cast("B")

@@ -1,7 +1,7 @@
 """Tensor maps: what TMA reads about an array: its address, extents, strides, and the box that it copies.
 
     encoding = encode_form(tma_box(gl(tile, 4, 1, 3)), describe(q, "q").form)
-    write_maps([(0, 0, encoding.constants)], [q.data_ptr()], [place])     # the driver's 128 bytes, of the numbers at `place`
+    write_maps([(0, 0, encoding.constants)], [q.data_ptr()], places)      # the driver's 128 bytes, of numbers at places[0]
     set_address(tensor_map, q.data_ptr())                                 # ... which then speak of another array of this form
 
 A map depends on the array's address and form, the tile, and on nothing else.
@@ -14,6 +14,7 @@ proxy fence before it (CUDA C++ Programming Guide, on tensor maps that were copi
 
 import ctypes
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -54,30 +55,51 @@ class Encoding(NamedTuple):
 
 
 class MapConstants(NamedTuple):
-    """The arguments of cuTensorMapEncodeTiled that do not follow from extents, strides and the address. before: dtype and rank.
-    after: box, element strides, interleave, swizzle, promotion, what lies outside."""
+    """The arguments of cuTensorMapEncodeTiled that do not follow from extents, strides and the address. box, steps: extents and
+    element strides, arrays of C. words: interleave, swizzle, promotion, what lies outside."""
 
-    before: tuple[int, int]
-    after: tuple[Any, ...]
+    dtype: int
+    rank: int
+    box: Any
+    steps: Any
+    words: tuple[int, ...]
 
 
-class MapPlace:
-    """Where a map is written to, and where its extents and strides are read from: addresses. arguments: of the driver's
-    function, converted once for all maps with these constants; pointer is the one of them that each map has of its own."""
+class MapPlace(NamedTuple):
+    """Where a map is written to, and where its extents and strides are read from: addresses."""
 
-    __slots__ = ("address", "arguments", "constants", "extents", "pointer", "strides")
+    address: int
+    extents: int
+    strides: int
 
-    def __init__(self, address: int, extents: int, strides: int):
-        self.address, self.extents, self.strides = address, extents, strides
-        self.pointer = ctypes.c_void_p()
-        self.arguments: tuple[Any, ...] = ()
-        self.constants: MapConstants | None = None
 
-    def set_constants(self, constants: MapConstants) -> None:
-        """Convert the arguments of maps with these constants."""
-        address, extents, strides = map(ctypes.c_void_p.from_param, (self.address, self.extents, self.strides))
-        self.arguments = address, *constants.before, self.pointer, extents, strides, *constants.after
-        self.constants = constants
+ARGUMENTS, POINTER = 12, 3  # of cuTensorMapEncodeTiled; which one is the array's address
+
+
+class MapPlaces:
+    """The MapPlaces of a frame, and records of the arguments with which the driver writes maps there. maps: what the records
+    were written for; of the same maps all arguments stay but the arrays' addresses. contents: of each record, the place and the
+    constants, which other launches of a kernel mostly share."""
+
+    __slots__ = ("contents", "maps", "places", "records", "start")
+
+    def __init__(self, places: Sequence[MapPlace]):
+        self.places = places
+        self.maps: Sequence[tuple[int, int, MapConstants]] | None = None
+        self.contents: list[tuple[int, MapConstants | None]] = [(-1, None)] * len(places)
+        self.records = (ctypes.c_uint64 * (ARGUMENTS * len(places)))()
+        self.start = ctypes.c_void_p(ctypes.addressof(self.records))
+
+    def set_maps(self, maps: Sequence[tuple[int, int, MapConstants]]) -> None:
+        """Write the records for these maps: see write_maps."""
+        for n, (number, _, constants) in enumerate(maps):
+            before = self.contents[n]
+            if before[0] != number or before[1] is not constants:
+                place, (dtype, rank, box, steps, words) = self.places[number], constants
+                arguments = place.address, dtype, rank, 0, place.extents, place.strides, ctypes.addressof(box)
+                self.records[ARGUMENTS * n : ARGUMENTS * (n + 1)] = [*arguments, ctypes.addressof(steps), *words]
+                self.contents[n] = number, constants
+        self.maps = maps
 
 
 def count_numbers(rank: int) -> int:
@@ -156,44 +178,65 @@ def refuse_address(pointer: int):
 
 @functools.cache
 def _map_constants(dtype: str, box: tuple[int, ...], swizzle: str, promotion: str) -> MapConstants:
-    numbers = ctypes.c_uint32 * len(box)
-    before = int(getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")), len(box)
-    after = (
-        ctypes.byref(numbers(*box)),
-        ctypes.byref(numbers(*[1] * len(box))),
+    numbers, of_dtype = ctypes.c_uint32 * len(box), getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{dtype}")
+    words = (
         int(driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE),
         int(getattr(driver.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{swizzle}")),
         int(getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{promotion}")),
         int(driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
     )
-    return MapConstants(before, after)
+    return MapConstants(int(of_dtype), len(box), numbers(*box), numbers(*[1] * len(box)), words)
 
 
-_FUNCTION = ctypes.PYFUNCTYPE(ctypes.c_int)  # without types of arguments: they would be converted in each call
+class MapEncoder:
+    """Calls the driver's cuTensorMapEncodeTiled by its address, once for each record. cuda.bindings wants an object for each
+    number and makes a map of its own, which takes longer than the driver does, and so does ctypes with twelve arguments. So
+    after the first calls a loop in machine code is compiled beside them (compiling/host_code.py)."""
+
+    def __init__(self, address: int):
+        self.address, self.calls = address, 0
+        self.encode: Callable[..., int] = ctypes.PYFUNCTYPE(ctypes.c_int, *[ctypes.c_uint64] * ARGUMENTS)(address)
+        self.encode_records: Callable[[Any, int], int] = self._encode_one_by_one
+
+    def _encode_one_by_one(self, records: Any, count: int) -> int:
+        self.calls += 1
+        if self.calls == ONE_BY_ONE:
+            threading.Thread(target=self._compile).start()
+        size = ctypes.sizeof(ctypes.c_uint64) * ARGUMENTS
+        for n in range(count):
+            if status := self.encode(*(ctypes.c_uint64 * ARGUMENTS).from_address(records.value + size * n)):
+                return status
+        return 0
+
+    def _compile(self) -> None:
+        from ..compiling.host_code import compile_loop
+
+        self.encode_records = compile_loop(self.address, ARGUMENTS) or self.encode_records
+
+
+ONE_BY_ONE = 32  # launches of a process whose maps are encoded one by one, as the first call's are
 
 
 @functools.cache
-def _encode_tiled() -> Callable[..., int]:
-    """The driver's cuTensorMapEncodeTiled, called by its address: cuda.bindings wants an object for each number and makes a map
-    of its own, which takes longer than the driver does. A new length costs one call for each map of each launch."""
+def _map_encoder() -> MapEncoder:
     address, _ = check(driver.cuGetProcAddress(b"cuTensorMapEncodeTiled", CUDA_OF_TMA, 0))
-    return _FUNCTION(address)
+    return MapEncoder(address)
 
 
-def write_maps(maps: Sequence[tuple[int, int, MapConstants]], addresses: Sequence[int], places: Sequence[MapPlace]) -> None:
+def write_maps(maps: Sequence[tuple[int, int, MapConstants]], addresses: Sequence[int], places: MapPlaces) -> None:
     """Write tensor maps. maps: (which of the places, which of the addresses, what it is encoded with) for each. Places lie at
     multiples of MAP_ALIGNMENT. Some context must be current."""
-    encode = _encode_tiled()
-    for number, source, constants in maps:
-        place, pointer = places[number], addresses[source]
+    if places.maps is not maps:
+        places.set_maps(maps)
+    records, at = places.records, POINTER
+    for _, source, _ in maps:
+        records[at] = pointer = addresses[source]
         if pointer % ALIGNMENT:
             refuse_address(pointer)
-        if place.constants is not constants:
-            place.set_constants(constants)
-        place.pointer.value = pointer
-        status = encode(*place.arguments)
-        if status:
-            check((driver.CUresult(status),))
+        at += ARGUMENTS
+    status = _map_encoder().encode_records(places.start, len(maps))
+    if status:
+        check((driver.CUresult(status),))
 
 
 def set_address(tensor_map, pointer: int):
