@@ -46,9 +46,9 @@ def _loop(address: int, words: int) -> ir.Module:
     arguments = [builder.load(builder.gep(records, [builder.add(first, WORD(n))])) for n in range(words)]
     function = builder.inttoptr(WORD(address), ir.FunctionType(STATUS, [WORD] * words).as_pointer())
     returned = builder.call(function, arguments)
-    following = builder.add(number, STATUS(1))
+    next_number = builder.add(number, STATUS(1))
     builder.branch(after)
-    for value, start, later in ((number, 0, following), (status, 0, returned)):
+    for value, start, later in ((number, 0, next_number), (status, 0, returned)):
         value.add_incoming(STATUS(start), before)
         value.add_incoming(later, call)
     builder.position_at_end(end)
