@@ -67,7 +67,7 @@ def test_launches_of_other_lengths_take_turns_with_frames(gpu, encoded, monkeypa
         assert (slots[0], slots[17], config.gridDimX) == (16 * turn, n, n)
         for frame in kernel.frames.recent.values():
             if frame.launch is launches[n - 1]:
-                assert [*(ctypes.c_uint64 * 4).from_address(frame.map_places[0].address)] == [16 * turn, 64, 64 * n, 0]
+                assert [*(ctypes.c_uint64 * 4).from_address(frame.map_places.places[0].address)] == [16 * turn, 64, 64 * n, 0]
 
 
 def test_two_views_of_one_array(gpu, encoded):
