@@ -16,6 +16,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -211,7 +212,8 @@ class MapEncoder:
     def _compile(self) -> None:
         from ..compiling.host_code import compile_loop
 
-        self.encode_records = compile_loop(self.address, ARGUMENTS) or self.encode_records
+        with suppress(RuntimeError):  # an LLVM without code for this processor: maps go on one by one
+            self.encode_records = compile_loop(self.address, ARGUMENTS) or self.encode_records
 
 
 ONE_BY_ONE = 32  # launches of a process whose maps are encoded one by one, as the first call's are
