@@ -72,7 +72,9 @@ def _no_lengths(lengths: np.ndarray, extents: Mapping[str, int]) -> WrongValue:
 
 
 LOG = ValueRule(
-    _above_0, "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, logsigmoid(x) for a gate"
+    _above_0,
+    "it is the logarithm of what is kept: pass log(a) for a factor a from 0 to 1, "
+    "or for what a layer projects a gate of attention.gates",
 )
 RATE = ValueRule(_above_0, "exp(dt * A) is what is kept: pass -exp(A_log)")
 SUMS = "it says where the sequences end: pass 0 and the running sums of their lengths"
