@@ -17,14 +17,14 @@ from .autograd_inputs import (
     make_tma_contiguous,
     unwrap,
 )
-from .plans.recurrent_derivative import MEMBERS, GradientCall
+from .plans.recurrent_derivative import GradientCall, find_member
 
 LEADING = 3  # arguments of the Functions before their arrays
 Places = tuple[int | None, ...]
 
 
 class RecurrentFunction(torch.autograd.Function):
-    """The results of a member for torch's autograd. member: its name in MEMBERS. options, layout, arrays: those of its program,
+    """The results of a member for torch's autograd. member: its name in Members. options, layout, arrays: those of its program,
     the arrays without results."""
 
     @staticmethod
@@ -78,7 +78,7 @@ class TransformedRecurrentFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         """NotImplementedError: there are no forward-mode derivatives."""
-        name = MEMBERS[ctx.member][1].name
+        name = find_member(ctx.member)[1].name
         raise NotImplementedError(f"{name}: has no forward-mode derivatives (jvp, jacfwd, hessian); use reverse mode")
 
 
@@ -89,14 +89,14 @@ def _save(ctx: Any, member: str, options: tuple, layout: str, arrays: Sequence[A
 
 
 def _call(member: str, options: tuple, layout: str, arrays: Sequence[Any]) -> Any:
-    program, _ = MEMBERS[member]
+    program, _ = find_member(member)
     return program(None, (*arrays, *[None] * (len(program.names) - len(arrays))), options, layout)
 
 
 def _refuse_second_derivative(ctx: Any, requested: bool) -> None:
     """NotImplementedError if second derivatives are requested."""
     if requested:
-        words = MEMBERS[ctx.member][1].no_second_derivatives
+        words = find_member(ctx.member)[1].no_second_derivatives
         raise NotImplementedError(f"{words}; leave create_graph=True out")
 
 
@@ -106,7 +106,7 @@ def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any])
     needs = ctx.needs_input_grad[LEADING:]
     if all([x is None for x in result_gradients]):
         return (None,) * (LEADING + len(needs))
-    program, derivative = MEMBERS[ctx.member]
+    program, derivative = find_member(ctx.member)
     dout, *other_gradients = result_gradients
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(other_gradients), len(arrays) > len(needs))
@@ -120,7 +120,7 @@ def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any])
 def _known_call(
     member: str, needs: tuple[bool, ...], options: tuple, other_gradients: int, stored: bool
 ) -> tuple[GradientCall, Places]:
-    program, derivative = MEMBERS[member]
+    program, derivative = find_member(member)
     inputs, results = program.names[: len(needs)], program.names[len(needs) :]
     requested = [name for name, needed in zip(inputs, needs) if needed]
     stored_names = _options_in_training(member, options)[1] if stored else ()
@@ -139,7 +139,7 @@ def _gradient_call(
 
 @functools.lru_cache(1024)
 def _known_options(member: str, options: tuple) -> tuple[tuple, tuple[str, ...]]:
-    program, derivative = MEMBERS[member]
+    program, derivative = find_member(member)
     in_training, stored = derivative.options_in_training(program.schema, dict(zip(program.options, options)))
     return tuple(in_training.values()), tuple(stored)
 
@@ -155,11 +155,11 @@ _options_in_training._dynamo_marked_constant = True  # type: ignore[attr-defined
 
 
 def call_with_gradients(member: str, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:
-    """The results of a member of linear attention, differentiable once with respect to its arrays. member: its name in MEMBERS.
+    """The results of a member of linear attention, differentiable once with respect to its arrays. member: its name in Members.
     arrays, options, layout: those of its program, the arrays without results."""
     if is_plain(arrays):
         return RecurrentFunction.apply(member, options, layout, *arrays)
-    program, derivative = MEMBERS[member]
+    program, derivative = find_member(member)
     named = {name: x for name, x in zip(program.names, arrays) if x is not None}
     named = {  # what is no array goes on to the program, which says so
         name: copy_to_torch(x) if hasattr(x, "dtype") and not isinstance(x, torch.Tensor) else x for name, x in named.items()

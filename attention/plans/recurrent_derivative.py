@@ -12,9 +12,17 @@ from tiles.launching.arrays import Array, Form
 from ..options import show_argument
 from .call_options import needs_gradient
 
-# {name: (program, derivative)} of the members whose modules are imported: names, because Dynamo takes them as constants
-MEMBERS: dict[str, tuple[Program, "RecurrentDerivative"]] = {}
 STATES = {"initial_state", "initial_z"}  # the parts of a normalised state, whose gradients are computed together
+
+
+class Members:
+    """(program, derivative) of each member whose module is imported, as an attribute of its name. A dictionary would not do:
+    torch.compile sees one as it was at its first look-up, without members that are imported while it traces."""
+
+
+def find_member(name: str) -> tuple[Program, "RecurrentDerivative"]:
+    """(program, derivative) of a member. name: Dynamo takes it as a constant."""
+    return getattr(Members, name)
 
 
 def no_second_derivatives(name: str) -> str:
@@ -58,7 +66,7 @@ class RecurrentDerivative(NamedTuple):
         return in_training, [name for name in schema.results(in_training) if name in self.stored]
 
     def make_program(self, schema: Schema) -> Callable[[Callable[..., Plan]], Program]:
-        """Decorator: makes the member's program of its planner, and its entry in MEMBERS. TypeError: the planner has an option
+        """Decorator: makes the member's program of its planner, and its entry in Members. TypeError: the planner has an option
         that gradients do not take, and that does not just say which results there are."""
 
         def decorate(planner: Callable[..., Plan]) -> Program:
@@ -66,7 +74,7 @@ class RecurrentDerivative(NamedTuple):
             of_results = {flag.partition(":")[0] for row in schema.arguments.values() for flag in row.flags}
             if ignored := {*member.options} - {*self.program.options} - of_results:
                 raise TypeError(f"{self.name}: its gradients would ignore {sorted(ignored)}")
-            MEMBERS[self.name.removeprefix("attention.")] = member, self
+            setattr(Members, self.name.removeprefix("attention."), (member, self))
             return member
 
         return decorate

@@ -4,6 +4,9 @@ wheel through the interpreter."""
 import copy
 import itertools
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -216,6 +219,22 @@ def test_compiles_whole(name):
     actual = torch.autograd.grad(loss(torch.compile(layer, fullgraph=True, backend="aot_eager")), leaves)
     for a, b in zip(actual, expected, strict=True):
         assert_near(a, b.double(), "gradient")
+
+
+FIRST_CALL = """
+import torch
+from attention.nn import KimiDeltaAttention
+layer = torch.compile(KimiDeltaAttention(32, num_heads=1, head_dim=32), fullgraph=True, backend="aot_eager")
+with torch.autocast("cpu", torch.bfloat16):
+    layer(torch.randn(1, 4, 32)).float().sum().backward()
+"""
+
+
+def test_a_first_call_may_be_compiled():
+    """The convolution, the recurrence and the norm are imported while Dynamo traces the layer."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL], env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr[-2000:]
 
 
 def test_generates_compiled():
