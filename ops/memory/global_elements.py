@@ -58,49 +58,115 @@ def check(name, array, spec, at, rows, cols):
         raise TypeError(f"{name}: {spec} lies along {len(axes)} axes of the array, got {axes} of {array.ndim}")
 
 
-def element_addresses(b, ty, array, spec, at, rows, cols, first_row, adjacent=False, ordered=True):
-    """For each of this lane's elements: (does it lie inside the array, its address). adjacent: columns are, so addresses are a
-    constant apart. ordered: are the tile's columns in the array's order? If not, they are in unordered.py's order of elements
-    of 2 bytes."""
-    data, extents, strides = b.array(ty, array)
-    at = [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-    quad, pair = shifts(b, spec.dtype.run if isinstance(spec, rt) else 2)
-    rows, cols = rows % ty.ndim, cols % ty.ndim
-    if isinstance(spec, rv):
-        coordinates = [(0, spec.element(0, i)) for i in range(spec.elements)]
-        shift = b.u32(0), quad if spec.by_quad else pair
-        shift = shift[0], b.add(shift[1], first_row) if spec.axis == "col_vec" else shift[1]
-    else:
-        coordinates = [spec.element(0, i) for i in range(spec.elements)]
-        shift = {"row": (quad, pair), "col": (pair, quad), "line": (b.u32(0), b.mul(b.lane(), b.u32(spec.elements)))}[
-            spec.layout
-        ]
-        shift = b.add(shift[0], first_row), shift[1]
-    if not ordered:  # a lane has 8 adjacent columns of each 32
-        shift = shift[0], b.mul(shift[1], b.u32(4))
-        coordinates = [(row, col // 32 * 32 + col % 32 // 8 * 2 + col % 8) for row, col in coordinates]
-    base = data
-    for axis, index in enumerate(at):
-        if axis != cols and not (axis == rows and isinstance(spec, rt)):
-            base = b.add(base, b.mul(index, strides[axis]))
-    row0 = b.add(at[rows], b.zext(shift[0], i64)) if isinstance(spec, rt) else None
-    col0 = b.add(at[cols], b.zext(shift[1], i64))
-    for row, col in coordinates:
-        c = b.add(col0, i64(int(col)))
-        inside, address = b.icmp_unsigned("<", c, extents[cols]), b.add(base, b.mul(c, strides[cols]))
-        if adjacent:
-            size = SCALARS[ty.dtype].itemsize
-            address = b.add(b.add(base, b.mul(col0, i64(size))), i64(size * int(col)))
-        if row0 is not None:
-            r = b.add(row0, i64(int(row)))
-            inside = b.and_(inside, b.icmp_unsigned("<", r, extents[rows]))
-            address = b.add(address, b.mul(r, strides[rows]))
-        yield inside, address
-
-
 GUARD = (
     ".reg .pred p;\nsetp.ne.u32 p, $2, 0;\n"  # a predicated access, unlike a branch round it, leaves the code without branches
 )
+GUARD_BELOW = ".reg .pred p;\nsetp.lt.u32 p, $2, $3;\n"
+
+
+def visible_range(b, at, extent, limit):
+    """(begin, end) of the rows or columns, among the first `limit` of a tile at index `at`, that lie inside the array."""
+    zero, limit = i64(0), i64(limit)
+
+    def clamp(x):
+        x = b.select(b.icmp_signed("<", x, limit), x, limit)
+        return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
+
+    return clamp(b.sub(zero, at)), clamp(b.sub(extent, at))
+
+
+def widen_indices(b, at):
+    """An index, widened to 64 bits."""
+    return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
+
+
+def _vector_accesses(b, ty, array, spec, at, cols, first_row, adjacent, ordered, is_store):
+    """For each of this lane's elements of a vector: (GUARD, what it asks, the element's address). adjacent: columns are, so
+    addresses are a constant apart. is_store: of the lanes that hold an element one has access."""
+    data, extents, strides = b.array(ty, array)
+    at, cols = widen_indices(b, at), cols % ty.ndim
+    quad, pair = shifts(b)
+    shift = quad if spec.by_quad else pair
+    shift = b.add(shift, first_row) if spec.axis == "col_vec" else shift
+    numbers = [spec.element(0, i) for i in range(spec.elements)]
+    if not ordered:
+        shift, numbers = b.mul(shift, b.u32(4)), [_unordered_column(number) for number in numbers]
+    base = data
+    for axis, index in enumerate(at):
+        if axis != cols:
+            base = b.add(base, b.mul(index, strides[axis]))
+    first = b.add(at[cols], b.zext(shift, i64))
+    is_holder = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(spec.holders)), b.u32(0)) if is_store else None
+    for number in numbers:
+        index = b.add(first, i64(int(number)))
+        inside, address = b.icmp_unsigned("<", index, extents[cols]), b.add(base, b.mul(index, strides[cols]))
+        if adjacent:
+            size = SCALARS[ty.dtype].itemsize
+            address = b.add(b.add(base, b.mul(first, i64(size))), i64(size * int(number)))
+        yield GUARD, [b.zext(b.and_(inside, is_holder) if is_store else inside, i32)], address
+
+
+def _unordered_column(col):
+    """Where unordered.py has, for lane 0, a column that ordered tiles have at `col`: a lane has 8 adjacent ones of each 32."""
+    return col // 32 * 32 + col % 32 // 8 * 2 + col % 8
+
+
+class _Steps:
+    """Addresses at multiples of a stride from a first one. Each is the sum of one before it and of the stride times a power of
+    2: a product for each of a tile's columns would be more code than the access."""
+
+    def __init__(self, b, first, stride):
+        self.b, self.stride, self.addresses = b, stride, {0: first}
+
+    def __getitem__(self, number):
+        if number not in self.addresses:
+            lowest = number & -number
+            step = self.b.mul(self.stride, i64(lowest))
+            self.addresses[number] = self.b.add(self[number - lowest], step)
+        return self.addresses[number]
+
+
+def _tile_accesses(b, ty, array, spec, at, rows, cols, first_row, ordered):
+    """For each of this lane's elements of a tile: (GUARD_BELOW, what it asks, the element's address).
+
+    Of its rows and columns, the axis that has more of them in this lane is the long one: an element is asked for its number
+    along that axis, below the end, which is 0 in those of the other axis that lie outside the array."""
+    data, extents, strides = b.array(ty, array)
+    at, axes = widen_indices(b, at), (rows % ty.ndim, cols % ty.ndim)
+    coordinates = [tuple(map(int, spec.element(0, i))) for i in range(spec.elements)]
+    quad, pair = shifts(b, spec.dtype.run)
+    shift = {"row": (quad, pair), "col": (pair, quad), "line": (b.u32(0), b.mul(b.lane(), b.u32(spec.elements)))}[spec.layout]
+    shift = b.add(shift[0], first_row), shift[1]
+    if not ordered:
+        shift = shift[0], b.mul(shift[1], b.u32(4))
+        coordinates = [(row, _unordered_column(col)) for row, col in coordinates]
+    for axis, distance in zip(axes, shift):
+        at[axis] = b.add(at[axis], b.zext(distance, i64))
+    for index, stride in zip(at, strides):
+        data = b.add(data, b.mul(index, stride))
+    long = max((0, 1), key=lambda k: len({place[k] for place in coordinates}))
+    short_axis, long_axis = axes[1 - long], axes[long]
+    begin, end = visible_range(b, at[long_axis], extents[long_axis], 1 << 30)
+    visible, lines, numbers = b.sub(end, begin), {}, {}
+    starts = _Steps(b, data, strides[short_axis])
+    for place in coordinates:
+        short, number = place[1 - long], place[long]
+        if short not in lines:
+            inside = b.icmp_unsigned("<", b.add(at[short_axis], i64(short)), extents[short_axis])
+            lines[short] = b.select(inside, visible, b.u32(0)), _Steps(b, starts[short], strides[long_axis])
+        if number not in numbers:
+            numbers[number] = b.sub(b.u32(number), begin)
+        count, addresses = lines[short]
+        yield GUARD_BELOW, [numbers[number], count], addresses[number]
+
+
+def _accesses(b, ty, array, spec, at, rows, cols, first_row, adjacent=False, ordered=True, is_store=False):
+    """For each of this lane's elements: (how PTX sets the predicate p to whether the element lies inside the array; what it
+    asks, from $2 on; the element's address). ordered: are the tile's columns in the array's order? If not, they are in
+    unordered.py's order of elements of 2 bytes. is_store: of the lanes that hold an element of a vector, one has access."""
+    if isinstance(spec, rv):
+        return _vector_accesses(b, ty, array, spec, at, cols, first_row, adjacent, ordered, is_store)
+    return _tile_accesses(b, ty, array, spec, at, rows, cols, first_row, ordered)
 
 
 STORE = {
@@ -136,10 +202,9 @@ def lower_store(ty, spec, rows, cols, first_row, ordered=True):
     dtype = SCALARS[ty.dtype]
 
     def lower(b, array, value, at, *_):
-        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), ordered=ordered)
-        is_holder = b.icmp_unsigned("==", b.and_(b.lane(), b.u32(getattr(spec, "holders", 0))), b.u32(0))
-        for x, (inside, address) in zip(_split_elements(b, dtype, spec, value), accesses, strict=True):
-            b.do(f"{{{GUARD}{STORE[dtype.itemsize]}}}", address, x, b.zext(b.and_(inside, is_holder), i32))
+        accesses = _accesses(b, ty, array, spec, at, rows, cols, first_row(b), ordered=ordered, is_store=True)
+        for x, (guard, inside, address) in zip(_split_elements(b, dtype, spec, value), accesses, strict=True):
+            b.do(f"{{{guard}{STORE[dtype.itemsize]}}}", address, x, *inside)
 
     return lower
 
@@ -150,9 +215,10 @@ def lower_load(ty, spec, rows, cols, first_row, adjacent=False, ordered=True):
     word, letter = (f32, "f") if dtype is fp32 else (i32, "r")
 
     def lower(b, array, _, at, *__):
-        accesses = element_addresses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent, ordered)
-        text = f"{{{GUARD}{LOAD[dtype.itemsize]}}}"
-        parts = [b.asm(word, text, f"={letter},l,r", address, b.zext(inside, i32)) for inside, address in accesses]
+        parts = []
+        for guard, inside, address in _accesses(b, ty, array, spec, at, rows, cols, first_row(b), adjacent, ordered):
+            constraints = ",".join([f"={letter}", "l", *["r"] * len(inside)])
+            parts.append(b.asm(word, f"{{{guard}{LOAD[dtype.itemsize]}}}", constraints, address, *inside))
         return _join_elements(b, dtype, spec, parts)
 
     return lower

@@ -18,7 +18,7 @@ from tiles.dtypes import bf16
 from tiles.types import rt, rv
 
 from . import lines
-from .global_elements import GUARD, LOAD, STORE
+from .global_elements import GUARD, LOAD, STORE, visible_range, widen_indices
 from .quad_exchange import (
     ELEMENT,
     EXCHANGES,
@@ -109,11 +109,6 @@ class _LanePosition:
         return replace(self, start=start, down=b.add(self.down, down), across=b.add(self.across, across))
 
 
-def _widen_indices(b, at):
-    """An index, widened to 64 bits."""
-    return [b.sext(x, i64) if x.type.width < 64 else x for x in b.unpack(at)]
-
-
 def _address(b, data, at, strides):
     """The address of the element at this index, `data` being that of the first element."""
     for index, stride in zip(at, strides):
@@ -124,7 +119,7 @@ def _address(b, data, at, strides):
 def _aligned_position(b, ty, exchange, array, spec, at, rows, cols, first_row):
     """The position in an aligned tile: its indices and extents are below 2**31."""
     data, extents, strides = b.array(ty, array)
-    at, r, c = _widen_indices(b, at), rows % ty.ndim, cols % ty.ndim
+    at, r, c = widen_indices(b, at), rows % ty.ndim, cols % ty.ndim
     own_row = b.add(b.lshr(b.lane(), b.u32(2)), exchange.first_row(b))
     at[r] = b.add(at[r], b.zext(b.add(own_row, first_row), i64))
     at[c] = b.add(at[c], b.zext(exchange.first_column(b), i64))
@@ -132,23 +127,12 @@ def _aligned_position(b, ty, exchange, array, spec, at, rows, cols, first_row):
     return _LanePosition(start, strides[r], strides[c], *(b.trunc(x, i32) for x in (at[r], at[c], extents[r], extents[c])))
 
 
-def _visible_range(b, at, extent, limit):
-    """(begin, end) of the rows or columns, among the first `limit` of a tile at index `at`, that lie inside the array."""
-    zero, limit = i64(0), i64(limit)
-
-    def clamp(x):
-        x = b.select(b.icmp_signed("<", x, limit), x, limit)
-        return b.trunc(b.select(b.icmp_signed("<", x, zero), zero, x), i32)
-
-    return clamp(b.sub(zero, at)), clamp(b.sub(extent, at))
-
-
 def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, stores=False):
     """The position in any tile or vector, of a lane that begins where its quad does. 16 bytes can be moved at a time if the
     address and the stride of rows are multiples of 16 bytes, columns are adjacent, and the array begins and ends between two
     accesses."""
     data, extents, strides = b.array(ty, array)
-    at, r, c, size = _widen_indices(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
+    at, r, c, size = widen_indices(b, at), rows % ty.ndim, cols % ty.ndim, spec.dtype.itemsize
     start = _address(b, data, at, strides)
     if isinstance(spec, Row):  # stored by the first quad
         row, line, top, bottom = b.u32(0), i64(0), b.u32(0), b.u32(1)
@@ -156,8 +140,8 @@ def _check_at_run_time(b, ty, exchange, array, spec, at, rows, cols, first_row, 
             bottom = b.zext(b.icmp_unsigned("<", b.lane(), b.u32(QUAD)), i32)
     else:
         row, line = b.add(b.lshr(b.lane(), b.u32(2)), first_row), strides[r]
-        top, bottom = _visible_range(b, at[r], extents[r], 1 << 30)
-    left, right = _visible_range(b, at[c], extents[c], spec.cols)
+        top, bottom = visible_range(b, at[r], extents[r], 1 << 30)
+    left, right = visible_range(b, at[c], extents[c], spec.cols)
     bits = b.or_(b.trunc(b.or_(start, line), i32), b.mul(b.or_(left, right), b.u32(size)))
     is_wide = b.icmp_unsigned("==", b.and_(bits, b.u32(WIDE - 1)), b.u32(0))
     if ty.layout != "C" or c != ty.ndim - 1:

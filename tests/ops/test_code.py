@@ -355,3 +355,22 @@ def test_a_grid_waits_when_told(after_quotient):
 
     order = [i.opcode.split(".")[0] for i in sass.listing(code(body, blank((4,)), 3))]
     assert (order.index("ACQBULK") > order.index("I2F")) == after_quotient
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_elements_of_a_tile_in_memory(back):
+    """A state is loaded and stored so, once a kernel: one comparison for each element, and no product of each column with a
+    stride."""
+
+    @cuda.jit
+    def body(x, y, row, col):
+        tile, _, _ = plan.open()
+        if back:
+            store(y, load(tile, T), (row, col), aligned=False)
+        else:
+            store(tile, load(x, T, (row, col), aligned=False))
+
+    x = blank((16, 128))
+    counts = Counter(opcode.split(".")[0] for opcode in opcodes(code(body, x, x, 1, 1)).elements())
+    assert counts["STG" if back else "LDG"] == ELEMENTS
+    assert counts["ISETP"] <= ELEMENTS + 16 and counts["IMAD"] <= 2 * ELEMENTS, counts
