@@ -47,6 +47,7 @@ def make(config: Config):
     decay = KdaDecay(config.key_dim, INPUT, CONSUMERS, False)
     channel_norms = choose_channel_norms(config)
     channel_gates, PARAMS, BETA = config.limited_gates, config.limited_gates.params(), config.beta
+    first_gates = channel_gates.compact()  # for the sums of the first chunk
     condition, CONDITION = config.condition, config.condition.params()
     smem = shared(
         q=ring(config.key, DELTA_STAGES, readers + WARPS),
@@ -71,12 +72,12 @@ def make(config: Config):
     state = TransposedState(config.key_dim, INPUT, seq_layout)
 
     @inlined
-    def sum_gates(g, gate_sums, constants, seq, j, warp):
+    def sum_gates(gates_of_channels, g, gate_sums, constants, seq, j, warp):
         """Write b of the j-th chunk, if there is one. A consumer calls this, as it waits for T in any case."""
         if j < seq.num_chunks():
             gates, sums, remaining = g.wait(j), gate_sums.claim(j), seq.remaining(j)
             seq_layout.zero_other_rows(gates, remaining)
-            channel_gates.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
+            gates_of_channels.cumsum(gates if IN_PLACE else sums, gates, constants, warp, remaining)
             gate_sums.publish(j)
 
     @inlined
@@ -186,7 +187,7 @@ def make(config: Config):
             warp, constants = warpgroup.rank(), (biases, rates)
             if wg == 0:
                 channel_gates.load_constants(constants, params, head, warp)
-                sum_gates(g, gate_sums, constants, seq, 0, warp)
+                sum_gates(first_gates, g, gate_sums, constants, seq, 0, warp)
             if wg == CONSUMERS - 1:
                 channel_norms.measure(norms, q, k, 0, seq, scale, warp)
             s_t = warpgroup.load(gInitialState, STATE, (sequence * segments + segment, head, 0, column), 3, 2)
@@ -201,7 +202,7 @@ def make(config: Config):
                 u = channel_norms.scale_key_columns(u, norms, j)
                 u = INPUT(seq_layout.zero_other_columns(values, seq.remaining(j)) - u)
                 if wg == 0:
-                    sum_gates(g, gate_sums, constants, seq, j + 1, warp)
+                    sum_gates(channel_gates, g, gate_sums, constants, seq, j + 1, warp)
                 if wg == CONSUMERS - 1:
                     channel_norms.measure(norms, q, k, j + 1, seq, scale, warp)
                 decay.fill_values(v, gV, j + 1, n, seq, head, block, wg)

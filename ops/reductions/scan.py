@@ -90,7 +90,9 @@ def _columns(x):
 
 # ---- down a shared tile ----------------------------------------------------------------------------------------------
 @op
-def cumsum_columns(target, source, least, function=None, y=None, z=None, below=None, fall=None, factor=None, divides=False):
+def cumsum_columns(
+    target, source, least, function=None, y=None, z=None, below=None, fall=None, factor=None, divides=False, in_loop=False
+):
     """target[i] = source[0] + ... + source[i], by one warp: running sums in fp32 down each column of a shared tile, of elements
     that are `least` where they are less, or this number `below` (NaN stays NaN; least None: there is none). target: an fp32
     shared tile of source's shape, or source itself.
@@ -101,7 +103,9 @@ def cumsum_columns(target, source, least, function=None, y=None, z=None, below=N
     divides is at least 1; where it is greater than 2^60, this counts. Rows 2 i and 2 i + 1 share a reciprocal, and NaN.
 
     fall: elements are never positive, and from the first to the last of each GROUP rows, sums fall by no more than so much (a
-    Python number). Where they would, all but the first of these elements are -fall / (GROUP - 1) where they are less."""
+    Python number). Where they would, all but the first of these elements are -fall / (GROUP - 1) where they are less.
+
+    in_loop: the code is that of GROUP rows, in a loop that waits for the elements of each: for what is run once."""
     x = current_warp().read(source, fence=False).astype(np.float32)
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
@@ -128,7 +132,7 @@ def _divide(factor, x):
 
 
 @lowers(cumsum_columns)
-def _(target, source, least, function, y, z, below, fall, factor, divides: int):
+def _(target, source, least, function, y, z, below, fall, factor, divides: int, in_loop: int):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
     if not fits or target.dtype is not fp32 or source.dtype.itemsize == 1:
         raise TypeError(
@@ -139,6 +143,9 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int):
         check_function("cumsum_columns", function, 3)
         if not (number(y) and z == sv(source.cols, fp32)):
             raise TypeError(f"cumsum_columns: takes a number and {sv(source.cols, fp32)} for a function, got {y} and {z}")
+
+    if in_loop and source.rows % GROUP:
+        raise TypeError(f"cumsum_columns: a loop takes a multiple of {GROUP} rows, got {source}")
 
     at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
 
@@ -165,16 +172,20 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int):
                 quotient for pair in zip(values[::2], values[1::2], strict=True) for quotient in _divide_pair(b, factor, *pair)
             ]
 
+        def place(tile, address, i, column_index, group=None):
+            """The address of row i of a column; in a loop of row i of a group of GROUP rows, which are all swizzled alike."""
+            address = _at(b, tile, address, i, column_index)
+            return address if group is None else b.add(address, b.mul(group, b.u32(GROUP * tile.width)))
+
         def column(first):
             """Running sums down column first + lane."""
             column_index = b.add(b.lane(), b.u32(first))
             if function is not None:
                 of_column = load_elements(b, fp32, 1, b.add(z_address, b.mul(column_index, b.u32(fp32.itemsize))))[0]
 
-            def load_batch(start):
-                elements = [
-                    load_elements(b, source.dtype, 1, _at(b, source, source_address, i, column_index))[0] for i in batch(start)
-                ]
+            def load_batch(rows, group=None):
+                places = [place(source, source_address, i, column_index, group) for i in rows]
+                elements = [load_elements(b, source.dtype, 1, place)[0] for place in places]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
                 elements = scale(elements) if has_factor else elements
@@ -182,44 +193,63 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int):
                     elements = [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
                 return elements
 
+            def add_batch(rows, elements, so_far, group=None):
+                """The running sums of a batch, which are stored."""
+                sums = []
+                for i, x in zip(rows, elements, strict=True):
+                    sums.append(so_far := b.fadd(so_far, x))
+                    store_elements(b, fp32, [so_far], place(target, target_address, i, column_index, group))
+                return sums
+
+            def lower(lowest_fall, group_first, group_last):
+                group_fall = b.fsub(group_last, group_first)
+                return b.select(b.fcmp_ordered("<", group_fall, lowest_fall), group_fall, lowest_fall)
+
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
 
-            so_far, ahead = b.real(0), load_batch(0)
-            lowest_fall, group_first = b.real(0), None
-            for start in range(0, source.rows, at_once):
-                # the next ones are loaded before these are stored, for a load waits for no store
-                arrived, ahead = ahead, load_batch(start + at_once)
-                for i, x in zip(batch(start), arrived, strict=True):
-                    so_far = b.fadd(so_far, x)
-                    store_elements(b, fp32, [so_far], _at(b, target, target_address, i, column_index))
-                    if i % GROUP == 0:
-                        group_first = so_far
-                if has_fall and (start + at_once) % GROUP == 0:
-                    group_fall = b.fsub(so_far, group_first)
-                    lowest_fall = b.select(b.fcmp_ordered("<", group_fall, lowest_fall), group_fall, lowest_fall)
+            def sum_group(group, sums):
+                """A round of the loop."""
+                so_far, lowest_fall = sums
+                group_sums = add_batch(range(GROUP), load_batch(range(GROUP), group), so_far, group)
+                return group_sums[-1], lower(lowest_fall, group_sums[0], group_sums[-1]) if has_fall else lowest_fall
+
+            so_far = lowest_fall = b.real(0)
+            if in_loop:
+                _, lowest_fall = b.repeat(source.rows // GROUP, [so_far, lowest_fall], sum_group)
+            else:
+                ahead = load_batch(batch(0))
+                for start in range(0, source.rows, at_once):
+                    # the next ones are loaded before these are stored, for a load waits for no store
+                    arrived, ahead = ahead, load_batch(batch(start + at_once))
+                    sums = add_batch(batch(start), arrived, so_far)
+                    so_far = sums[-1]
+                    if start % GROUP == 0:
+                        group_first = sums[0]
+                    if has_fall and (start + at_once) % GROUP == 0:
+                        lowest_fall = lower(lowest_fall, group_first, so_far)
             if has_fall:
                 with b.if_then(b.fcmp_ordered("<", b.fadd(lowest_fall, fall), b.real(0))):
                     limit_falls(column_index)
 
         def limit_falls(column_index):
-            """Overwrite the sums of a column by those of elements none of which is too low."""
+            """Overwrite the sums of a column by those of elements none of which is too low, which is seldom needed."""
 
-            def load_group(start):
-                places = [_at(b, target, target_address, i, column_index) for i in range(start, start + GROUP)]
-                return places, [load_elements(b, fp32, 1, place)[0] for place in places]
-
-            before, so_far, ahead = b.real(0), b.real(0), load_group(0)
-            for start in range(0, source.rows, GROUP):
-                (places, sums), ahead = ahead, load_group(start + GROUP) if start + GROUP < source.rows else None
-                exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(sums[-1], sums[0]), fall), b.real(0))
+            def limit_group(group, sums):
+                before, so_far = sums
+                places = [place(target, target_address, i, column_index, group) for i in range(GROUP)]
+                elements = [load_elements(b, fp32, 1, place)[0] for place in places]
+                exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(elements[-1], elements[0]), fall), b.real(0))
                 share = b.select(exceeds, b.fmul(fall, b.real(-1 / (GROUP - 1))), b.real(-math.inf))
-                for i, (place, x) in enumerate(zip(places, sums, strict=True)):
+                for i, (at, x) in enumerate(zip(places, elements, strict=True)):
                     element = b.fsub(x, before)
                     if i > 0:
                         element = b.asm(f32, "max.NaN.f32 $0, $1, $2;", "=f,f,f", element, share, effect=False)
                     before, so_far = x, b.fadd(so_far, element)
-                    store_elements(b, fp32, [so_far], place)
+                    store_elements(b, fp32, [so_far], at)
+                return before, so_far
+
+            b.repeat(source.rows // GROUP, [b.real(0), b.real(0)], limit_group)
 
         _each_column(b, source.cols, column)
 

@@ -55,8 +55,9 @@ def test_cumsum_down_columns(run, sample, shape):
     close(y, np.cumsum(wide(x), axis=0), atol=ROUNDING)
 
 
+@pytest.mark.parametrize("in_loop", [False, True])
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), fp32), ((64, 16), bf16), ((32, 64), fp16), ((64, 48), fp32)])
-def test_sum_down(run, sample, shape, dtype):
+def test_sum_down(run, sample, shape, dtype, in_loop):
     T, S = rt(*shape, fp32), st(*shape, dtype)
     smem = shared(x=S, sums=st(*shape, fp32))
 
@@ -65,7 +66,7 @@ def test_sum_down(run, sample, shape, dtype):
         source, sums = smem.open()
         store(source, load(x, T, (0, 0)))
         block.sync()
-        cumsum_columns(sums, source, -1.0)
+        cumsum_columns(sums, source, -1.0, in_loop=in_loop)
         store(y, load(sums, T), (0, 0))
 
     x, y = sample(shape, dtype), blank(shape)
@@ -90,8 +91,8 @@ def test_elements_below_the_least_may_count_as_another(run, sample):
     close(y, np.cumsum(np.where(wide(x) < -0.5, -3.0, wide(x)), axis=0), atol=ROUNDING)
 
 
-@pytest.mark.parametrize("dtype", [bf16, fp32])
-def test_sums_fall_by_a_limited_amount(run, sample, dtype):
+@pytest.mark.parametrize(("dtype", "in_loop"), [(bf16, False), (bf16, True), (fp32, False), (fp32, True)])
+def test_sums_fall_by_a_limited_amount(run, sample, dtype, in_loop):
     """Within 16 rows from the second on, whatever the first one is; elements that are not the lowest ones stay."""
     T, S, fall = rt(64, 32, fp32), st(64, 32, dtype), 30.0
     smem = shared(x=S, sums=st(64, 32, fp32))
@@ -101,7 +102,7 @@ def test_sums_fall_by_a_limited_amount(run, sample, dtype):
         source, sums = smem.open()
         store(source, load(x, T, (0, 0)))
         block.sync()
-        cumsum_columns(sums, source, -100.0, fall=fall)
+        cumsum_columns(sums, source, -100.0, fall=fall, in_loop=in_loop)
         store(y, load(sums, T), (0, 0))
 
     x, y = sample((64, 32), dtype), blank((64, 32))
@@ -163,8 +164,10 @@ def shift(x, y, z):
     return x + y * z
 
 
-@pytest.mark.parametrize(("divides", "least"), [(False, -0.25), (True, -0.25), (True, None)])
-def test_sums_of_a_factor_and_a_function(run, sample, divides, least):
+@pytest.mark.parametrize(
+    ("divides", "least", "in_loop"), [(False, -0.25, False), (True, -0.25, True), (True, -0.25, False), (True, None, False)]
+)
+def test_sums_of_a_factor_and_a_function(run, sample, divides, least, in_loop):
     """Times a function, or over it. An infinite divisor spoils nothing beside it, NaN the sums from it on, or its pair on."""
     T, smem = rt(32, 32, fp32), shared(x=st(32, 32, bf16), sums=st(32, 32, fp32), z=sv(32, fp32))
 
@@ -174,7 +177,7 @@ def test_sums_of_a_factor_and_a_function(run, sample, divides, least):
         store(source, load(x, T, (0, 0)))
         store(of_columns, load(z, T.row_vec, (0,)))
         block.sync()
-        cumsum_columns(sums, source, least, shift, float32(2.0), of_columns, factor=factor, divides=divides)
+        cumsum_columns(sums, source, least, shift, float32(2.0), of_columns, None, None, factor, divides, in_loop)
         store(y, load(sums, T), (0, 0))
 
     x, z, y = sample((32, 32), bf16), sample(32), blank((32, 32))
@@ -203,6 +206,19 @@ def test_sum_up(run, sample, shape):
     x, z, y = sample(shape), sample(shape[1]), blank(shape)
     run(body, x, z, y, shared=smem)
     close(y, np.cumsum(np.concatenate([wide(z)[None], wide(x)[::-1]]), axis=0)[:0:-1], atol=ROUNDING)
+
+
+def test_a_loop_takes_whole_groups(run):
+    """Of 16 rows."""
+    smem = shared(x=st(24, 32, fp32))
+
+    @cuda.jit
+    def body():
+        (x,) = smem.open()
+        cumsum_columns(x, x, -1.0, in_loop=True)
+
+    with pytest.raises(TypeError, match="a multiple of 16 rows"):
+        run(body, shared=smem)
 
 
 def test_sums_are_of_fp32(run):

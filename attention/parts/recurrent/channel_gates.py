@@ -2,6 +2,8 @@
 shared memory, where a warp has the channels of a panel (gla_hopper.py, kda_hopper.py and the kernels of their states);
 TileGates computes gates in registers (gla_ampere.py)."""
 
+import dataclasses
+
 from numba import cuda
 from numpy import float32, int32
 
@@ -21,10 +23,12 @@ RATE = rt(16, 16, fp32).row_vec  # a vector for one number of a head: over a loo
 @static
 class ChannelGates:
     """Gates of channels that are in memory. channels: the channels of a warp. fall: how far sums may fall from the first to the
-    last of TOKEN_GROUP tokens, if there is a limit: gates that are too low for that count as higher ones (cumsum_columns)."""
+    last of TOKEN_GROUP tokens, if there is a limit: gates that are too low for that count as higher ones. in_loop: is the code
+    of the sums a loop (cumsum_columns)?"""
 
     channels: int
     fall: float | None
+    in_loop: bool
 
     @property
     def least(self):
@@ -46,6 +50,10 @@ class ChannelGates:
         """The further parameters of a kernel, as a record."""
         return record()
 
+    def compact(self):
+        """The same gates for a place of the kernel that is run once: its code is shorter, and slower."""
+        return dataclasses.replace(self, in_loop=True)
+
     @inlined
     def load_constants(self, constants, params, head, warp):
         """Write to `constants`, vectors of `biases` and `rates`, what is added to the numbers of the warp's channels, and
@@ -55,7 +63,7 @@ class ChannelGates:
     def cumsum(self, sums, gates, constants, warp, remaining):
         """Write b, the cumulative sum of the gates, to the warp's channels of `sums`. gates: the tile that TMA has loaded,
         which may be `sums`. remaining: the number of tokens of the sequence from the chunk's first one on."""
-        cumsum_columns(self.part(sums, warp), self.part(gates, warp), self.least, fall=self.fall)
+        cumsum_columns(self.part(sums, warp), self.part(gates, warp), self.least, fall=self.fall, in_loop=self.in_loop)
 
     @inlined
     def compute_rows(self, x, params, head):
@@ -105,7 +113,9 @@ class FormulaChannelGates(ChannelGates):
         rate, offsets = last_element(subtile(rates, RATE.length, warp)), subtile(biases, self.channels, warp)
         function, slope, factor = formula.value_at, formula.slope(rate), formula.factor(rate)
         sums_part, gates_part = self.part(sums, warp), self.part(gates, warp)
-        cumsum_columns(sums_part, gates_part, self.least, function, slope, offsets, None, self.fall, factor, formula.divides)
+        cumsum_columns(
+            sums_part, gates_part, self.least, function, slope, offsets, None, self.fall, factor, formula.divides, self.in_loop
+        )
         if remaining < CHUNK:
             self.repeat_last(sums, warp, remaining)
 
@@ -129,10 +139,10 @@ class FormulaChannelGates(ChannelGates):
 def choose_channel_gates(channels: int, formula: GateFormula | None, fall: float | None) -> ChannelGates:
     """The gates of a warp with so many channels."""
     if formula is None:
-        return ChannelGates(channels, fall)
+        return ChannelGates(channels, fall, in_loop=False)
     if fall is not None and -formula.lowest * (TOKEN_GROUP - 1) <= fall:
         fall = None  # sums never fall further
-    return FormulaChannelGates(channels, fall, formula)
+    return FormulaChannelGates(channels, fall, False, formula)
 
 
 @static
