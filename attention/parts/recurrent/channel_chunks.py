@@ -95,10 +95,10 @@ class ChunkChannels:
         return st(CHUNK, self.key_dim, fp32, width=min(128, self.half * fp32.itemsize))
 
     @inlined
-    def load_gates(self, gGates, seq, token, head):
-        """Load the gates of a warp's tokens and channels."""
+    def load_gates(self, gGates, seq, token, head, aligned=None):
+        """Load the gates of a warp's tokens and channels. aligned: as in ops.load."""
         at = seq.batch, int32(token + ROWS * warpgroup.rank()), head, int32(self.half * warpgroup.id())
-        return load(truncate(gGates, 1, seq.end), self.rows, at, 1, 3)
+        return load(truncate(gGates, 1, seq.end), self.rows, at, 1, 3, aligned)
 
     @inlined
     def part(self, tile):
