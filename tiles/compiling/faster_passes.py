@@ -200,6 +200,18 @@ def _rewrite_typed(self, state):
     return False
 
 
+_legalize = typed_passes.IRLegalization.run_pass
+
+
+def _legalize_without_ends(self, state):
+    """A pass that adds a statement where each variable is used last. It lets go of memory whose references are counted, of which
+    kernels have none, and was half of all statements."""
+    if state.targetctx.enable_nrt or state.func_ir.is_generator:
+        return _legalize(self, state)
+    _Processed(state.func_ir).run()
+    return True
+
+
 def _run_pass(self, _, step, state):
     """One pass over a function, of two dozen: without clocks, events and prints, and without the search for what Numba's own
     passes must not leave behind, for which each looked through all statements."""
@@ -251,6 +263,7 @@ REPLACEMENTS = [  # (owner, name, what stands in its place)
     (untyped_passes.InlineClosureLikes, "run_pass", _inline_closures),
     (typed_passes.NopythonRewrites, "run_pass", _rewrite_typed),
     (typed_passes.InlineOverloads, "run_pass", _inline_overloads),
+    (typed_passes.IRLegalization, "run_pass", _legalize_without_ends),
     (untyped_passes.ExtractByteCode, "run_pass", _extract_bytecode),
     (interpreter, "Flow", _Flow),
     (byteflow.Flow, "_run_handle_exception", _next_instruction),
