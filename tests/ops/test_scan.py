@@ -209,7 +209,7 @@ def test_sum_up(run, sample, shape):
 
 
 def test_a_loop_takes_whole_groups(run):
-    """Of 16 rows."""
+    """A loop adds up 16 rows in each round, so a tile of 24 is refused."""
     smem = shared(x=st(24, 32, fp32))
 
     @cuda.jit

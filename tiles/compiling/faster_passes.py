@@ -204,8 +204,8 @@ _legalize = typed_passes.IRLegalization.run_pass
 
 
 def _legalize_without_ends(self, state):
-    """A pass that adds a statement where each variable is used last. It lets go of memory whose references are counted, of which
-    kernels have none, and was half of all statements."""
+    """A pass that adds a statement where each variable is used last: half of all statements. They let go of memory whose
+    references are counted, and kernels have none."""
     if state.targetctx.enable_nrt or state.func_ir.is_generator:
         return _legalize(self, state)
     _Processed(state.func_ir).run()

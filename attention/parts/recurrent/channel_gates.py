@@ -51,7 +51,7 @@ class ChannelGates:
         return record()
 
     def compact(self):
-        """The same gates for a place of the kernel that is run once: its code is shorter, and slower."""
+        """These gates for a place of the kernel that is run once: their code is shorter, and slower."""
         return dataclasses.replace(self, in_loop=True)
 
     @inlined
