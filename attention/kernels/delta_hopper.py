@@ -132,7 +132,6 @@ def make(config: Config):
                     seq_layout.zero_other_rows(keys, seq.remaining(chunk), WARPGROUPS)
                     queries = q.wait(chunk)
                     scores = warpgroup.mm_ABt(queries, keys)
-                    norm.publish(norm_rings, K_NORMS, chunk, keys, 1.0)
                     norm.publish(norm_rings, Q_NORMS, chunk, queries, scale)
                     scores = warpgroup.wait(scores)
                     k.release(chunk)
@@ -154,7 +153,7 @@ def make(config: Config):
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(memory, j, seq.remaining(j))
+                t_transposed = solver.solve(memory, norm_rings, j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:

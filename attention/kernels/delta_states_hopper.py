@@ -109,7 +109,7 @@ def make(config: Config):
         elif wg == SOLVER:
             warpgroup.release_registers(solver_registers)
             for j in range(n):
-                t_transposed = solver.solve(memory, j, seq.remaining(j))
+                t_transposed = solver.solve(memory, (), j, seq.remaining(j))
                 warpgroup.store(t.claim(j), t_transposed)
                 t.publish(j)
         else:

@@ -21,15 +21,17 @@ class UTTransform:
     norm: L2Norm
 
     @inlined
-    def solve(self, tiles, j, remaining):
+    def solve(self, tiles, norm_rings, j, remaining):
         """This warp's rows of T^T of chunk j. remaining: the number of tokens of the sequence from the chunk's first one on.
-        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. tiles: the kernel's shared memory."""
+        A = tril(beta exp2(b - b^T) * K K^T, -1), where b counts in a strong chunk only. tiles: the kernel's shared memory.
+        norm_rings: rings of inverse norms (l2norm.py), the first of them that of keys."""
         k, beta, b, exp_b = tiles.k, tiles.beta, tiles.b, tiles.exp_b
         keys = k.wait(j)
         self.seq_layout.zero_other_rows(keys, remaining, self.readers)
         s = warpgroup.wait(warpgroup.mm_ABt(keys, keys))
         k.release(j)
         inverse_norms = self.norm.invert_squares(warpgroup.diagonal(s) if self.norm.enabled else 0.0)
+        self.norm.store_norms(norm_rings, 0, j, inverse_norms)
         factors = warpgroup.load(beta.wait(j), COL_VEC) * inverse_norms * inverse_norms
         a = self.decay.decay_scores(s, self.decay.wait(exp_b, j), self.decay.wait(b, j)) * factors
         self.decay.release(exp_b, j)
