@@ -151,8 +151,12 @@ class ReversedGate(Gate):
         self.gate.load_sums(b, a, j, gGates, chunk, head)
 
     @inlined
-    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
-        self.gate.produce_cumsum(b, a, j, gGates, gA, gDtBias, batch, token, end, head)
+    def load_inputs(self, gGates, gA, gDtBias, batch, token, end, head):
+        return self.gate.load_inputs(gGates, gA, gDtBias, batch, token, end, head)
+
+    @inlined
+    def publish_cumsum(self, b, a, j, inputs, remaining):
+        self.gate.publish_cumsum(b, a, j, inputs, remaining)
 
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
