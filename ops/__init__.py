@@ -51,7 +51,7 @@ from .memory import gather as _gather  # arrays take vectors of indices  # noqa:
 from .memory.async_copy import commit_group, copy_async, copy_pages, look_up, wait_group
 from .memory.counts import count_stored, count_up, reset_count, wait_count
 from .memory.global_elements import truncate
-from .memory.lane_order import add_fragment, load_fragment
+from .memory.lane_order import add_fragment, load_fragment, load_part_of_fragment
 from .memory.load_store import load, store
 from .memory.numbers import load_number
 from .memory.shared_vectors import last_element, load_row, load_row_of_group
@@ -95,7 +95,8 @@ __all__ = [
     "count_stored", "count_up", "cumsum", "cumsum_columns", "divmod", "equal", "exp", "exp2", "finish_sum", "fma", "full",
     "gelu", "gelu_tanh", "greater", "greater_equal", "grid", "group_sum", "hstack", "inverse_unit_lower", "lane_col_sum",
     "lane_moment", "lane_sum", "last_element", "lazy_maximum", "left_fill", "less", "less_equal", "line_up", "load",
-    "load_fragment", "load_number", "load_pages", "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up",
+    "load_fragment", "load_number", "load_pages", "load_part_of_fragment",
+    "load_row", "load_row_of_group", "load_unordered", "log", "log2", "look_up",
     "lower_fill", "map", "matmul", "maximum", "minimum", "mma_AB", "mma_AB_unzipped", "mma_ABt", "mma_ABt_unzipped", "mma_AtB",
     "mma_AtBt", "neg_infty", "not_equal", "ones", "outside_fill", "persistent_tile", "pos_infty", "prefetch", "product",
     "rasterize", "raw", "reciprocal", "relu", "rescale", "reset_count", "reverse_cumsum_columns", "rezipped", "right_fill",

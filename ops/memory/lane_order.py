@@ -13,9 +13,11 @@ bytes:
     warpgroup.store_fragment(tile, part)
     part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0), 4)
 
-Another warpgroup, or with `cluster.store_fragment_async` one of a peer, gets it from there, 16 bytes at a time:
+Another warpgroup, or with `cluster.store_fragment_async` one of a peer, gets it from there, 16 bytes at a time; or one warp
+gets the parts of all four, one by one:
 
-    part = warpgroup.load_shared_fragment(tile, rt(16, 64, fp32))"""
+    part = warpgroup.load_shared_fragment(tile, rt(16, 64, fp32))
+    part = load_part_of_fragment(subtile(tile, 32, warp), rt(16, 64, fp32))"""
 
 import numpy as np
 
@@ -95,6 +97,14 @@ def load_shared_fragment(tile, spec):
     """The tile of type `spec` of each of the four warps, from a shared tile of its dtype that store_fragment, or a peer's
     cluster.store_fragment_async, has stored. No fence follows: TMA does not write there."""
     values = current_warp().read(tile, _rows_of_warp(tile), fence=False)
+    return values.reshape(-1)[_places(spec, 16 // spec.dtype.itemsize)]
+
+
+@op
+def load_part_of_fragment(tile, spec):
+    """The tile of type `spec` that one warp of a warpgroup has stored, by store_fragment or cluster.store_fragment_async, from
+    its part of the shared tile. No fence follows."""
+    values = current_warp().read(tile, range(tile.shape[0]), fence=False)
     return values.reshape(-1)[_places(spec, 16 // spec.dtype.itemsize)]
 
 
@@ -212,16 +222,26 @@ def _(tile, value):
     return void, emit
 
 
-@lowers(load_shared_fragment)
-def _(tile, spec: type):
-    check_shared("load_shared_fragment", tile, spec, WARPGROUP, FRAGMENT_DTYPES)
+def _lower_shared_load(name, tile, spec, warps, first_row):
+    """The lowering of a load from a shared tile of the parts of so many warps. first_row: as in shared_places."""
+    check_shared(name, tile, spec, warps, FRAGMENT_DTYPES)
 
     def emit(b, address, _):
         kind, name, constraint = (f32, "f32", "=f,") if spec.dtype is fp32 else (i32, "b32", "=r,")
         four, registers = struct([kind] * QUAD), []
-        for _, at in shared_places(b, tile, spec, address, _first_row(tile)):
+        for _, at in shared_places(b, tile, spec, address, first_row):
             text = f"ld.shared.v4.{name} {{$0, $1, $2, $3}}, [$4];"
             registers += b.unpack(b.asm(four, text, QUAD * constraint + "r", at))
         return b.pack(registers)
 
     return spec, emit
+
+
+@lowers(load_shared_fragment)
+def _(tile, spec: type):
+    return _lower_shared_load("load_shared_fragment", tile, spec, WARPGROUP, _first_row(tile))
+
+
+@lowers(load_part_of_fragment)
+def _(tile, spec: type):
+    return _lower_shared_load("load_part_of_fragment", tile, spec, 1, lambda b: b.u32(0))

@@ -8,7 +8,7 @@ from banks import ways
 from numba import cuda
 
 import tiles
-from ops import cluster, load, raw, store, subtile, warpgroup, zeros
+from ops import cluster, load, load_part_of_fragment, raw, store, subtile, warpgroup, zeros
 from ops.cluster_sum import max_over_cluster, sum_over_cluster
 from tiles import Hazard, barrier, bf16, fp8e4m3, fp8e5m2, fp16, fp32, ring, rt, shared, st, sv, tensor, tf32
 from tiles.compiling import sass
@@ -143,6 +143,32 @@ def test_messages_in_the_order_of_lanes(run, sample, dtype, cols):
     assert (wide(y) == wide(x[::-1])).all()
     counts = ptx(body, x, y, warps=4, shared=smem, cluster=2, arch="sm_90a")
     assert ways(counts, "ld.shared.v4") == {1}
+
+
+def test_parts_of_a_message(run, sample):
+    """One warp gets what each of a peer's four has sent."""
+    T = rt(16, 64, bf16)
+    S = st(64, 64, bf16)
+    smem = shared(a=S, full=barrier())
+
+    @cuda.jit
+    def body(x, y):
+        a, full = smem.open()
+        rank, warp = cluster.rank(), warpgroup.rank()
+        cluster.sync()
+        part = cluster.map(subtile(a, 16, warp), 1 - rank)
+        cluster.store_fragment_async(part, load(x, T, (rank, 16 * warp, 0)), cluster.map(full, 1 - rank))
+        if warp == 1:
+            raw.expect(full, S.nbytes)
+            cluster.receive(full, 1)
+            for i in range(4):
+                store(y, load_part_of_fragment(subtile(a, 16, i), T), (rank, 16 * i, 0))
+        cluster.sync()
+
+    x, y = sample((2, 64, 64), bf16), blank((2, 64, 64), bf16)
+    run(body, x, y, warps=4, shared=smem, cluster=2)
+    assert (wide(y) == wide(x[::-1])).all()
+    assert ways(ptx(body, x, y, warps=4, shared=smem, cluster=2, arch="sm_90a"), "ld.shared.v4") == {1}
 
 
 def test_what_a_signal_says(run, sample):

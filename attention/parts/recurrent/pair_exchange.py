@@ -6,7 +6,7 @@ on to the next chunk: they wait only until the peer has read what they sent of t
 from numba import cuda
 from numpy import int32
 
-from ops import cluster, columns, load, raw, store, subtile, warpgroup, zeros
+from ops import cluster, columns, load, load_part_of_fragment, raw, store, subtile, warpgroup, zeros
 from tiles import barrier, dtype, fp32, inlined, rt, st, static, sv
 
 from .tokens import CHUNK
@@ -70,7 +70,7 @@ class PairExchange:
             cluster.receive(free, j)
         peer, part = 1 - cluster.rank(), int32(WARPS * consumer + warpgroup.rank())
         target = cluster.map(subtile(memory.inbox, self.rows.rows, part), peer)
-        cluster.store_async(target, x, cluster.map(full, peer))
+        cluster.store_fragment_async(target, x, cluster.map(full, peer))
 
     @inlined
     def add(self, memory, consumer, j, tile, is_last):
@@ -87,7 +87,7 @@ class PairExchange:
         cluster.receive(full, j + 1)
         for part in range(WARPS):
             rows = subtile(tile, self.rows.rows, part)
-            other = load(subtile(memory.inbox, self.rows.rows, int32(WARPS * consumer + part)), self.rows, fenced=False)
+            other = load_part_of_fragment(subtile(memory.inbox, self.rows.rows, int32(WARPS * consumer + part)), self.rows)
             store(rows, fp32(load(rows, self.rows, fenced=False)) + fp32(other))
         cuda.syncwarp()  # all lanes have read
         if not is_last:

@@ -83,10 +83,10 @@ class WalkOutputs:
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
         elif self.paired:
+            self.exchange.send(memory, consumer, j, self.exchange.own_half(dx, False))
             turn = self.turn(consumer, j, self.tiles - 1)
             warpgroup.store(ring.claim(turn), self.exchange.own_half(dx, True))
             ring.publish(turn)
-            self.exchange.send(memory, consumer, j, self.exchange.own_half(dx, False))
         else:
             turn = self.turn(consumer, j, self.tiles - 1)
             warpgroup.store(ring.claim(turn), dx)
