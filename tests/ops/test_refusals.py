@@ -22,7 +22,7 @@ A, COUNTS, BYTES = (types.Array(t, 2, "C") for t in (types.float32, types.int32,
 LENGTHS, COMPLEX = types.Array(types.int32, 1, "C"), types.Array(types.complex128, 1, "C")
 PART, FOUND = TypeArgument(rt(16, 64, fp8e4m3)), types.UniTuple(types.int64, 4)
 
-REST = [*[None] * 6, False]  # the options of cumsum_columns
+REST = [*[None] * 6, False, False]  # the options of cumsum_columns
 
 REFUSED = [  # an op, types of arguments of which one does not fit, and how the message begins
     (cluster.unmap, [T], "cluster.unmap: takes a shared tile of this block"),
@@ -128,7 +128,7 @@ REFUSED = [  # an op, types of arguments of which one does not fit, and how the 
     (ops.cumsum_columns, [F, st(32, 64, fp32), X, *REST], "cumsum_columns: takes an fp32 shared tile"),
     (ops.cumsum_columns, [F, T, X, *REST], "cumsum_columns: takes an fp32 shared tile"),
     (ops.cumsum_columns, [T, F, X, *REST], "cumsum_columns: takes an fp32 shared tile"),
-    (ops.cumsum_columns, [F, F, X, *REST[:5], X, False], "cumsum_columns: takes a factor of a function"),
+    (ops.cumsum_columns, [F, F, X, *REST[:5], X, *REST[6:]], "cumsum_columns: takes a factor of a function"),
     (ops.reverse_cumsum_columns, [S, V], "reverse_cumsum_columns: takes an fp32 shared tile and vector"),
     (ops.reverse_cumsum_columns, [F, sv(16, fp32)], "reverse_cumsum_columns: takes an fp32 shared tile and vector"),
     (warpgroup.warp_rows, [T.col_vec], "warp_rows: takes a row_vec of 64 elements"),
