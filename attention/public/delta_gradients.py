@@ -99,8 +99,8 @@ def delta_rule_backward(
     float32: correct, and slow. Chunks need scratch memory: 184 KiB for each of a head with Dk = Dv = 128 if channels have
     decays, else 136, but on Hopper, for Dv up to 128, 153 and 65 (89 where there are fewer heads of sequences than
     multiprocessors), and where heads share a key head what dq and dk of each take, which are rounded before they are added;
-    chunk_states has all but the latter, and but 32 KiB with decays of channels. A head of more columns is there
-    several heads of up to 128; v, dout and dv are copied where it has no place for these side by side, as with layout "bhsd".
+    chunk_states has all but the latter, and but 32 KiB with decays of channels. On Hopper a head of more columns counts as
+    several of up to 128; v, dout and dv are copied where their strides do not put these side by side, as with layout "bhsd".
     stream, family: as in delta_rule.
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
