@@ -53,9 +53,7 @@ from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
 ROOMY_REGISTERS = 200, 256  # likewise, of a single consumer: what both read before they part would spill in fewer
-CUMSUM_WARPS = (
-    warpgroup.WARPGROUP - 1
-)  # of the producer, which compute b, a chunk each in turn; one fewer if another sends states
+CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # of the producer, which compute b, a chunk each in turn; one fewer if one sends states
 GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
 STAGES = 3  # chunks in flight, at most
 
