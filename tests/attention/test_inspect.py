@@ -54,6 +54,7 @@ from attention.parts.decode.outputs import PartialOutput
 from attention.parts.decode.products import SameDtypeProducts
 from attention.parts.decode.splits import StreamKSplits
 from attention.parts.norms import LayerNorm, QueryNorm
+from attention.parts.recurrent.delta_gate_sums import GATE_GRADIENTS
 from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs
 from attention.parts.variant import CombinedVariant, Variant
@@ -88,7 +89,7 @@ SAMPLE = [  # kernels with the most registers, or whose tiles are the largest
     ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
     ("sm_90a", backward_wide_hopper, backward_wide_hopper.config_for(256, bf16, CAUSAL)),
     ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
-    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, True)),
+    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, GATE_GRADIENTS)),
     ("sm_90a", delta_channel_block_gradients_hopper, delta_channel_block_gradients_hopper.Config(fp32, bf16)),
     ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
     ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
@@ -120,7 +121,7 @@ REST = [  # each GPU with several kernels, and each form with some GPU; `inspect
     ("sm_100a", chunk_ampere, chunk_ampere.Config(256, 1, bf16, TokenGate(), ScanNormalizer())),
     ("sm_80", mla_ampere, mla_ampere.config_for(bf16, PLAIN[1], PagedLoader(16), PART, False, 128, MEDIUM)),
     ("sm_90a", delta_channel_gradients_hopper, delta_channel_gradients_hopper.Config(128, 128, fp32, bf16)),
-    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, True, True)),
+    ("sm_90a", delta_segment_gradients_hopper, delta_segment_gradients_hopper.Config(128, bf16, True, GATE_GRADIENTS, True)),
     ("sm_90a", based_gradients_hopper, based_gradients_hopper.BasedKeyGradients(bf16)),
     ("sm_90a", hedgehog_query_gradients_hopper, hedgehog_query_gradients_hopper.Config(bf16)),
     ("sm_120a", linear_token_loop, linear_token_loop.Config(128, "channel", True, single=True)),
