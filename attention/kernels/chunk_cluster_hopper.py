@@ -114,12 +114,6 @@ def make(config: Config):
     )
 
     @inlined
-    def chunk_start(j, block):
-        """The first token of a block's j-th chunk."""
-        r, i = divmod(j, RUN)
-        return int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
-
-    @inlined
     def send_state(memory, n_t, run_decay):
         """Send this warp's part of a run's local state and its decay to the peer. The state is rounded: its error is that of
         the values' products, which are of 16 bits, too."""
@@ -178,11 +172,10 @@ def make(config: Config):
                     for i in range(RUN):
                         q.fill(RUN * r + i, gQ, (sequence, int32(token + CHUNK * i), key_head, 0))
             elif gate.per_token and warp <= CUMSUM_WARPS:
-                inputs = gate.load_inputs(gGates, gA, gDtBias, sequence, chunk_start(int32(warp - 1), block), length, head)
                 for j in range(warp - 1, RUN * rounds, CUMSUM_WARPS):
-                    next_token = chunk_start(int32(j + CUMSUM_WARPS), block)
-                    current, inputs = inputs, gate.load_inputs(gGates, gA, gDtBias, sequence, next_token, length, head)
-                    gate.publish_cumsum(b, b, j, current, length - chunk_start(j, block))
+                    r, i = divmod(j, RUN)
+                    token = int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
+                    gate.produce_cumsum(b, b, j, gGates, gA, gDtBias, sequence, token, length, head)
         elif wg == STATES:
             warpgroup.claim_registers(STATE_REGISTERS)
             at = sequence, head, int32(COLUMNS * column), 0

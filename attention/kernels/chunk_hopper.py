@@ -232,23 +232,6 @@ def make(config: Config):
     )
 
     @inlined
-    def load_gates(slot, gGates, gA, gDtBias, seq, block, width, key_head, group):
-        """Start to load what b and a of a slot are computed from: those of a chunk and a consumer's head."""
-        j, c = divmod(slot, CONSUMERS)
-        group_head, _ = divmod(CONSUMERS * block + c, width)
-        return gate.load_inputs(gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, key_head * group + group_head)
-
-    @inlined
-    def sum_gates(b, a, first, step, n, gGates, gA, gDtBias, seq, block, width, key_head, group):
-        """One warp, of `step`, computes b and a of each step-th slot from `first` on, a slot after it has loaded gates."""
-        last = max(int32(CONSUMERS * n - 1), int32(0))
-        inputs = load_gates(min(first, last), gGates, gA, gDtBias, seq, block, width, key_head, group)
-        for slot in range(first, CONSUMERS * n, step):
-            next_slot, (j, _) = min(int32(slot + step), last), divmod(slot, CONSUMERS)
-            current, inputs = inputs, load_gates(next_slot, gGates, gA, gDtBias, seq, block, width, key_head, group)
-            gate.publish_cumsum(b, a, slot, current, seq.end - seq.chunk_start(j))
-
-    @inlined
     def reduce_key_parts(o, partial_o, j, part):
         """The sum of the partial outputs of a consumer's warpgroups, in the first of them."""
         if KEY_PARTS > 1:
@@ -308,8 +291,11 @@ def make(config: Config):
                         index = int32(first_index + seq.chunk_number(j))
                         states.send(params, state, slot, index, key_head * group + group_head, column)
                 elif gate.per_token:
-                    first, step = int32(warp - 1), CUMSUM_WARPS - 1
-                    sum_gates(b, a, first, step, n, gGates, gA, gDtBias, seq, block, width, key_head, group)
+                    for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS - 1):
+                        j, c = divmod(slot, CONSUMERS)
+                        group_head, _ = divmod(CONSUMERS * block + c, width)
+                        head = key_head * group + group_head
+                        gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
             elif SUMMED:
                 for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
                     j, c = divmod(slot, CONSUMERS)
@@ -317,8 +303,11 @@ def make(config: Config):
                     chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
                     gate.load_sums(b, a, slot, gGates, chunk, key_head * group + group_head)
             elif gate.per_token:
-                first = int32(warp - 1)
-                sum_gates(b, a, first, CUMSUM_WARPS, n, gGates, gA, gDtBias, seq, block, width, key_head, group)
+                for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
+                    j, c = divmod(slot, CONSUMERS)
+                    group_head, _ = divmod(CONSUMERS * block + c, width)
+                    head = key_head * group + group_head
+                    gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
             if result.has_outputs and result.reads_values and segment == segments - 1:
                 for c in range(CONSUMERS):
                     group_head, column = divmod(CONSUMERS * block + c, width)

@@ -159,8 +159,7 @@ def make(config: Config):
                 for j in range(walk.n + SUMS_LATE):
                     if j < walk.n:
                         token, seq = walk.place(j).token, walk.seq
-                        inputs = gate.load_inputs(gGates, gGates, gGates, seq.batch, token, seq.end, walk.head)
-                        gate.publish_cumsum(b, b, j, inputs, seq.end - token)
+                        gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, token, seq.end, walk.head)
                     if j >= SUMS_LATE:
                         late = int32(j - SUMS_LATE)
                         outputs.send_dots(gQueryDots, gKeyDots, gCarriedDots, dots, late, walk.place(late))

@@ -59,13 +59,6 @@ def load_line(gX, end, at):
 
 
 @inlined
-def load_head_line(gX, head):
-    """A number of a head, which strides of 0 bytes repeat, once for each token of a chunk; 0 if there is none. So no lane waits
-    for another one's load."""
-    return load(gX, CHUNK_LINE, (head, 0), rows=0, cols=1)
-
-
-@inlined
 def load_tokens(vector, part):
     """A chunk's numbers, the part-th 64 of a shared vector, as a ROW_VEC."""
     return load(subtile(vector, CHUNK, part), ROW_VEC)
@@ -123,15 +116,13 @@ class Gate:
         """produce_cumsum of gates whose sums are in memory. chunk: its SequenceLayout.chunk_index."""
 
     @inlined
-    def load_inputs(self, gGates, gA, gDtBias, batch, token, end, head):
-        """Start to load what b and a of the chunk that starts at `token` are computed from: (gates or dt, *load_rate_and_bias).
-        Hopper's producer uses it a chunk later, because the loads wait in line behind those of TMA."""
-        return 0.0, 0.0, 0.0
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
+        """Hopper's producer: one warp loads the gates of the chunk that starts at `token`, and writes b and a to the j-th slots
+        of the rings."""
 
     @inlined
-    def publish_cumsum(self, b, a, j, inputs, remaining):
-        """Hopper's producer: one warp writes b and a of a chunk to the j-th slots of the rings. inputs: the result of
-        load_inputs."""
+    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
+        """The second part of produce_cumsum, with the gates, rate and bias loaded."""
 
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
@@ -141,8 +132,7 @@ class Gate:
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
-        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (A_log, dt_bias) for those of a formula, as CHUNK_LINEs; (0, 0)
-        otherwise."""
+        """(A, dt_bias) of a head for Mamba-2's gates, dt A; (exp(A_log), dt_bias) for those of a formula; (0, 0) otherwise."""
         return 0.0, 0.0
 
     @inlined
@@ -232,13 +222,13 @@ class TokenGate(DecayGate):
         return v_t * exp2(b_last - a)
 
     @inlined
-    def load_inputs(self, gGates, gA, gDtBias, batch, token, end, head):
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
         rate, bias = self.load_rate_and_bias(gA, gDtBias, head)
-        return self.load_gates(gGates, batch, token, end, head), rate, bias
+        g = load_line(gGates, end, (batch, token, head))
+        self.publish_cumsum(b, a, j, g, rate, bias, end - token)
 
     @inlined
-    def publish_cumsum(self, b, a, j, inputs, remaining):
-        g, rate, bias = inputs
+    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
         b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, remaining)
         if self.weighted:
             store(a.claim(j), a_chunk)
@@ -314,11 +304,11 @@ class FormulaGate(TokenGate):
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
-        return load_head_line(gA, head), load_head_line(gDtBias, head)
+        return self.formula.load_rate(gA, head), self.formula.load_bias(gDtBias, head)
 
     @inlined
     def compute_cumsum(self, g, rate, bias, remaining):
-        g = where(less(col_index(CHUNK_LINE), float32(remaining)), self.compute_gates(g, rate, bias), 0.0)
+        g = where(less(col_index(CHUNK_LINE), float32(remaining)), self.formula.compute(g, rate, bias), 0.0)
         b = cumsum(clamp_gates(g) * LOG2_E)
         return b, b
 
@@ -344,7 +334,7 @@ class Mamba2Gate(TokenGate):
 
     @inlined
     def load_rate_and_bias(self, gA, gDtBias, head):
-        return load_head_line(gA, head), load_head_line(gDtBias, head)
+        return tile_max(load(gA, COL_VEC, (head, 0))), tile_max(load(gDtBias, COL_VEC, (head, 0)))
 
     @inlined
     def compute_gates(self, g, rates, biases):

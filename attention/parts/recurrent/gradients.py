@@ -151,12 +151,8 @@ class ReversedGate(Gate):
         self.gate.load_sums(b, a, j, gGates, chunk, head)
 
     @inlined
-    def load_inputs(self, gGates, gA, gDtBias, batch, token, end, head):
-        return self.gate.load_inputs(gGates, gA, gDtBias, batch, token, end, head)
-
-    @inlined
-    def publish_cumsum(self, b, a, j, inputs, remaining):
-        self.gate.publish_cumsum(b, a, j, inputs, remaining)
+    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
+        self.gate.produce_cumsum(b, a, j, gGates, gA, gDtBias, batch, token, end, head)
 
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
