@@ -98,7 +98,7 @@ def make(config: Config):
                     do.fill(0, douts, (seq.batch, token, head, 0), 1, 3, 1, 16)
                     q.fill(0, queries, (seq.batch, token, key_head, 0), 1, 3, 1, 16)
                     k.fill(0, keys, (seq.batch, token, key_head, 0), 1, 3, 1, 16)
-                    channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head, True))
+                    channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head, aligned=True))
                     dout_tile, value_tile, query_tile, key_tile = do.wait(0), v.wait(0), q.wait(0), k.wait(0)
                     pairs.score_tokens(w, value_tile, dout_tile, scale)
                     thread_block.sync(FENCED)
@@ -107,8 +107,8 @@ def make(config: Config):
                     at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
                     for gOut, gradient in ((gDQ, gradients.dq), (gDK, gradients.dk)):
                         gRows = truncate(gOut, 1, seq.end)
-                        rows = fp32(load(gRows, rt(ROWS, HALF, OUTPUT), at, 1, 3, True))
-                        store(gRows, OUTPUT(rows + gradient), at, 1, 3, True)
+                        rows = fp32(load(gRows, rt(ROWS, HALF, OUTPUT), at, 1, 3, aligned=True))
+                        store(gRows, OUTPUT(rows + gradient), at, 1, 3, aligned=True)
                     thread_block.sync(FENCED)  # all have read b and written A
                     store(channels.part(b), gradients.r)
                     if rank == 0:
@@ -119,8 +119,9 @@ def make(config: Config):
                         reverse_cumsum_columns(columns, subtile(zero, LANES, warp_index()))
                     thread_block.sync(FENCED)
                     gGate, sums = truncate(gDGates, 1, seq.end), load(channels.part(b), OUT, fenced=False)
-                    below_floor = less(channels.load_gates(gGates, seq, token, head, True), FLOOR)
-                    store(gGate, where(below_floor, 0.0, load(gGate, OUT, at, 1, 3, True) + sums), at, 1, 3, True)
+                    below_floor = less(channels.load_gates(gGates, seq, token, head, aligned=True), FLOOR)
+                    gradient = load(gGate, OUT, at, 1, 3, aligned=True) + sums
+                    store(gGate, where(below_floor, 0.0, gradient), at, 1, 3, aligned=True)
                     gOut = truncate(gDV, 1, seq.end)
                     for i in range(VALUES // (HALVES * ROWS)):
                         block, d_values = int32(HALVES * i + half), zeros(SQUARE)
@@ -128,8 +129,8 @@ def make(config: Config):
                             scores_of_rows = subtile(subtile(a, CHUNK, part_of_a), CHUNK, 0, ROWS, rank)
                             d_values = mma_AtB(d_values, scores_of_rows, subtile(dout_tile, CHUNK, 0, ROWS, block))
                         at = seq.batch, int32(token + ROWS * rank), head, int32(ROWS * block)
-                        rows = fp32(load(gOut, rt(ROWS, ROWS, VALUE), at, 1, 3, True))
-                        store(gOut, VALUE(rows + d_values), at, 1, 3, True)
+                        rows = fp32(load(gOut, rt(ROWS, ROWS, VALUE), at, 1, 3, aligned=True))
+                        store(gOut, VALUE(rows + d_values), at, 1, 3, aligned=True)
                     thread_block.sync(FENCED)
 
     return add_pairs, smem

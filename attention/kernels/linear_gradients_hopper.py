@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import cluster, divmod, grid, minimum, subtile, warpgroup
-from tiles import bf16, dtype, fp16, fp32, inlined, ring, rt, shared, st, sv
+from ops import divmod, grid, minimum, subtile, warpgroup
+from tiles import bf16, dtype, fp16, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ..parts.recurrent.gates import Gate, HeadGate, TokenGate
 from ..parts.recurrent.pair_exchange import BLOCKS
 from ..parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
-from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, WalkOutputs
+from ..parts.recurrent.walk_outputs import CONSUMERS, DQ_CONSUMER, PairedOutputs, WalkOutputs
 
 PRODUCER = CONSUMERS  # the warpgroup after those of the consumers
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
@@ -48,8 +48,8 @@ STAGES = 2  # chunks in flight
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. gate: the kind of gates. unrounded: are dQ and dK
     float32, to be added over a group? unrounded_values: is dV float32? varlen: are sequences packed (cu_seqlens)? with_gates:
-    are the sums for the gates' gradients stored, too? paired: do the two
-    value heads of a key head have the blocks of a cluster, which add up dQ and dK?"""
+    are the sums for the gates' gradients stored, too? paired: do the two value heads of a key head have the blocks of a
+    cluster, which add up dQ and dK?"""
 
     key_dim: int
     dtype: dtype
@@ -64,8 +64,13 @@ class Config:
 
     @property
     def cluster(self):
-        """The number of blocks of a cluster."""
+        """How many thread blocks a cluster has: two of a pair, else one."""
         return BLOCKS if self.paired else 1
+
+    @property
+    def outputs(self):
+        """The class of the objects by which results leave."""
+        return PairedOutputs if self.paired else WalkOutputs
 
     def __str__(self):
         flags = "float32" * self.unrounded, "float32 dv" * self.unrounded_values, "pairs" * self.paired
@@ -100,11 +105,11 @@ def make(config: Config):
     (producer_registers, consumer_registers), STATE = REGISTERS, rt(16, KEYS, fp32)
     seq_layout, TRANSPOSED = SequenceLayout(config.varlen, reversed=True), rt(16, CHUNK, INPUT)
     KEY, VALUE, STATES = st(CHUNK, KEYS, INPUT), st(CHUNK, VALUES, INPUT), st(VALUES, KEYS, INPUT)
-    results = config.unrounded, config.unrounded_values, config.with_gates, config.paired
-    outputs, PAIRED = WalkOutputs(seq_layout, KEYS, INPUT, *results), config.paired
+    Outputs, results = config.outputs, (config.unrounded, config.unrounded_values, config.with_gates)
+    outputs, sum_stages = Outputs(seq_layout, KEYS, INPUT, *results), SUM_STAGES - config.paired
     ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
     DQK, DVALUES = outputs.input_gradients, outputs.value_gradients
-    vectors = ring(sv(CHUNK, fp32), SUM_STAGES - PAIRED if gate.per_token else 1, WARPS, writers=1)
+    vectors = ring(sv(CHUNK, fp32), sum_stages if gate.per_token else 1, WARPS, writers=1)
     smem = shared(
         q=ring(KEY, STAGES, WARPS),
         k=ring(KEY, STAGES, WARPS),
@@ -113,15 +118,10 @@ def make(config: Config):
         s=ring(STATES, 1, WARPS),
         ds=STATES,
         out=ring(outputs.tile, CONSUMERS, 1, writers=warpgroup.WARPGROUP),
-        **(outputs.exchange.members() if PAIRED else {}),
+        **outputs.members(),
         dots=ring(sv(2 * CHUNK, fp32), CONSUMERS, 1, writers=warpgroup.WARPGROUP),
         b=vectors,
     )
-
-    @inlined
-    def operand(tile):
-        """The right operand of a product, whose rows run along k."""
-        return cluster.unmap(tile) if PAIRED else tile
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate_linear(
@@ -139,8 +139,7 @@ def make(config: Config):
             memory.q, memory.k, memory.v, memory.do, memory.s, memory.ds, memory.out, memory.dots, memory.b
         )  # fmt: skip
         grid.follow()
-        if PAIRED:
-            cluster.sync()
+        outputs.meet()
         wg = warpgroup.id()
         if wg == PRODUCER:
             warpgroup.release_registers(producer_registers)
@@ -196,7 +195,7 @@ def make(config: Config):
                 dp = INPUT(warpgroup.tril(warpgroup.triu(dp, CHUNK * (wg - 1), 0.0), CHUNK * wg, 0.0))
                 later_dots = gate.decay(outputs.dot(ds_t, subtile(s_tile, COLUMNS, wg)), b_last)
                 outputs.put_values(gDV, out, wg, j, warpgroup.wait(dv), place)
-                dx = warpgroup.mm_AB(left, operand(states))
+                dx = warpgroup.mm_AB(left, outputs.operand(states))
                 do_t = fp32(warpgroup.load_transposed(do_columns, TRANSPOSED, fenced=outputs.fenced)) * scale
                 do_t = INPUT(gate.decay(do_t, b_cols))
                 dx = gate.decay(warpgroup.wait(dx), minimum(b_last * is_dk_consumer + b_rows * sign, 0.0))
@@ -205,8 +204,8 @@ def make(config: Config):
                     dx = dx * scale
                 else:
                     later_dots = later_dots + outputs.dot(dx, x)
-                dx = warpgroup.mma_AB(dx, dp, operand(partner))
-                ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, operand(q_tile))
+                dx = warpgroup.mma_AB(dx, dp, outputs.operand(partner))
+                ds_t = warpgroup.mma_AB(gate.decay(ds_t, b_last), do_t, outputs.operand(q_tile))
                 dx = warpgroup.wait(dx, newer=1)
                 outputs.put_dots(dots, wg, j, dx, x, later_dots)
                 outputs.put_inputs(gDQ, gDK, out, wg, j, dx, place, memory)
@@ -219,7 +218,6 @@ def make(config: Config):
                 outputs.zero_padding((gDQ, gDK, gDV), gCuSeqlens, walk, length, wg)
                 at = walk.sequence, walk.head, int32(COLUMNS * warpgroup.id()), 0
                 warpgroup.store(gFirstState, ds_t, at, aligned=False)
-        if PAIRED:
-            cluster.sync()
+        outputs.meet()
 
     return differentiate_linear, smem

@@ -51,7 +51,7 @@ def serves_walk(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
 
 
 def serves_pairs(problem: Problem, arrays: Arrays, vector_bytes: int) -> bool:
-    """Does the walk serve such a call where two value heads share a key head? It sums dQ and dK of the two itself: 600 -> 504
+    """Does the walk serve such a call where two value heads share a key head? It sums dQ and dK of the two itself: 600 -> 473
     us. Of groups of four and 16, whose sums of pairs go through memory, it takes 553 us for the 558 of
     shared_heads_gradients.py, and 535 for 513."""
     heads, key_heads, key_dim, value_dim = problem("heads", "heads_k", "key_dim", "value_dim")

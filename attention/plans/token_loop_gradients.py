@@ -60,8 +60,10 @@ def plan_linear_gradients(
             arrays = arrays | {name: x for _, copied in copies for name, x in copied.items()}
             return [*[step for step, _ in copies], *plan_channel_gradients(aligned, arrays, scale, scratch)]
     if serves_parts(problem, arrays):
-        plan = lambda part, x: plan_linear_gradients(part, x, scale, vector_bytes, scratch)
-        return plan_value_parts(problem, arrays | dict.fromkeys(STORED_STATES), scratch, plan)
+        part_arrays = arrays | dict.fromkeys(STORED_STATES)
+        return plan_value_parts(
+            problem, part_arrays, scratch, lambda part, x: plan_linear_gradients(part, x, scale, vector_bytes, scratch)
+        )
     return plan_token_loop_gradients(problem, arrays, scale, scratch)
 
 

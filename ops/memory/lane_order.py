@@ -14,7 +14,7 @@ bytes:
     part = load_fragment(sums, rt(16, 64, fp32), (pair, row, 0), 4)
 
 Another warpgroup, or with `cluster.store_fragment_async` one of a peer, gets it from there, 16 bytes at a time; or one warp
-gets the parts of all four, one by one:
+gets the parts of all four warps, one by one:
 
     part = warpgroup.load_shared_fragment(tile, rt(16, 64, fp32))
     part = load_part_of_fragment(subtile(tile, 32, warp), rt(16, 64, fp32))"""

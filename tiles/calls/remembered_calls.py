@@ -58,7 +58,7 @@ def build_guarded_call(
     passed_for: dict[int, list[int]] = {}  # {a tensor: the places of the arguments that it is passed for}
     for place in present:
         passed_for.setdefault(id(arrays[place]), []).append(place)
-    twins = tuple([(place, first) for first, *others in passed_for.values() for place in others])
+    aliases = tuple([(place, first) for first, *others in passed_for.values() for place in others])
     distinct = [first for first, *_ in passed_for.values()]
     fixed: list[Any] = [[[*lengths[place][part]] for place in distinct] for part in (SHAPE, STRIDES)]
     for number, same in enumerate(passed_for.values()):
@@ -71,7 +71,7 @@ def build_guarded_call(
     places = tuple([place for place, _ in prepared.allocators])
     sources = tuple([source for source, _ in prepared.parts])
     disjoint = tuple([(a, b) for a, b, _, _ in prepared.disjoint])
-    shape = tuple(names), tuple(present), twins, places, sources, len(prepared.scratch_offsets), disjoint, len(prepared.steps)
+    shape = tuple(names), tuple(present), aliases, places, sources, len(prepared.scratch_offsets), disjoint, len(prepared.steps)
     if plan is None:
         return _make_factory(*shape)(*checks, prepared.device, *plan_values(prepared))
     free_values = tuple([lengths[place][part][axis] for place, part, axis in free])
@@ -90,7 +90,7 @@ def plan_values(prepared: PreparedCall) -> tuple:
 def _make_factory(
     names: tuple[str, ...],
     present: tuple[int, ...],
-    twins: tuple[tuple[int, int], ...],
+    aliases: tuple[tuple[int, int], ...],
     places: tuple[int, ...],
     sources: tuple[int, ...],
     scratch_offsets: int,
@@ -102,9 +102,9 @@ def _make_factory(
     device, values) that makes the function `call_again`. With `free`, the factory takes a table {free extents and strides:
     values} and a function that computes a missing row of it in place of the values.
 
-    present: the places of the arrays that are passed. twins: (the place of one that was passed before, its first place).
-    places: those of the arrays to allocate. sources: the array that each part lies in. scratch_offsets: how many scratch arrays
-    follow the last part. disjoint: pairs of arrays that must not overlap."""
+    present: the places of the arrays that are passed. aliases: (the place of an argument that is the same tensor as an earlier
+    one, that one's place). places: those of the arrays to allocate. sources: the array that each part lies in.
+    scratch_offsets: how many scratch arrays follow the last part. disjoint: pairs of arrays that must not overlap."""
     array_names, address_names = [*names], [f"at_{name}" if place in present else "0" for place, name in enumerate(names)]
     passed, absent = [names[place] for place in present], [name for place, name in enumerate(names) if place not in present]
     values = [f"make{n}" for n in range(len(places))] + [f"offset{n}" for n in range(len(sources))]
@@ -112,8 +112,8 @@ def _make_factory(
     values += [f"{end}{n}" for n in range(len(disjoint)) for end in ("low", "high")]
     values += [*[f"step{n}" for n in range(steps)], "make_result"]
     conditions = ["stream is not None", *([f"not ({' is '.join(absent)} is None)"] if absent else [])]
-    conditions += [f"{names[place]} is not {names[first]}" for place, first in twins]
-    distinct = [names[place] for place in present if place not in dict(twins)]
+    conditions += [f"{names[place]} is not {names[first]}" for place, first in aliases]
+    distinct = [names[place] for place in present if place not in dict(aliases)]
     conditions += [f"{name}.is_nested" for name in distinct]  # `alike` would crash the process on a nested tensor
     conditions += ["busy()", "forward_ad._current_level >= 0", f"not alike({', '.join(distinct)})"]
     lines = ["try:", f"    if {' or '.join(conditions)}: return NOT_SERVED"]

@@ -35,7 +35,7 @@ class PairExchange:
 
     @property
     def credit_bytes(self):
-        """The bytes of a credit."""
+        """How many bytes the peer sends to say that it has read the inbox."""
         return CREDIT.length * fp32.itemsize
 
     def members(self):

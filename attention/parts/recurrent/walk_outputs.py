@@ -20,8 +20,7 @@ PANEL = 64  # channels that are multiplied at once
 class WalkOutputs:
     """dQ and dK, which are float32 if `unrounded`, dV, which is if `unrounded_values`, and with `with_gates` sums for the
     gates' gradients (gradients.py). Tiles of what is rounded go through a ring that has a slot for each consumer, dV first.
-    key_dim, dtype: of keys. paired: does a block store half of dQ and dK, which the two of a cluster add up
-    (pair_exchange.py)?"""
+    key_dim, dtype: of keys."""
 
     seq_layout: SequenceLayout
     key_dim: int
@@ -29,17 +28,24 @@ class WalkOutputs:
     unrounded: bool
     unrounded_values: bool
     with_gates: bool
-    paired: bool = False
-
-    @property
-    def exchange(self):
-        """How the blocks of a pair add up dQ and dK."""
-        return PairExchange(self.key_dim // 2, self.dtype)
 
     @property
     def tile(self):
-        """The tile of the ring."""
-        return self.exchange.tile if self.paired else st(CHUNK, self.key_dim, self.dtype)
+        """The ring's tile: what a block stores of dQ or dK of a chunk."""
+        return st(CHUNK, self.key_dim, self.dtype)
+
+    def members(self):
+        """What a kernel's plan of shared memory has besides the rings."""
+        return {}
+
+    @inlined
+    def meet(self):
+        """All threads wait for those that write to each other's shared memory, at the kernel's begin and end."""
+
+    @inlined
+    def operand(self, tile):
+        """A shared tile as the right operand of a product along its rows."""
+        return tile
 
     @property
     def tiles(self):
@@ -79,18 +85,19 @@ class WalkOutputs:
     @inlined
     def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place, memory):
         """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the kernel's plan of
-        shared memory, for what is sent to the peer."""
+        shared memory."""
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
-        elif self.paired:
-            self.exchange.send(memory, consumer, j, self.exchange.own_half(dx, False))
-            turn = self.turn(consumer, j, self.tiles - 1)
-            warpgroup.store(ring.claim(turn), self.exchange.own_half(dx, True))
-            ring.publish(turn)
         else:
+            stored = self.share_inputs(memory, consumer, j, dx)
             turn = self.turn(consumer, j, self.tiles - 1)
-            warpgroup.store(ring.claim(turn), dx)
+            warpgroup.store(ring.claim(turn), stored)
             ring.publish(turn)
+
+    @inlined
+    def share_inputs(self, memory, consumer, j, dx):
+        """What this block stores of dx."""
+        return dx
 
     @inlined
     def store_inputs(self, gDQ, gDK, consumer, dx, seq, token, head):
@@ -111,29 +118,24 @@ class WalkOutputs:
         """A warp of the producer stores what a consumer has passed on of the j-th chunk. gradients: dQ, dK and dV. tails:
         theirs, of packed sequences (packed_tails.py). n: how many chunks there are. place: the chunk's ChunkPlace. memory: as
         in put_inputs."""
-        (gDQ, gDK, gDV), (gTailDQ, gTailDK, gTailDV) = gradients, tails
+        (_, _, gDV), (_, _, gTailDV) = gradients, tails
         if not self.unrounded_values:
             turn = self.turn(consumer, j, 0)
             tile = subtile(ring.wait(turn), CHUNK, 0, COLUMNS, 0)
             self.seq_layout.store_chunk(gDV, gTailDV, place, tile, consumer)
             store_wait()
             ring.release(turn)
-        if self.paired:
-            turn, pair = self.turn(consumer, j, self.tiles - 1), int32(place.head // BLOCKS)
-            tile, at = ring.wait(turn), (place.seq.batch, place.token, pair, cluster.rank())
-            self.exchange.add(memory, consumer, j, tile, j + 1 == n)
-            if consumer == DQ_CONSUMER:
-                tma_store(gDQ, at, tile)
-            else:
-                tma_store(gDK, at, tile)
-            store_wait()
-            ring.release(turn)
-        elif not self.unrounded:
-            turn = self.turn(consumer, j, self.tiles - 1)
-            if consumer == DQ_CONSUMER:
-                self.seq_layout.send_chunk(ring, turn, gDQ, gTailDQ, place)
-            else:
-                self.seq_layout.send_chunk(ring, turn, gDK, gTailDK, place)
+        if not self.unrounded:
+            self.send_inputs(gradients, tails, ring, consumer, j, n, place, memory)
+
+    @inlined
+    def send_inputs(self, gradients, tails, ring, consumer, j, n, place, memory):
+        """A warp of the producer stores dQ or dK. The arguments are those of send."""
+        (gDQ, gDK, _), (gTailDQ, gTailDK, _), turn = gradients, tails, self.turn(consumer, j, self.tiles - 1)
+        if consumer == DQ_CONSUMER:
+            self.seq_layout.send_chunk(ring, turn, gDQ, gTailDQ, place)
+        else:
+            self.seq_layout.send_chunk(ring, turn, gDK, gTailDK, place)
 
     @inlined
     def zero_padding(self, gradients, gCuSeqlens, walk, length, consumer):
@@ -186,3 +188,45 @@ class WalkOutputs:
             gCarriedDots[place.chunk, place.head, 0] = tile_sum(load_tokens(of_q, 1) + load_tokens(of_k, 1))
             ring.release(turn)
             ring.release(turn + 1)
+
+
+class PairedOutputs(WalkOutputs):
+    """How results leave a block whose cluster has both value heads of a key head: its blocks add up dQ and dK, rounded, and each
+    stores half of the channels (pair_exchange.py)."""
+
+    @property
+    def exchange(self):
+        """How the blocks add them up."""
+        return PairExchange(self.key_dim // BLOCKS, self.dtype)
+
+    @property
+    def tile(self):
+        return self.exchange.tile
+
+    def members(self):
+        return self.exchange.members()
+
+    @inlined
+    def meet(self):
+        cluster.sync()
+
+    @inlined
+    def operand(self, tile):
+        return cluster.unmap(tile)
+
+    @inlined
+    def share_inputs(self, memory, consumer, j, dx):
+        self.exchange.send(memory, consumer, j, self.exchange.own_half(dx, False))
+        return self.exchange.own_half(dx, True)
+
+    @inlined
+    def send_inputs(self, gradients, tails, ring, consumer, j, n, place, memory):
+        (gDQ, gDK, _), turn, pair = gradients, self.turn(consumer, j, self.tiles - 1), int32(place.head // BLOCKS)
+        tile, at = ring.wait(turn), (place.seq.batch, place.token, pair, cluster.rank())
+        self.exchange.add(memory, consumer, j, tile, j + 1 == n)
+        if consumer == DQ_CONSUMER:
+            tma_store(gDQ, at, tile)
+        else:
+            tma_store(gDK, at, tile)
+        store_wait()
+        ring.release(turn)

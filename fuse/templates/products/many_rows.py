@@ -59,20 +59,20 @@ class ManyRowsSchedule(NamedTuple):
 
 @functools.lru_cache(256)
 def choose_schedule(
-    tall: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
+    row_tiles: int, n: int, products: int, processors: int, batch: int = 1, step: int = 64, results: int = 1, pairs: bool = True
 ) -> ManyRowsSchedule:
-    """The schedule with the least sum of all waves' widths. tall: how many tiles there are, one below the other. step: a
+    """The schedule with the least sum of all waves' widths. row_tiles: how many tiles there are, one below the other. step: a
     product's columns must be a multiple of it. results: how many results are stored together. pairs: may two blocks work as a
     pair? They do if there are several waves, and few blocks or none without a peer."""
 
     def waves(columns: int) -> int:
-        return -(-batch * tall * -(-n * products // columns) // processors)
+        return -(-batch * row_tiles * -(-n * products // columns) // processors)
 
     widths = [c for c in WIDTHS if c % (step * products) == 0 and (c > NARROW or waves(c) == 1)]
     columns = min(widths, key=lambda c: waves(c) * (c + OVERHEAD))
     parts = columns // 64 * (1 if results == 1 else 2)  # several results need smaller parts, to fit registers
     budget = SHARED - results * ROWS * 2 * (columns // products // parts)
-    blocks = 2 if pairs and waves(columns) > 1 and (tall % 2 == 0 or tall > LONE) else 1
+    blocks = 2 if pairs and waves(columns) > 1 and (row_tiles % 2 == 0 or row_tiles > LONE) else 1
     return ManyRowsSchedule(columns, parts, min(STAGES.get(columns, 4), budget // (2 * STEP * (ROWS + columns))), blocks)
 
 
