@@ -191,8 +191,8 @@ class WalkOutputs:
 
 
 class PairedOutputs(WalkOutputs):
-    """How results leave a block whose cluster has both value heads of a key head: its blocks add up dQ and dK, rounded, and each
-    stores half of the channels (pair_exchange.py)."""
+    """How results leave a block whose cluster has both value heads of a key head: its blocks add up dQ and dK, rounded, and
+    each stores half of the channels (pair_exchange.py)."""
 
     @property
     def exchange(self):
