@@ -17,7 +17,7 @@ from attention import reference
 from tiles import bf16
 
 HERE = Path.cwd()
-KERNEL = "attention.kernels.forward_hopper:make(next(space(Target(9, 0, 'a'), False)))"
+KERNEL = "attention.kernels.softmax.forward_hopper:make(next(space(Target(9, 0, 'a'), False)))"
 
 
 def command(*words, **variables) -> str:

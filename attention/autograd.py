@@ -19,15 +19,15 @@ from .autograd_inputs import (
     make_tma_contiguous,
     unwrap,
 )
-from .plans.call_options import requires_grad
-from .plans.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, group_arrays
-from .plans.planning import INDICES
+from .plans.requires_grad import requires_grad
+from .plans.softmax.gradient import AUX_NAMES, DIFFERENTIABLE, NO_SECOND_DERIVATIVES, compute_gradients, group_arrays
+from .plans.softmax.planning import INDICES
 from .public.softmax_forward import forward, forward_without_options
 
 
 def softmax_backward() -> Any:
     """The module public.softmax_backward. It is imported when gradients are prepared or computed, when Numba has compiled
-    forward's kernels. See call_options.autograd on how."""
+    forward's kernels. See requires_grad.autograd on how."""
     module = getattr(public, "softmax_backward", None)
     if module is None:
         from .public import softmax_backward as module

@@ -18,6 +18,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from types import CodeType, ModuleType
 
 from tiles.inspect import figures
@@ -26,7 +27,7 @@ from tiles.targets import parse_target
 
 from .parts.backward.config import BackwardConfig
 
-KERNELS = {  # modules of kernels/, and of parts/
+KERNELS = {  # modules of the folders of kernels/, and of parts/
     "forward": "forward_ampere forward_hopper forward_fp8_hopper transpose_values key_norms parts.block_masks",
     "backward": """backward_preprocess backward_ampere backward_hopper backward_narrow_hopper backward_folded_hopper
         backward_wide_hopper backward_wide_queries_hopper backward_convert_dq backward_combine sink_gradient norm_gradients
@@ -57,9 +58,11 @@ KERNELS = {  # modules of kernels/, and of parts/
     "tokens": "linear_token_loop normalizer_gradients gate_gradient_token_loop delta_gradient_token_loop copy_rows",
 }
 
+FOLDERS = {file.stem: file.parent.name for file in (Path(__file__).parent / "kernels").glob("*/*.py")}  # {module: folder}
+
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}" if "." in name else f".kernels.{name}", __package__)
+    return importlib.import_module(f".{name}" if "." in name else f".kernels.{FOLDERS[name]}.{name}", __package__)
 
 
 MODULES = {family: tuple(map(_module, names.split())) for family, names in KERNELS.items()}

@@ -17,7 +17,7 @@ from .autograd_inputs import (
     make_tma_contiguous,
     unwrap,
 )
-from .plans.recurrent_derivative import GradientCall, find_member
+from .plans.recurrent.recurrent_derivative import GradientCall, find_member
 
 LEADING = 3  # arguments of the Functions before their arrays
 Places = tuple[int | None, ...]

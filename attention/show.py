@@ -2,7 +2,7 @@
 
 A mask is a function in the file, as attention.forward takes it, or one of forward's options, or both. The arrays that it
 indexes with i, j, b and h are the file's arrays with the names of its further arguments. The kernel that surveys a mask for
-forward (kernels/key_block_lists.py) says which blocks of keys are skipped, masked or full; the reference formula
+forward (kernels/softmax/key_block_lists.py) says which blocks of keys are skipped, masked or full; the reference formula
 (reference/scores.py) says which pairs are visible.
 
 The text picture shows a block of `--block` as several characters: `#` in a full block, where the kernel evaluates no mask; `o`
@@ -24,10 +24,10 @@ from tiles.launching.arrays import Operand
 from tiles.launching.frameworks import describe
 from tiles.launching.launch import kernel_for
 
-from .kernels import key_block_lists
+from .kernels.softmax import key_block_lists
 from .options import ScoreOptions
-from .plans.call_options import window_ends
-from .plans.variant_spec import build_variant
+from .plans.softmax.call_options import window_ends
+from .plans.softmax.variant_spec import build_variant
 from .reference.scores import ReferenceVariant
 from .scoring.python_functions import check_function
 

@@ -8,8 +8,8 @@ def register_torch_ops() -> None:
     Without it the first call that needs an op registers it. RuntimeError: torch is not imported."""
     if "torch" not in sys.modules:
         raise RuntimeError("register_torch_ops: torch is not imported: say `import torch` first")
-    from .plans.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
-    from .plans.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
+    from .plans.softmax.forward_programs import _forward, _forward_fp8, _fp8_cache, _variant
+    from .plans.softmax.norm_gradients import DIFFERENTIATE, INTO, NORMALISE, ZEROS
     from .public import cache_append, decoding, softmax_backward
     from .public.based_features import _based
     from .public.based_gradients import _based_backward

@@ -19,7 +19,7 @@ import attention
 from attention import parallel
 from attention.parallel import plans
 from attention.parallel.peers import Peers, PendingMessages
-from attention.plans import remote_keys
+from attention.plans.softmax import remote_keys
 
 
 class MemoryCounter(TorchDispatchMode):

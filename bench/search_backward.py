@@ -16,7 +16,7 @@ import itertools
 from dataclasses import fields, replace
 
 import attention
-from attention.kernels import (
+from attention.kernels.softmax import (
     backward_folded_hopper,
     backward_hopper,
     backward_narrow_hopper,

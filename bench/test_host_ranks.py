@@ -18,7 +18,7 @@ import attention  # noqa: E402
 from attention import parallel  # noqa: E402
 from attention.parallel import plans  # noqa: E402
 from attention.parallel.peers import Peers, PendingMessages  # noqa: E402
-from attention.plans import remote_keys  # noqa: E402
+from attention.plans.softmax import remote_keys  # noqa: E402
 from bench.measure import report  # noqa: E402
 
 CALLS, WARMUP = 1500, 100

@@ -1,7 +1,8 @@
 """Attention in one pass: O = softmax(Q K^T / sqrt(D)) V without ever storing the scores (Dao et al. 2022).
 
 The plain version, to read first: each consumer warpgroup owns 64 query rows, walks over the blocks of keys and keeps a
-running maximum m and sum l of each row. `attention/kernels/forward_hopper.py` is the fast one: it overlaps the two products.
+running maximum m and sum l of each row. The fast one, which overlaps the two products, is
+`attention/kernels/softmax/forward_hopper.py`.
 """
 
 import math

@@ -20,8 +20,8 @@ PAGE = ROOT / "docs" / "house.md"
 # Imports inside functions, for outside they would close a circle: an op asks, when it is called, for what is made of ops;
 # forward asks for what takes torch's tensors, where there are some.
 LATE = {
-    ("attention.plans.call_options", "attention.autograd"),
-    ("attention.plans.call_options", "attention.recurrent_autograd"),
+    ("attention.plans.requires_grad", "attention.autograd"),
+    ("attention.plans.requires_grad", "attention.recurrent_autograd"),
     ("fuse.calls.gradient_choice", "fuse.calls.gradient_function"),
     ("fuse.language.terms", "fuse.language.expression_text"),
     ("tiles.op", "tiles.dtypes"),

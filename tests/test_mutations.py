@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from attention.inspect import KERNELS
+from attention.inspect import MODULES
 from tests.mutation import by_hand, killers, run
 from tests.mutation.rules import mutations
 from tests.mutation.sources import PACKAGES, ROOT, SourceFile, sources
@@ -77,9 +77,9 @@ def test_every_source_has_tests_of_its_own():
 @pytest.mark.parametrize("family", ["linear", "delta", "short_conv", "gated_norm", "based", "hedgehog", "tokens"])
 def test_kernels_of_the_recurrent_family_have_tests_of_that_family(family):
     """A row for softmax's gradients fits the names of others, too, and its tests launch none of these kernels."""
-    for name in KERNELS[family].split():
-        tests = killers.own_tests(f"attention/kernels/{name}.py")
-        assert not [test for test in tests if "/softmax/" in test], name
+    for module in MODULES[family]:
+        tests = killers.own_tests(module.__name__.replace(".", "/") + ".py")
+        assert not [test for test in tests if "/softmax/" in test], module
 
 
 # ---- the rules -------------------------------------------------------------------------------------------------------

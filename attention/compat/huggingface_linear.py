@@ -35,7 +35,7 @@ import attention
 
 from ..nn.layers import normalize_by_kernel
 from ..parts.short_conv import WIDTHS
-from ..plans.packed_tokens import pack_batches
+from ..plans.recurrent.packed_tokens import pack_batches
 from .fla import chunk_gated_delta_rule
 
 

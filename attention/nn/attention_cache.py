@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..plans.call_options import window_ends
+from ..plans.softmax.call_options import window_ends
 
 SET_BY_CACHE = "lengths", "pages", "k_new", "v_new", "rotary", "k_new_norm", "cu_seqlens_new", "interleaved"
 

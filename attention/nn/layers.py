@@ -13,7 +13,7 @@ import attention
 
 from ..options import check_positive
 from ..parts.short_conv import WIDTHS
-from ..plans.gated_norm import serves
+from ..plans.recurrent.gated_norm import serves
 from ..public.short_convolution import check_activation
 
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}

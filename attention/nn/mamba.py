@@ -13,7 +13,7 @@ import attention
 
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans.recurrent_checks import make_dt_options
+from ..plans.recurrent.recurrent_checks import make_dt_options
 from .layers import GatedRMSNorm, check_counts, gate_parameter, reset_rates, reset_time_steps
 from .recurrent_layer import RecurrentCache, RecurrentLayer
 

@@ -13,11 +13,11 @@ from tiles.calls.torch_op import is_exporting, is_traced
 from tiles.launching.frameworks import computes_tangents
 
 from ..autograd_inputs import make_tma_contiguous
-from ..kernels.rotary_rows import HEAD_DIMS
+from ..kernels.softmax.rotary_rows import HEAD_DIMS
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive
-from ..plans.call_options import window_ends
-from ..plans.gradient import NO_SECOND_DERIVATIVES
+from ..plans.softmax.call_options import window_ends
+from ..plans.softmax.gradient import NO_SECOND_DERIVATIVES
 from ..public.projected_qkv import projected, projected_backward
 from .attention_cache import AttentionCache
 from .layers import check_cache_class, check_counts, check_no_gradient, check_tokens

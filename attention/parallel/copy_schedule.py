@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..parts.key_sources import BLOCK
-from ..plans.remote_keys import KeyPlacement
+from ..plans.softmax.remote_keys import KeyPlacement
 from .choice import ITEM_BYTES
 from .gather_in_place import build_key_placement, count_keys_before, supports_options
 from .orders import Span, Spans, count_tokens, spans_with_offsets

@@ -16,7 +16,7 @@ import torch
 
 import attention
 
-from ..plans import remote_keys
+from ..plans.softmax import remote_keys
 from .choice import FULL_GPU_TILES, MIN_STEP_BYTES, count_first_heads, is_mostly_local
 from .copy_schedule import CopySchedule, plan_copies
 from .gather_in_place import InPlaceGather, fits_tma

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..families import AMPERE_FAMILY, family_block_kv, family_name
 from ..parts.key_sources import BLOCK
-from ..plans import remote_keys
+from ..plans.softmax import remote_keys
 from .orders import Span, Spans
 from .peers import Peers
 from .redistribution import Redistribution, StridedView, array_maker, strided_view

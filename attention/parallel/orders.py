@@ -11,7 +11,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, NamedTuple
 
-BLOCK = 128  # rows of a query tile: see attention/kernels/forward_hopper.py and forward_ampere.py
+BLOCK = 128  # rows of a query tile: see attention/kernels/softmax/forward_hopper.py and forward_ampere.py
 
 
 class Span(NamedTuple):

@@ -17,7 +17,7 @@ from tiles.launching.frameworks import describe
 from ..families import FamilyAndBlock, choose_family, family_block_kv
 from ..names import argument_hint
 from ..options import check_flag
-from ..plans.forward_programs import FORWARD
+from ..plans.softmax.forward_programs import FORWARD
 from .agreement import PLAIN_TYPES, cache_key, describe_value
 from .choice import (
     MEMORY_FRACTION,

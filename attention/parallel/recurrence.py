@@ -13,8 +13,8 @@ from tiles.launching.devices import machine
 
 from ..options import check_flag
 from ..parts.recurrent.tokens import CHUNK, COLUMNS
-from ..plans import recurrent_chunks
-from ..plans.call_options import requires_grad
+from ..plans.recurrent import recurrent_chunks
+from ..plans.requires_grad import requires_grad
 from ..public import linear_family
 from .agreement import agree_on_plan, cache_key, describe_value
 from .orders import Contiguous, Span, count_tokens

@@ -23,7 +23,7 @@ import attention
 
 from .. import gates
 from ..options import check_flag
-from ..plans.chunk_states import STORED, choose_memory
+from ..plans.recurrent.chunk_states import STORED, choose_memory
 from ..public import delta_rules, linear_family, linear_gradients, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence

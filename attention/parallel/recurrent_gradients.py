@@ -11,7 +11,7 @@ The first rank sends nothing. The others compute L first: a SegmentedRecurrence 
 alone; other recurrences by the backward function, of whose results only this gradient is used. (Their last rank, which knows
 dS_R, calls it once.) The gradients of linear attention need what the pass computes in any case, so the first rank makes it,
 too, instead of waiting, and there it is not computed again. Linear attention stores the states before chunks in forward where
-one GPU does (plans/chunk_states.py). All sums have a fixed order: the same bits every time."""
+one GPU does (plans/recurrent/chunk_states.py). All sums have a fixed order: the same bits every time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..autograd_inputs import make_tma_contiguous
-from ..plans.recurrent_derivative import no_second_derivatives
+from ..plans.recurrent.recurrent_derivative import no_second_derivatives
 from .peers import Peers
 from .sequence_shard import GatheredSummaries, SequenceShard
 

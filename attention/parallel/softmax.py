@@ -9,9 +9,9 @@ import torch
 
 from ..autograd_inputs import make_tma_contiguous
 from ..options import check_flag
-from ..plans.call_options import requires_grad
-from ..plans.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
-from ..plans.norm_gradients import norm_gradients, normalise_rows
+from ..plans.requires_grad import requires_grad
+from ..plans.softmax.gradient import NO_SECOND_DERIVATIVES, flatten_arrays, group_arrays
+from ..plans.softmax.norm_gradients import norm_gradients, normalise_rows
 from . import plans
 from .agreement import agree_on_plan, cached_plan
 from .gradients import GradientAccumulator

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..families import family_block_kv
-from ..kernels import forward_ampere, forward_hopper_shapes
-from ..plans.planning import window_of_mask
+from ..kernels.softmax import forward_ampere, forward_hopper_shapes
+from ..plans.softmax.planning import window_of_mask
 from ..scoring.algebra import alibi_slope_of
 from ..scoring.python_functions import find_function, register_function
 from .orders import Span, Spans, merge_spans

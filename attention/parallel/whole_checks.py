@@ -13,11 +13,11 @@ from tiles.launching.checks import ENDS_K, ENDS_Q, KEY_LENGTHS, Check, check_opt
 from tiles.launching.frameworks import describe
 
 from ..options import ScoreOptions, check_flag
-from ..plans.call_options import AUX, block_options, dropout_options, score_options
-from ..plans.forward_launches import expand_axes
-from ..plans.forward_programs import VARIANTS, find_kv_block_size
-from ..plans.gradient import NORMS, flatten_arrays
-from ..plans.planning import check_extents, norm_and_dropout_parts
+from ..plans.softmax.call_options import AUX, block_options, dropout_options, score_options
+from ..plans.softmax.forward_launches import expand_axes
+from ..plans.softmax.forward_programs import VARIANTS, find_kv_block_size
+from ..plans.softmax.gradient import NORMS, flatten_arrays
+from ..plans.softmax.planning import check_extents, norm_and_dropout_parts
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from .peers import check_torch_tensors
 

@@ -154,9 +154,9 @@ class Variant(KernelPart):
     adds_late = False  # in gradients, is its term added to the exponents of weights, not to scores (`late_term`)?
     allows_low_scores = False  # may scores below -1e30 be more than masked ones (online_softmax.py)?
     # Are there registers for it in the backward ...
-    fits_narrow_backward = True  # ... kernel for head dims up to 64 (kernels/backward_narrow_hopper.py)?
-    fits_folded_backward = True  # ... kernel for head dims up to 128 (kernels/backward_folded_hopper.py)?
-    fits_wide_backward = True  # ... kernel for head dims over 128 (kernels/backward_wide_hopper.py)?
+    fits_narrow_backward = True  # ... kernel for head dims up to 64 (kernels/softmax/backward_narrow_hopper.py)?
+    fits_folded_backward = True  # ... kernel for head dims up to 128 (kernels/softmax/backward_folded_hopper.py)?
+    fits_wide_backward = True  # ... kernel for head dims over 128 (kernels/softmax/backward_wide_hopper.py)?
     fits_slope_gradient = False  # ... main kernel that computes the gradient of slopes, too (backward/slope_gradient.py)?
 
     # These follow from a class's methods (OVERRIDES), unless it says otherwise.

@@ -5,8 +5,8 @@ from tiles.calls.schema import Problem
 from tiles.launching.arrays import Operand
 from tiles.launching.launch import kernel_for
 
-from ..kernels import sum_head_groups
-from ..kernels.norm_gradients import PART, SumNormPartials
+from ..kernels.recurrent import sum_head_groups
+from ..kernels.softmax.norm_gradients import PART, SumNormPartials
 
 
 def sum_partials(problem: Problem, partials: Operand, total: Operand, accumulate: bool = False) -> Step:

@@ -10,9 +10,9 @@ from tiles.calls.schema import Problem, Schema
 from ..families import require_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..plans import recurrent_checks
-from ..plans.based_chunks import plan_based
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from ..plans.recurrent import recurrent_checks
+from ..plans.recurrent.based_chunks import plan_based
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .based_gradients import BASED_DERIVATIVE
 
 BASED = Schema(

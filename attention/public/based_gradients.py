@@ -10,10 +10,10 @@ from tiles.calls.schema import Problem, Schema
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..plans import recurrent_checks
-from ..plans.based_gradients import plan_based_gradients
-from ..plans.call_options import without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.recurrent import recurrent_checks
+from ..plans.recurrent.based_gradients import plan_based_gradients
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.requires_grad import without_gradients
 
 BASED_BACKWARD = Schema(
     "based_backward",

@@ -12,7 +12,7 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive, split_norm
-from ..plans.cache_append import plan_append
+from ..plans.decode.cache_append import plan_append
 
 ARRAYS = """
     k_new            (batch, seqlen_new, heads_k, head_dim)        tile

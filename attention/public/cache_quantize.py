@@ -11,8 +11,8 @@ from tiles.dtypes import bf16, fp16
 from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
-from ..kernels import cache_quantize
-from ..kernels.cache_quantize import Config
+from ..kernels.decode import cache_quantize
+from ..kernels.decode.cache_quantize import Config
 from ..names import suggests_argument_names
 from ..options import check_flag
 from ..parts.descales import BLOCK

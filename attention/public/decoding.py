@@ -19,8 +19,7 @@ from ..options import (
     check_positive,
     split_norm,
 )
-from ..plans.call_options import AUX_ROWS, NO_SCORES, score_options, window_ends
-from ..plans.decode_launches import (
+from ..plans.decode.decode_launches import (
     TILES,
     DecodeOptions,
     check_bias,
@@ -30,10 +29,11 @@ from ..plans.decode_launches import (
     select_loader,
     serves_prefill,
 )
-from ..plans.decode_norms import select_norms
-from ..plans.gradient import flatten_arrays
-from ..plans.page_checks import plan_page_checks
-from ..plans.planning import check_extents, load_functions, resolve_scale
+from ..plans.decode.decode_norms import select_norms
+from ..plans.decode.page_checks import plan_page_checks
+from ..plans.softmax.call_options import AUX_ROWS, NO_SCORES, score_options, window_ends
+from ..plans.softmax.gradient import flatten_arrays
+from ..plans.softmax.planning import check_extents, load_functions, resolve_scale
 from ..scoring.index_checks import IndexingFunctions, plan_index_checks
 from . import cache_append
 

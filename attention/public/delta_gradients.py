@@ -9,13 +9,13 @@ from tiles.calls.schema import Problem
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
-from ..plans.call_options import without_gradients
-from ..plans.delta_gradients import plan_delta_gradients
-from ..plans.delta_records import ARGUMENT_ROWS, FIELDS, STORED_NAMES, record_schema, split_record
-from ..plans.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
-from ..plans.raw_inputs import refuse_raw
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.delta.delta_gradients import plan_delta_gradients
+from ..plans.delta.delta_records import ARGUMENT_ROWS, FIELDS, STORED_NAMES, record_schema, split_record
+from ..plans.recurrent import recurrent_checks, recurrent_chunks, recurrent_gradients
+from ..plans.recurrent.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
+from ..plans.recurrent.raw_inputs import refuse_raw
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.requires_grad import without_gradients
 
 ARRAYS = (
     """
@@ -105,7 +105,7 @@ def delta_rule_backward(
 
     Returns (dq, dk, dv, dbeta), followed, in this order, by ddecay if there is a decay, and dinitial_state if there is an
     initial state, unless they are False. Arrays and errors are those of delta_rule. Source: the equations for chunks are
-    derived in attention/parts/recurrent/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
+    derived in attention/parts/delta/delta_chunks.py, from the UT transform (Yang et al. 2024)."""
     refuse_raw(beta=beta, decay=decay)
     grads, optional_gradients = choose_optional_gradients(
         ddecay=(decay, ddecay), dinitial_state=(initial_state, dinitial_state)

@@ -19,16 +19,13 @@ from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
-from ..kernels import delta_hopper, delta_states_hopper
+from ..kernels.delta import delta_hopper, delta_states_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.recurrent.channel_config import DELTA_KEY_DIMS
-from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
-from ..plans.chunk_states import check_memory
-from ..plans.delta_channel_walk import plan_channel_walk, serves_channel_walk
-from ..plans.delta_chunks import plan_delta_chunks, serves_delta_chunks
-from ..plans.delta_records import (
+from ..plans.delta.delta_channel_walk import plan_channel_walk, serves_channel_walk
+from ..plans.delta.delta_chunks import plan_delta_chunks, serves_delta_chunks
+from ..plans.delta.delta_records import (
     FIELDS,
     RESULT_ROWS,
     check_record,
@@ -37,10 +34,12 @@ from ..plans.delta_records import (
     record_fields,
     record_schema,
 )
-from ..plans.delta_scans import plan_channel_scans, scan_chunks
-from ..plans.delta_training import plan_forward_with_record
-from ..plans.delta_walk import plan_walk, serves_walk
-from ..plans.raw_inputs import (
+from ..plans.delta.delta_scans import plan_channel_scans, scan_chunks
+from ..plans.delta.delta_training import plan_forward_with_record
+from ..plans.delta.delta_walk import plan_walk, serves_walk
+from ..plans.recurrent import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.recurrent.chunk_states import check_memory
+from ..plans.recurrent.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
     RAW_GATES,
@@ -52,6 +51,7 @@ from ..plans.raw_inputs import (
     prepare_rows,
     split_raw,
 )
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .delta_gradients import DELTA_DERIVATIVE
 
 INPUTS = """
@@ -214,7 +214,7 @@ def plan_delta_rule(
     record: recurrent_chunks.Arrays | None = None,
 ) -> Plan:
     """The Plan of a call of delta_rule. raw: the formulas that kernels apply to raw inputs. record: where to store what
-    gradients read, by field (plans/delta_records.py)."""
+    gradients read, by field (plans/delta/delta_records.py)."""
     recurrent_checks.check_extents(problem)
     scale, by_channel = recurrent_checks.resolve_scale(problem, scale), recurrent_checks.has_channel_decay(problem)
     batch, length, key_dim = problem("batch", "seqlen", "key_dim")
@@ -290,7 +290,7 @@ def _plan_chunks(
     problem: Problem, arrays: dict, by_channel: bool, scale: float, raw: RawOptions
 ) -> tuple[list[Step], recurrent_chunks.ScratchShapes]:
     """(launches of Hopper's kernels, scratch memory between them): one of a kernel that computes everything itself, or those of
-    a walk if sequences are few (plans/delta_walk.py, delta_channel_walk.py), or with decays of channels three if sequences are
+    a walk if sequences are few (delta_walk.py, delta_channel_walk.py), or with decays of channels three if sequences are
     cut into segments."""
     scratch = recurrent_chunks.ScratchAllocator(problem)
     # Do the kernels normalise queries and keys? See l2norm.py.

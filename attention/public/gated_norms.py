@@ -9,9 +9,9 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_positive, show_argument
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
-from ..plans.gated_norm import plan_gated_norm, plan_gated_norm_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, no_second_derivatives
+from ..plans.recurrent.gated_norm import plan_gated_norm, plan_gated_norm_gradients
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, no_second_derivatives
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
 
 ACTIVATIONS = "silu", "sigmoid"
 ROWS = """

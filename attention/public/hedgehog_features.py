@@ -9,11 +9,11 @@ from tiles.calls.schema import Problem, Schema
 from tiles.launching.launch import kernel_for
 
 from ..families import require_hopper
-from ..kernels import hedgehog_hopper
+from ..kernels.recurrent import hedgehog_hopper
 from ..names import suggests_argument_names
 from ..parts.recurrent.gates import LOG2_E
-from ..plans import recurrent_checks
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
+from ..plans.recurrent import recurrent_checks
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .hedgehog_gradients import HEDGEHOG_DERIVATIVE, check_shapes, check_window
 
 HEDGEHOG = Schema(

@@ -9,10 +9,10 @@ from tiles.calls.schema import Problem, Schema
 from ..names import suggests_argument_names
 from ..parts.recurrent.hedgehog_chunks import HALF, HEAD_DIMS
 from ..parts.recurrent.tokens import CHUNK
-from ..plans import recurrent_checks
-from ..plans.call_options import without_gradients
-from ..plans.hedgehog_gradients import plan_hedgehog_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, no_second_derivatives
+from ..plans.recurrent import recurrent_checks
+from ..plans.recurrent.hedgehog_gradients import plan_hedgehog_gradients
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, no_second_derivatives
+from ..plans.requires_grad import without_gradients
 
 HEDGEHOG_BACKWARD = Schema(
     "hedgehog_backward",

@@ -38,14 +38,13 @@ from tiles.launching.frameworks import Framework, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
 from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
-from ..kernels import compose_final_state
+from ..kernels.recurrent import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..plans import recurrent_checks, recurrent_chunks, token_loop
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
-from ..plans.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
-from ..plans.gla_chunks import plan_gla_chunks, serves_gla_chunks
-from ..plans.raw_inputs import (
+from ..plans.recurrent import recurrent_checks, recurrent_chunks, token_loop
+from ..plans.recurrent.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
+from ..plans.recurrent.gla_chunks import plan_gla_chunks, serves_gla_chunks
+from ..plans.recurrent.raw_inputs import (
     NO_RAW_GRADIENT,
     NOT_RAW,
     RAW_GATES,
@@ -57,8 +56,9 @@ from ..plans.raw_inputs import (
     prepare_rows,
     split_raw,
 )
-from ..plans.recurrent_checks import NO_DT_OPTIONS
-from ..plans.recurrent_chunks import SEGMENT_RESULTS
+from ..plans.recurrent.recurrent_checks import NO_DT_OPTIONS
+from ..plans.recurrent.recurrent_chunks import SEGMENT_RESULTS
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .linear_gradients import LINEAR_DERIVATIVE
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from tiles.calls.schema import Problem, Schema
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_accumulators, check_flag, check_number
-from ..plans import recurrent_checks, recurrent_chunks, recurrent_gradients
-from ..plans.call_options import without_gradients
-from ..plans.normalizer_gradients import plan_normalized_gradients
-from ..plans.raw_inputs import refuse_raw
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
-from ..plans.token_loop_gradients import plan_linear_gradients
+from ..plans.recurrent import recurrent_checks, recurrent_chunks, recurrent_gradients
+from ..plans.recurrent.normalizer_gradients import plan_normalized_gradients
+from ..plans.recurrent.raw_inputs import refuse_raw
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.recurrent.token_loop_gradients import plan_linear_gradients
+from ..plans.requires_grad import without_gradients
 
 INPUTS = """
     dout            (batch, seqlen, heads, value_dim)                               tile
@@ -119,8 +119,8 @@ def linear_backward(
 
     With decays of channels gradients are computed by chunks, too. On Hopper, for float32 decays, Dk above 64 and up to 128, and
     Dv up to 128, by a walk, and by a second kernel for chunks of 64 tokens in which a channel's decays sum to less than about
-    -144 over half of the tokens (float16: -11) or one of them is below -100 (attention/kernels/channel_gradients_hopper.py).
-    Otherwise, for Dk up to 128, by three launches
+    -144 over half of the tokens (float16: -11) or one of them is below -100
+    (attention/kernels/recurrent/channel_gradients_hopper.py). Otherwise, for Dk up to 128, by three launches
     (attention/parts/recurrent/channel_chunks.py), which round the scores scale q . k to q's dtype, too, as sums of two numbers.
     They need 163 KiB of shared memory. If Dk is above 64, inputs that are not aligned to 16 bytes are copied for them, and dq,
     dk and dv must be aligned. Where no kernel takes Dv above 128, a head counts as several, with copies of its gates and

@@ -13,12 +13,12 @@ from tiles.launching.frameworks import describe
 from ..families import choose_family, uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans import recurrent_checks, recurrent_chunks
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad
-from ..plans.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
-from ..plans.packed_tokens import pack_batches
-from ..plans.recurrent_checks import DtOptions
-from ..plans.recurrent_chunks import SEGMENT_RESULTS, count_chunks
+from ..plans.recurrent import recurrent_checks, recurrent_chunks
+from ..plans.recurrent.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
+from ..plans.recurrent.packed_tokens import pack_batches
+from ..plans.recurrent.recurrent_checks import DtOptions
+from ..plans.recurrent.recurrent_chunks import SEGMENT_RESULTS, count_chunks
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .mamba_gradients import MAMBA2_DERIVATIVE
 
 TOKENS = """

@@ -11,13 +11,13 @@ from tiles.calls.schema import Problem, Schema
 from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans import recurrent_checks
-from ..plans.call_options import without_gradients
-from ..plans.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
-from ..plans.mamba2_gradients import plan_mamba2_gradients
-from ..plans.recurrent_checks import DtOptions
-from ..plans.recurrent_chunks import count_chunks
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.recurrent import recurrent_checks
+from ..plans.recurrent.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
+from ..plans.recurrent.mamba2_gradients import plan_mamba2_gradients
+from ..plans.recurrent.recurrent_checks import DtOptions
+from ..plans.recurrent.recurrent_chunks import count_chunks
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.requires_grad import without_gradients
 
 ROWS = """
     dout             (batch, seqlen, heads, value_dim)         tile

@@ -13,7 +13,7 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ..families import AMPERE_FAMILY, HOPPER_FAMILY, choose_family
-from ..kernels import decode_combine, mla_ampere, mla_combine, mla_fp8, mla_hopper
+from ..kernels.decode import decode_combine, mla_ampere, mla_combine, mla_fp8, mla_hopper
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..parts.decode import latent_boxes
@@ -25,11 +25,11 @@ from ..parts.decode.outputs import FinalOutput, PartialOutput
 from ..parts.decode.splits import MAX_CHOSEN_SPLITS, choose_split_count
 from ..parts.online_softmax import SLACK
 from ..parts.variant import Variant
-from ..plans.decode_launches import allocate_partials, combine_partials, order_by_rows, select_loader
-from ..plans.forward_launches import DTYPES, LOG2_E
-from ..plans.fp8_checks import is_fp8
-from ..plans.page_checks import plan_page_checks
-from ..plans.planning import resolve_scale
+from ..plans.decode.decode_launches import allocate_partials, combine_partials, order_by_rows, select_loader
+from ..plans.decode.page_checks import plan_page_checks
+from ..plans.softmax.forward_launches import DTYPES, LOG2_E
+from ..plans.softmax.fp8_checks import is_fp8
+from ..plans.softmax.planning import resolve_scale
 from .decoding import check_splits
 
 MIN_BOX_ROWS = 32  # of TMA: with boxes of 16 rows it takes 1.3 times as long as gathering rows, with 64 nine tenths

@@ -14,13 +14,13 @@ from tiles.calls.schema import Problem, Schema
 from tiles.launching.arrays import ALIGNMENT, Array, Form, Operand
 from tiles.launching.launch import kernel_for
 
-from ..kernels import rotary_rows
+from ..kernels.softmax import rotary_rows
 from ..options import ListOptions, RandomOptions, ResultOptions, ScoreOptions
-from ..plans import forward_programs
-from ..plans.call_options import needs_gradient
-from ..plans.forward_launches import DTYPES
-from ..plans.gradient import NO_SECOND_DERIVATIVES
 from ..plans.partial_sums import sum_partials
+from ..plans.requires_grad import needs_gradient
+from ..plans.softmax import forward_programs
+from ..plans.softmax.forward_launches import DTYPES
+from ..plans.softmax.gradient import NO_SECOND_DERIVATIVES
 from . import softmax_backward
 
 INPUTS = """

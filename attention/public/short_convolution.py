@@ -9,9 +9,9 @@ from tiles.calls.schema import Problem, Schema
 
 from ..names import suggests_argument_names
 from ..options import check_flag
-from ..plans.call_options import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
-from ..plans.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
-from ..plans.short_conv import plan_short_conv, plan_short_conv_gradients
+from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
+from ..plans.recurrent.short_conv import plan_short_conv, plan_short_conv_gradients
+from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad, without_gradients
 
 TOKENS = """
     x              (batch, seqlen, channels)      tile

@@ -8,7 +8,7 @@ from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem, Schema
 
-from ..kernels.query_tile_lists import MAX_SURVEY_QUERIES
+from ..kernels.softmax.query_tile_lists import MAX_SURVEY_QUERIES
 from ..names import suggests_argument_names
 from ..options import (
     DEFAULTS,
@@ -22,21 +22,14 @@ from ..options import (
     check_positive,
     show_argument,
 )
-from ..plans import norm_gradients
-from ..plans.backward_launches import plan_launches
-from ..plans.call_options import (
-    AUX,
-    AUX_ROWS,
-    BLOCK_MASK_ROWS,
-    block_options,
-    dropout_options,
-    score_options,
-    without_gradients,
-)
-from ..plans.gradient import AUX_NAMES, NO_SECOND_DERIVATIVES, NORM_NAMES, flatten_arrays
-from ..plans.planning import build_scores, check_extents, dropout_part, resolve_scale
-from ..plans.score_gradients import GRADIENTS, reads_of
-from ..plans.variant_spec import build_variant
+from ..plans.requires_grad import without_gradients
+from ..plans.softmax import norm_gradients
+from ..plans.softmax.backward_launches import plan_launches
+from ..plans.softmax.call_options import AUX, AUX_ROWS, BLOCK_MASK_ROWS, block_options, dropout_options, score_options
+from ..plans.softmax.gradient import AUX_NAMES, NO_SECOND_DERIVATIVES, NORM_NAMES, flatten_arrays
+from ..plans.softmax.planning import build_scores, check_extents, dropout_part, resolve_scale
+from ..plans.softmax.score_gradients import GRADIENTS, reads_of
+from ..plans.softmax.variant_spec import build_variant
 from ..scoring.python_functions import find_function
 from ..scoring.score_derivative import differentiate, scored_with_grad
 

@@ -8,15 +8,9 @@ from tiles.calls.torch_op import imported_module, is_mapped_with_grad, is_traced
 
 from ..names import suggests_argument_names
 from ..options import DEFAULTS, AttentionArguments, check_flag, check_number, check_positive
-from ..plans.call_options import (
-    autograd,
-    block_options,
-    dropout_options,
-    refuse_with_gradients,
-    requires_grad,
-    score_options,
-)
-from ..plans.forward_programs import (
+from ..plans.requires_grad import autograd, refuse_with_gradients, requires_grad
+from ..plans.softmax.call_options import block_options, dropout_options, score_options
+from ..plans.softmax.forward_programs import (
     _block_lists,
     _forward,
     _forward_accumulated,
@@ -25,9 +19,9 @@ from ..plans.forward_programs import (
     _fp8_cache,
     _variant,
 )
-from ..plans.fp8_checks import DESCALES, NOT_WITH_FP8, is_fp8, refuse_with_fp8, split_descale
-from ..plans.gradient import flatten_arrays
-from ..plans.prepared_lists import BlockLists, BlockListsRequest
+from ..plans.softmax.fp8_checks import DESCALES, NOT_WITH_FP8, is_fp8, refuse_with_fp8, split_descale
+from ..plans.softmax.gradient import flatten_arrays
+from ..plans.softmax.prepared_lists import BlockLists, BlockListsRequest
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

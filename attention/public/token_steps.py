@@ -9,8 +9,8 @@ from tiles.launching.arrays import ALIGNMENT, Operand
 
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
-from ..plans import recurrent_checks, token_loop
-from ..plans.raw_inputs import NO_RAW_GRADIENT, NOT_RAW, RawOptions, is_raw, split_raw
+from ..plans.recurrent import recurrent_checks, token_loop
+from ..plans.recurrent.raw_inputs import NO_RAW_GRADIENT, NOT_RAW, RawOptions, is_raw, split_raw
 
 TOKEN = """
     q      (batch, heads_k, key_dim)                       tile

@@ -26,7 +26,7 @@ def test_import_alone_is_light():
 WAITS = """
 import importlib.abc, importlib.util, sys, threading, time
 import torch
-from attention.plans.forward_programs import autograd
+from attention.plans.softmax.forward_programs import autograd
 
 class Slow(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):

@@ -8,30 +8,21 @@ from numba import cuda
 
 from attention import __main__ as main
 from attention import inspect
-from attention.kernels import (
-    backward_ampere,
-    backward_combine,
-    backward_folded_hopper,
-    backward_hopper,
-    backward_narrow_hopper,
-    backward_wide_hopper,
-    backward_wide_queries_hopper,
-    based_gradients_hopper,
-    cache_write,
-    channel_gradients_hopper,
-    channel_pairs_ampere,
-    chunk_ampere,
-    chunk_hopper,
-    decode_ampere,
+from attention.kernels.decode import cache_write, decode_ampere, mla_ampere, mla_hopper
+from attention.kernels.decode import mla_fp8 as mla_quantised
+from attention.kernels.delta import (
     delta_channel_block_gradients_hopper,
     delta_channel_gradients_hopper,
     delta_gradients_hopper,
     delta_segment_gradients_hopper,
     delta_walk_ampere,
-    element_gradients,
-    forward_ampere,
-    forward_fp8_hopper,
-    forward_hopper,
+)
+from attention.kernels.recurrent import (
+    based_gradients_hopper,
+    channel_gradients_hopper,
+    channel_pairs_ampere,
+    chunk_ampere,
+    chunk_hopper,
     gla_ampere,
     gla_hopper,
     gla_recent_states_hopper,
@@ -39,12 +30,22 @@ from attention.kernels import (
     hedgehog_query_gradients_hopper,
     linear_gradients_hopper,
     linear_token_loop,
-    mla_ampere,
-    mla_hopper,
+)
+from attention.kernels.softmax import (
+    backward_ampere,
+    backward_combine,
+    backward_folded_hopper,
+    backward_hopper,
+    backward_narrow_hopper,
+    backward_wide_hopper,
+    backward_wide_queries_hopper,
+    element_gradients,
+    forward_ampere,
+    forward_fp8_hopper,
+    forward_hopper,
     norm_gradients,
     sink_gradient,
 )
-from attention.kernels import mla_fp8 as mla_quantised
 from attention.parts.block_masks import BlockSparseMaskMod
 from attention.parts.decode import latent_boxes, latent_products
 from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
@@ -53,8 +54,8 @@ from attention.parts.decode.norms import MultiHeadRmsNorm, RmsNormedKeys
 from attention.parts.decode.outputs import PartialOutput
 from attention.parts.decode.products import SameDtypeProducts
 from attention.parts.decode.splits import StreamKSplits
+from attention.parts.delta.delta_gate_sums import GATE_GRADIENTS
 from attention.parts.norms import LayerNorm, QueryNorm
-from attention.parts.recurrent.delta_gate_sums import GATE_GRADIENTS
 from attention.parts.recurrent.gates import HeadGate, Mamba2Gate, TokenGate
 from attention.parts.recurrent.results import ScanNormalizer, ScanOutputs
 from attention.parts.variant import CombinedVariant, Variant

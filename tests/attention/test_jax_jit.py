@@ -8,7 +8,7 @@ import pytest
 
 import attention
 from attention import reference
-from attention.plans import gradient
+from attention.plans.softmax import gradient
 
 jax = pytest.importorskip("jax")
 pytest.importorskip("jax.experimental.buffer_callback")

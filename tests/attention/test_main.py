@@ -6,7 +6,7 @@ import pytest
 
 from attention import __main__ as main
 from attention import families
-from attention.plans.forward_programs import FORWARD
+from attention.plans.softmax.forward_programs import FORWARD
 from tiles import doctor
 from tiles.launching.arrays import c_ordered
 from tiles.targets import Target

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from on_no_device import MEMORY, ROOM, Lent, fresh, lent, noting_driver
 
-from attention.plans import split_forward
-from attention.plans.delta_records import STORED_NAMES
-from attention.plans.forward_programs import _forward, _variant
-from attention.plans.norm_gradients import DIFFERENTIATE
+from attention.plans.decode import split_forward
+from attention.plans.delta.delta_records import STORED_NAMES
+from attention.plans.softmax.forward_programs import _forward, _variant
+from attention.plans.softmax.norm_gradients import DIFFERENTIATE
 from attention.public.cache_append import _append
 from attention.public.decoding import _append as _decode_append
 from attention.public.decoding import _decode

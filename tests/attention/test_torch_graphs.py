@@ -25,7 +25,7 @@ from torch_calls import (  # noqa: E402
 )
 
 from attention.nn import Attention  # noqa: E402
-from attention.plans.forward_programs import VARIANTS, _variant  # noqa: E402
+from attention.plans.softmax.forward_programs import VARIANTS, _variant  # noqa: E402
 from attention.public import softmax_backward as backwards  # noqa: E402
 
 

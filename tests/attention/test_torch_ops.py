@@ -185,7 +185,7 @@ def test_autocast_of_some():
 def test_a_plain_call_pays_a_few_calls(monkeypatch):
     """The way to the op is looked for, and not taken: so many functions of Python's and torch's are called for it.
     The planner and its launches are left out: they cost what they did."""
-    from attention.plans.forward_programs import _forward
+    from attention.plans.softmax.forward_programs import _forward
 
     monkeypatch.setattr(type(_forward), "run", lambda self, *args: None)
     arrays, options, calls = (*Inputs().qkv(), None, None), (False, None, False, None), []

@@ -8,7 +8,7 @@ from attention import gates
 torch = pytest.importorskip("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from attention.plans import norm_gradients as norm_programs  # noqa: E402
+from attention.plans.softmax import norm_gradients as norm_programs  # noqa: E402
 from attention.public import projected_qkv  # noqa: E402
 
 TOKENS, HEAD = 16, 64

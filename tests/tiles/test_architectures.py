@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from attention import inspect
-from attention.kernels import decode_ampere, decode_combine, forward_ampere, mla_ampere
-from attention.kernels import mla_fp8 as mla_quantised
+from attention.kernels.decode import decode_ampere, decode_combine, mla_ampere
+from attention.kernels.decode import mla_fp8 as mla_quantised
+from attention.kernels.softmax import forward_ampere
 from attention.parts.decode.cache_loaders import DenseLoader, PagedLoader
 from attention.parts.decode.key_window import KeyWindow
 from attention.parts.decode.outputs import FinalOrPartialOutput, FinalOutput, PartialOutput

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from numba import cuda
 
-from attention.kernels import forward_ampere
+from attention.kernels.softmax import forward_ampere
 from attention.parts.visibility import CAUSAL
 from ops import exp2
 from tiles import bf16, static

@@ -19,7 +19,8 @@ from numba.cuda import types
 
 import tiles
 from attention import inspect
-from attention.kernels import chunk_ampere, forward_hopper, linear_token_loop
+from attention.kernels.recurrent import chunk_ampere, linear_token_loop
+from attention.kernels.softmax import forward_hopper
 from attention.parts.visibility import CAUSAL
 from tiles import bf16, st
 from tiles.compiling import digest, sources, toolchain

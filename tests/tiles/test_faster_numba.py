@@ -6,7 +6,8 @@ from llvmlite import ir
 from numba import cuda
 from numba.core import types
 
-from attention.kernels import forward_ampere, linear_token_loop
+from attention.kernels.recurrent import linear_token_loop
+from attention.kernels.softmax import forward_ampere
 from attention.parts.visibility import CAUSAL
 from tiles import bf16
 from tiles.compiling import compiler, faster_llvmlite

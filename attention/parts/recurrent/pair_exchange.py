@@ -1,5 +1,5 @@
 """How the two thread blocks of a cluster, which have a value head each of the same key head, add up its gradients dQ and dK
-(kernels/linear_gradients_hopper.py). Each block stores half of the channels of both: it sends the other half, rounded, to its
+(linear_gradients_hopper.py). Each block stores half of the channels of both: it sends the other half, rounded, to its
 peer, whose warps that store results add what came to their own half. Nothing of this is in the way of the consumers, which go
 on to the next chunk: they wait only until the peer has read what they sent of the one before."""
 

@@ -1,5 +1,5 @@
 """What varies in the gradients of linear attention where value heads share queries and keys: how the decays of a head enter its
-products, D, and what is stored of a head's rows (kernels/shared_heads_gradients_hopper.py, whose symbols these are)."""
+products, D, and what is stored of a head's rows (shared_heads_gradients_hopper.py, whose symbols these are)."""
 
 from numpy import float32, int32
 

@@ -1,4 +1,4 @@
-"""How the consumers of a scan (kernels/chunk_hopper.py) pass their parts of a state on: to their own products, and to memory
+"""How the consumers of a scan (chunk_hopper.py) pass their parts of a state on: to their own products, and to memory
 where the states before all chunks are wanted. If there are such products, the tile that they read goes to memory, too: it lies
 in a ring, and a warp of the producer stores it."""
 

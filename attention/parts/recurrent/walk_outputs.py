@@ -1,4 +1,4 @@
-"""How results leave the consumers of linear attention's walk in reverse (kernels/linear_gradients_hopper.py). A consumer that
+"""How results leave the consumers of linear attention's walk in reverse (linear_gradients_hopper.py). A consumer that
 stores to memory waits for it at its next fence, which tiles of products need. So what is rounded, and sums, are left in shared
 memory, and warps of the producer store them."""
 

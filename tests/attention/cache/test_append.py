@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import attention
-from attention.plans.cache_append import RoomCheck
+from attention.plans.decode.cache_append import RoomCheck
 
 BF16, F16, F32, F8, I8 = ml_dtypes.bfloat16, np.float16, np.float32, ml_dtypes.float8_e4m3fn, np.int8
 WORDS = {1: np.uint8, 2: np.uint16}

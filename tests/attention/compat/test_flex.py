@@ -16,7 +16,7 @@ from eager import arguments, attend
 
 from attention.compat import captured_arrays, flex, rewrite
 from attention.compat.flex import NO_MASK_BLOCK_SIZE, flex_attention, listed
-from attention.plans.prepared_lists import BlockLists
+from attention.plans.softmax.prepared_lists import BlockLists
 
 ROWS, COLS = 6, 9
 I, J = np.arange(ROWS)[:, None], np.arange(COLS)

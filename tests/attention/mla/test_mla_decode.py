@@ -12,7 +12,7 @@ from poison import in_pages, poisoned, spoiled, unaligned
 import attention
 from attention import reference
 from attention.cache import PagedCache
-from attention.kernels import mla_ampere, mla_combine, mla_fp8, mla_hopper
+from attention.kernels.decode import mla_ampere, mla_combine, mla_fp8, mla_hopper
 from attention.parts.decode.latent_shape import COLUMNS, LATENT, ROTARY
 from attention.public import mla_decoding
 from tiles import fp8e4m3, int8

@@ -12,12 +12,12 @@ from threads import compared, together
 
 import attention
 from attention import parallel
-from attention.kernels import forward_hopper_shapes
+from attention.kernels.softmax import forward_hopper_shapes
 from attention.parallel import agreement, gather, redistribution
 from attention.parallel.gather import GatherAttention
 from attention.parallel.orders import ORDERS, Span
 from attention.parallel.ring import RingAttention
-from attention.plans import split_forward
+from attention.plans.decode import split_forward
 
 OPTIONS = dict(causal=True), dict(window=(9, 3)), dict(causal=True, window=(20, None)), dict()
 

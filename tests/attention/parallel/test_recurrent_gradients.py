@@ -10,7 +10,7 @@ from threads import together
 import attention
 from attention import gates, parallel
 from attention.parallel.recurrent import SegmentedLinear, SegmentedMamba2
-from attention.plans import chunk_states
+from attention.plans.recurrent import chunk_states
 
 LENGTH = 100  # 48, 32 and 20 tokens on three ranks
 

@@ -13,7 +13,7 @@ from attention import parallel
 from attention.parallel import sequence_shard as parts
 from attention.parallel.orders import Span
 from attention.parallel.recurrent import ShardedDeltaRule
-from attention.plans import recurrent_chunks
+from attention.plans.recurrent import recurrent_chunks
 
 
 def share(x, peers, order="contiguous", dim=1):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.plans import delta_scans
+from attention.plans.delta import delta_scans
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.kernels import based_hopper as module
-from attention.plans import recurrent_chunks
-from attention.plans.based_chunks import COSTS
-from attention.plans.based_gradients import GRADIENT_COSTS
+from attention.kernels.recurrent import based_hopper as module
+from attention.plans.recurrent import recurrent_chunks
+from attention.plans.recurrent.based_chunks import COSTS
+from attention.plans.recurrent.based_gradients import GRADIENT_COSTS
 from attention.public.based_features import based
 from tiles import bf16
 from tiles.compiling.compiler import compile_kernel

@@ -10,9 +10,9 @@ from poison import Packing, as_on_a_device
 import attention
 import tiles
 from attention import reference
-from attention.kernels.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
+from attention.kernels.recurrent.based_gradients_hopper import BasedKeyGradients, BasedQueryGradients
 from attention.parts.recurrent.tokens import COLUMNS
-from attention.plans import based_gradients, recurrent_chunks
+from attention.plans.recurrent import based_gradients, recurrent_chunks
 from attention.reference.based_gradients import based_features
 from tiles.launching.arguments import array, declared
 

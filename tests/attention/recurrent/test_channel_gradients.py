@@ -10,7 +10,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import channel_gradients, token_loop_gradients
+from attention.plans.recurrent import channel_gradients, token_loop_gradients
 from tiles.targets import MEDIUM, SMALL
 
 

@@ -9,7 +9,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import channel_gradient_walk, token_loop_gradients
+from attention.plans.recurrent import channel_gradient_walk, token_loop_gradients
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 

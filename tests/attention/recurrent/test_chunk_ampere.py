@@ -1,4 +1,4 @@
-"""attention/kernels/chunk_ampere.py: the chunk kernel of GPUs without TMA, and of arrays that TMA cannot read."""
+"""attention/kernels/recurrent/chunk_ampere.py: the chunk kernel of GPUs without TMA, and of arrays that TMA cannot read."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import test_mamba2 as mamba2s
 from test_linear import HEADS, bf16, check, f16, f32, inputs
 
 from attention import reference
-from attention.plans import recurrent_chunks, token_loop
+from attention.plans.recurrent import recurrent_chunks, token_loop
 from attention.public import linear_family as of_decays
 from attention.public import mamba as of_steps
 from attention.public.linear_family import linear

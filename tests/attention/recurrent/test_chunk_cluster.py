@@ -1,12 +1,13 @@
-"""attention/kernels/chunk_cluster_hopper.py: long sequences whose chunks the thread blocks of a cluster have in turn."""
+"""attention/kernels/recurrent/chunk_cluster_hopper.py: long sequences whose chunks the thread blocks of a cluster have in
+turn."""
 
 import numpy as np
 import pytest
 from places import OnInterpreter
 from test_linear import check, inputs
 
-from attention.plans import recurrent_chunks
-from attention.plans.recurrent_chunks import prefers_clusters
+from attention.plans.recurrent import recurrent_chunks
+from attention.plans.recurrent.recurrent_chunks import prefers_clusters
 from tiles.testing import pairs
 
 f16 = np.float16

@@ -10,10 +10,11 @@ from numpy import int32
 from poison import poison_new_memory
 from test_raw_gates import agree as agree_raw
 
-from attention.kernels import kda_transform_hopper, kda_walk_hopper
+from attention.kernels.delta import kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent.chunk_order import ChunkMajor, HeadMajor
-from attention.plans import chunk_schedule, delta_channel_walk, delta_walk
-from attention.plans.chunk_schedule import count_late_blocks, gains_beside
+from attention.plans.delta import delta_channel_walk, delta_walk
+from attention.plans.recurrent import chunk_schedule
+from attention.plans.recurrent.chunk_schedule import count_late_blocks, gains_beside
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
 from ops import grid as grid_ops

@@ -12,8 +12,8 @@ from test_delta_rule import inputs as inputs_of_tokens
 from test_kda_hopper import inputs as inputs_of_channels
 
 from attention import reference
-from attention.plans import token_loop
-from attention.plans.delta_chunks import serves_delta_chunks
+from attention.plans.delta.delta_chunks import serves_delta_chunks
+from attention.plans.recurrent import token_loop
 from attention.public.delta_rules import delta_rule
 
 

@@ -23,9 +23,9 @@ from poison import as_on_a_device
 import attention
 import tiles
 from attention import reference
-from attention.kernels import delta_channel_cuts_hopper
+from attention.kernels.delta import delta_channel_cuts_hopper
 from attention.parts.recurrent import channel_history
-from attention.plans import delta_channel_chunks, delta_channel_gradients, delta_gradients
+from attention.plans.delta import delta_channel_chunks, delta_channel_gradients, delta_gradients
 from tiles import bf16 as tile_dtype
 from tiles import fp32
 from tiles.calls import program

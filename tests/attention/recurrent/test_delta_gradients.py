@@ -22,7 +22,7 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.plans import delta_gradient_walk, delta_gradients, delta_records
+from attention.plans.delta import delta_gradient_walk, delta_gradients, delta_records
 from attention.public import delta_rules
 from tiles.targets import SMALL
 

@@ -5,8 +5,8 @@ import pytest
 from delta_cases import BF16, DeltaRuleTests, agree, inputs
 
 from attention import reference
-from attention.kernels import delta_hopper, delta_transform_hopper, delta_walk_hopper
-from attention.plans import token_loop
+from attention.kernels.delta import delta_hopper, delta_transform_hopper, delta_walk_hopper
+from attention.plans.recurrent import token_loop
 from attention.public.delta_rules import delta_rule
 from tiles import bf16
 from tiles.compiling.compiler import compile_kernel

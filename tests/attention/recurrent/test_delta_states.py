@@ -9,7 +9,7 @@ from places import OnInterpreter
 from poison import Packing, as_on_a_device, poisoned
 
 from attention import reference
-from attention.parts.recurrent import delta_config
+from attention.parts.delta import delta_config
 from attention.parts.recurrent.gate_formulas import BetaFormula
 from attention.public.delta_rules import final_states
 from tiles import bf16, fp16

@@ -8,7 +8,7 @@ from poison import unaligned
 
 import attention
 from attention import reference
-from attention.plans.gated_norm import choose_strip_tokens
+from attention.plans.recurrent.gated_norm import choose_strip_tokens
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32
 

@@ -8,7 +8,7 @@ from members import BF16, FP16, draw_model_decays
 from places import OnInterpreter
 
 from attention import reference
-from attention.plans import gla_chunks, token_loop
+from attention.plans.recurrent import gla_chunks, token_loop
 from attention.public.linear_family import gla, linear
 
 F32 = np.float32

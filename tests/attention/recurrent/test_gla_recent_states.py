@@ -1,4 +1,5 @@
-"""attention/kernels/gla_recent_states_hopper.py: local states from the ends of segments, as far back as anything is left."""
+"""attention/kernels/recurrent/gla_recent_states_hopper.py: local states from the ends of segments, as far back as anything
+is left."""
 
 import numpy as np
 import pytest
@@ -6,8 +7,8 @@ from delta_cases import BF16, FP16
 from places import OnInterpreter
 from test_segments import agree, case
 
-from attention.kernels import compose_segment_states, gla_hopper, gla_recent_states_hopper, gla_states_hopper
-from attention.plans import recurrent_chunks
+from attention.kernels.recurrent import compose_segment_states, gla_hopper, gla_recent_states_hopper, gla_states_hopper
+from attention.plans.recurrent import recurrent_chunks
 from attention.public.linear_family import linear
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.kernels import hedgehog_hopper as module
+from attention.kernels.recurrent import hedgehog_hopper as module
 from attention.public.hedgehog_features import hedgehog
 from tiles import bf16
 from tiles.compiling.compiler import compile_kernel

@@ -8,7 +8,7 @@ from poison import Packing, as_on_a_device, unaligned
 
 import attention
 from attention import reference
-from attention.plans import hedgehog_gradients, recurrent_chunks
+from attention.plans.recurrent import hedgehog_gradients, recurrent_chunks
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32
 INPUTS = "q", "k", "v", "q_map", "k_map", "alphas", "betas"

@@ -7,9 +7,9 @@ from delta_cases import BF16, FP16, DeltaRuleTests, agree
 from delta_cases import inputs as inputs_of_tokens
 from members import draw_model_decays
 
-from attention.kernels import kda_hopper, kda_transform_hopper, kda_walk_hopper
+from attention.kernels.delta import kda_hopper, kda_transform_hopper, kda_walk_hopper
 from attention.parts.recurrent import channel_decay
-from attention.plans import token_loop
+from attention.plans.recurrent import token_loop
 from attention.public.delta_rules import delta_rule
 from tiles import bf16, fp16, fp32
 from tiles.compiling.compiler import compile_kernel

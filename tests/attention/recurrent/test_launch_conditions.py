@@ -11,8 +11,9 @@ from test_raw_gates import agree as agree_raw
 from test_walk_segments import model_inputs
 
 from attention.parts.recurrent.launch_conditions import HistoryCondition, NoCondition
-from attention.plans import chunk_schedule, delta_channel_walk
-from attention.plans.chunk_schedule import count_late_blocks
+from attention.plans.delta import delta_channel_walk
+from attention.plans.recurrent import chunk_schedule
+from attention.plans.recurrent.chunk_schedule import count_late_blocks
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
 from tiles import launch

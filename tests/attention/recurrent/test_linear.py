@@ -10,7 +10,7 @@ from members import draw_model_decays
 
 from attention import reference
 from attention.parts.recurrent import channel_decay
-from attention.plans import recurrent_checks, recurrent_chunks, token_loop
+from attention.plans.recurrent import recurrent_checks, recurrent_chunks, token_loop
 from attention.public import linear_family as members
 from attention.public.linear_family import LINEAR, gla, lightning, linear, retention
 from tiles import bf16 as tiles_bf16

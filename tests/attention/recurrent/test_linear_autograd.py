@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import attention
-from attention.plans import delta_records
+from attention.plans.delta import delta_records
 from attention.public import linear_family
 
 

@@ -10,7 +10,7 @@ from poison import as_on_a_device, poison_new_memory
 
 import attention
 from attention import reference
-from attention.plans import recurrent_chunks, recurrent_gradients, shared_heads_gradients, token_loop_gradients
+from attention.plans.recurrent import recurrent_chunks, recurrent_gradients, shared_heads_gradients, token_loop_gradients
 from attention.public import linear_family, linear_gradients
 
 FAMILIES = "sm_90", "sm_80"

@@ -9,12 +9,12 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
-from attention.kernels import gate_sums
-from attention.kernels import mamba2_gradients as module
-from attention.kernels.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs, Mamba2StepGradients
+from attention.kernels.recurrent import gate_sums
+from attention.kernels.recurrent import mamba2_gradients as module
+from attention.kernels.recurrent.mamba2_gradients import Mamba2GradientInputs, Mamba2GradientOutputs, Mamba2StepGradients
 from attention.parts.recurrent.gates import TokenGate
-from attention.plans import mamba2_gradients as mamba2_plan
-from attention.plans import recurrent_chunks, shared_heads_gradients
+from attention.plans.recurrent import mamba2_gradients as mamba2_plan
+from attention.plans.recurrent import recurrent_chunks, shared_heads_gradients
 from tiles.targets import parse_target
 
 bf16, f32 = ml_dtypes.bfloat16, np.float32

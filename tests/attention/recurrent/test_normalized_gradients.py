@@ -8,7 +8,7 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import reference
-from attention.kernels import normalizer_gradients as module
+from attention.kernels.recurrent import normalizer_gradients as module
 from tiles.targets import parse_target
 
 LIMIT = 0.005  # of relative errors of float32 results, if those of the reference in the inputs' dtype are not greater

@@ -1,4 +1,4 @@
-"""attention/kernels/packed_tails.py: the last chunks of packed sequences, copied to arrays of their own and back."""
+"""attention/kernels/recurrent/packed_tails.py: the last chunks of packed sequences, copied to arrays of their own and back."""
 
 import itertools
 
@@ -7,8 +7,8 @@ import pytest
 from poison import poisoned
 
 import tiles
-from attention.kernels import packed_tails
-from attention.kernels.packed_tails import PARTS, WARPS, Config
+from attention.kernels.recurrent import packed_tails
+from attention.kernels.recurrent.packed_tails import PARTS, WARPS, Config
 from attention.parts.recurrent.tokens import CHUNK
 from tiles import fp32
 

@@ -8,8 +8,8 @@ from places import OnInterpreter
 
 import attention
 from attention import reference
-from attention.kernels import linear_gradients_hopper
-from attention.plans import recurrent_chunks, token_loop_gradients
+from attention.kernels.recurrent import linear_gradients_hopper
+from attention.plans.recurrent import recurrent_chunks, token_loop_gradients
 from tiles.targets import parse_target
 
 

@@ -11,8 +11,8 @@ from poison import Packing, as_on_a_device
 
 import attention
 from attention import gates, reference
-from attention.kernels import kda_transform_hopper
-from attention.plans import token_loop
+from attention.kernels.delta import kda_transform_hopper
+from attention.plans.recurrent import token_loop
 from attention.public.delta_rules import delta_rule
 from attention.public.linear_family import gla, linear
 from attention.public.token_steps import linear_step

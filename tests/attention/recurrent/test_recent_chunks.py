@@ -8,7 +8,7 @@ from test_segments import agree, case
 
 from attention import gates as raw_gates
 from attention import reference
-from attention.plans import recurrent_chunks
+from attention.plans.recurrent import recurrent_chunks
 from attention.public import linear_family
 from attention.public.mamba import mamba2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from attention import based, delta_rule, gla, hedgehog, lightning, linear, linear_step, mamba2, reference, retention
-from attention.plans import recurrent_checks
+from attention.plans.recurrent import recurrent_checks
 from attention.public.based_features import BASED
 from attention.public.delta_rules import DELTA_RULE
 from attention.public.hedgehog_features import HEDGEHOG

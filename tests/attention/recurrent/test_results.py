@@ -2,7 +2,7 @@
 
 import pytest
 
-from attention.kernels import chunk_ampere, chunk_hopper
+from attention.kernels.recurrent import chunk_ampere, chunk_hopper
 from attention.parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, SummedGate, TokenGate
 from attention.parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradients, ReversedGate, UnroundedOutputs
 from attention.parts.recurrent.results import ChunkStates, ScanNormalizer, ScanOutputs, ScanStates

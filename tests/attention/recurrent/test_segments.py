@@ -11,17 +11,13 @@ from poison import Packing, as_on_a_device, poisoned
 
 import tiles
 from attention import gates, reference
-from attention.kernels import (
-    delta_compose_states_hopper,
-    delta_walk_states_hopper,
-    gla_recent_states_hopper,
-    gla_states_hopper,
-    kda_states_hopper,
-)
-from attention.parts.recurrent.delta_recent_chunks import RecentChunks
+from attention.kernels.delta import delta_compose_states_hopper, delta_walk_states_hopper, kda_states_hopper
+from attention.kernels.recurrent import gla_recent_states_hopper, gla_states_hopper
+from attention.parts.delta.delta_recent_chunks import RecentChunks
 from attention.parts.recurrent.tokens import TokenRange
-from attention.plans import delta_scans, delta_walk, recurrent_chunks
-from attention.plans.recurrent_chunks import Costs, choose_segments
+from attention.plans.delta import delta_scans, delta_walk
+from attention.plans.recurrent import recurrent_chunks
+from attention.plans.recurrent.recurrent_chunks import Costs, choose_segments
 from attention.public import delta_rules as module
 from attention.public.delta_rules import delta_rule
 from attention.public.linear_family import linear

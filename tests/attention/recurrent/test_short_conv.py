@@ -12,8 +12,8 @@ from poison import Packing, as_on_a_device, edges, poisoned, unaligned
 
 import attention
 from attention import reference
-from attention.kernels import short_conv_backward
-from attention.plans.short_conv import choose_block_tokens
+from attention.kernels.recurrent import short_conv_backward
+from attention.plans.recurrent.short_conv import choose_block_tokens
 from tiles.targets import HOPPER
 
 bf16, f16, f32 = ml_dtypes.bfloat16, np.float16, np.float32

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from attention import reference
-from attention.kernels.linear_token_loop import LARGEST_KEY_DIMS, Config, make
-from attention.plans import token_loop
+from attention.kernels.recurrent.linear_token_loop import LARGEST_KEY_DIMS, Config, make
+from attention.plans.recurrent import token_loop
 from attention.public.token_steps import linear_step
 from tiles.compiling.compiler import compile_kernel
 from tiles.launching.arguments import signature

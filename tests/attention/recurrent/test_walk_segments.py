@@ -9,8 +9,8 @@ from delta_cases import BF16, FP16, agree
 from test_kda_hopper import inputs
 
 from attention import reference
-from attention.plans import delta_channel_walk
-from attention.plans.delta_channel_walk import count_walk_segments
+from attention.plans.delta import delta_channel_walk
+from attention.plans.delta.delta_channel_walk import count_walk_segments
 from attention.public import delta_rules
 
 

@@ -7,7 +7,7 @@ from places import OnInterpreter
 
 import attention
 from attention.parts.scores import ScoreMod, ScoreModAlibi, ScoreModInUnit
-from attention.plans import forward_launches
+from attention.plans.softmax import forward_launches
 from attention.scoring.algebra import RelativeWindow, mask_bounds, score_variant
 from ops import exp2, less_equal, tanh
 

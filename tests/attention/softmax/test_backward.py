@@ -14,7 +14,7 @@ from poison import Packing, as_on_a_device, edges, unseen
 
 import attention
 from attention import reference
-from attention.kernels import backward_ampere, backward_hopper
+from attention.kernels.softmax import backward_ampere, backward_hopper
 from attention.parts.variant import CombinedVariant
 from attention.parts.visibility import CAUSAL, FULL, WindowLeft, WindowRight
 from tiles import bf16, fp16

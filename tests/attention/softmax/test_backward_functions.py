@@ -19,7 +19,7 @@ from attention.parts.backward.query_tiling import QueryTiling
 from attention.parts.tiling import Tiling
 from attention.parts.variant import CombinedVariant
 from attention.parts.visibility import CAUSAL, MaskMod, WindowLeft, WindowRight
-from attention.plans import backward_launches as module
+from attention.plans.softmax import backward_launches as module
 from ops import rsqrt, sigmoid, tanh, where
 
 F32 = np.float32

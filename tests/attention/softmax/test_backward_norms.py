@@ -11,7 +11,7 @@ from poison import as_on_a_device, poisoned, unseen
 
 import attention
 from attention import reference
-from attention.plans import norm_gradients
+from attention.plans.softmax import norm_gradients
 from attention.reference import gradients as formula
 from tiles import fp16
 

@@ -13,9 +13,9 @@ from poison import Packing, as_on_a_device, edges, poisoned
 
 import attention
 from attention import reference
-from attention.kernels import decode_ampere, decode_hopper
+from attention.kernels.decode import decode_ampere, decode_hopper
 from attention.parts.decode import splits
-from attention.plans import decode_launches
+from attention.plans.decode import decode_launches
 from attention.public import decoding
 from tiles.targets import LARGE, parse_target
 

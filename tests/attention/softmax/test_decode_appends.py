@@ -14,7 +14,7 @@ from poison import in_pages, poisoned
 
 import attention
 from attention import reference
-from attention.plans import decode_launches
+from attention.plans.decode import decode_launches
 from tiles import fp8e4m3
 
 decoding = importlib.import_module("attention.public.decoding")

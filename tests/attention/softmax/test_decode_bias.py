@@ -9,8 +9,8 @@ from poison import edges, in_pages, poisoned
 
 import attention
 from attention import reference
-from attention.kernels import decode_hopper
-from attention.plans import decode_launches
+from attention.kernels.decode import decode_hopper
+from attention.plans.decode import decode_launches
 
 FORMS = [("batch heads tokens", F32), ("heads", BF16), ("batch tokens", FP16), ("batch", BF16), ("", F32)]
 

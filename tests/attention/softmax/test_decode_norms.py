@@ -12,7 +12,7 @@ from test_decode_appends import agree as appended
 
 import attention
 from attention import reference
-from attention.plans import decode_launches
+from attention.plans.decode import decode_launches
 from attention.reference.softmax import normalize_rows
 
 F32, F64, EPS = np.dtype(np.float32), np.float64, 1e-2

@@ -11,7 +11,7 @@ from poison import in_pages, poisoned
 
 import attention
 from attention import reference
-from attention.plans import decode_launches
+from attention.plans.decode import decode_launches
 from tiles import int8
 from tiles.targets import MEDIUM
 

@@ -11,12 +11,12 @@ from gradient_checks import agree
 from places import OnInterpreter
 
 import attention
-from attention.kernels import backward_folded_hopper, backward_narrow_hopper
+from attention.kernels.softmax import backward_folded_hopper, backward_narrow_hopper
 from attention.parts.backward import dq_order
 from attention.parts.backward.dq_order import AscendingAdds
 from attention.parts.variant import ScoreContext
 from attention.parts.visibility import CAUSAL
-from attention.plans.backward_launches import choose_raster_group
+from attention.plans.softmax.backward_launches import choose_raster_group
 from ops import add_fragment, count_stored, count_up, grid, tma_add, tma_store, wait_count
 from tiles import Hazard, bf16, interpreter
 from tiles.compiling.numba_types import void

@@ -10,8 +10,8 @@ from poison import poisoned
 
 import attention
 from attention.parts.weight_dropout import Dropout, dropout_numbers
-from attention.plans.forward_programs import _variant
-from attention.plans.variant_spec import build_variant
+from attention.plans.softmax.forward_programs import _variant
+from attention.plans.softmax.variant_spec import build_variant
 from tiles.dtypes import bf16, fp16
 from tiles.launching.arrays import Number
 

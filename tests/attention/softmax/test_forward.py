@@ -13,7 +13,7 @@ from places import BF16, OnCard, OnInterpreter, random_on_the_card
 
 import attention
 from attention import reference
-from attention.kernels import forward_ampere, forward_hopper
+from attention.kernels.softmax import forward_ampere, forward_hopper
 from attention.parts.sequences import BatchedLayout, PackedLayout
 from attention.parts.visibility import CAUSAL, FULL
 from tiles import bf16

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import attention
-from attention.plans import forward_programs
-from attention.plans.planning import check_extents
+from attention.plans.softmax import forward_programs
+from attention.plans.softmax.planning import check_extents
 from tiles.launching.arrays import Form
 from tiles.launching.frameworks import describe
 

@@ -10,9 +10,9 @@ from poison import poisoned
 
 import attention
 from attention import families, reference
-from attention.kernels import forward_ampere
+from attention.kernels.softmax import forward_ampere
 from attention.parts.visibility import CAUSAL, FULL
-from attention.plans import forward_launches, forward_programs
+from attention.plans.softmax import forward_launches, forward_programs
 from tiles import bf16
 from tiles.launching.arrays import c_ordered
 from tiles.launching.devices import Interpreter

@@ -10,8 +10,8 @@ from poison import poisoned, unseen
 
 import attention
 from attention import reference
-from attention.kernels import forward_fp8_hopper
-from attention.plans import forward_programs
+from attention.kernels.softmax import forward_fp8_hopper
+from attention.plans.softmax import forward_programs
 from ops import where
 from tiles.launching.frameworks import describe
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import attention
-from attention.plans import forward_launches
+from attention.plans.softmax import forward_launches
 
 S, H = 16, 2
 f16, f32 = np.float16, np.float32

@@ -10,7 +10,7 @@ from places import OnInterpreter
 from poison import poisoned
 
 import attention
-from attention.plans.forward_launches import PreparationSteps
+from attention.plans.softmax.forward_launches import PreparationSteps
 
 odd = lambda b, h, i, j: (i + j) % 2 == 1
 

@@ -7,10 +7,10 @@ from places import OnInterpreter
 from poison import poisoned
 
 import attention
-from attention.kernels import forward_ampere, forward_hopper
+from attention.kernels.softmax import forward_ampere, forward_hopper
 from attention.options import ScoreOptions
 from attention.parts.norms import LayerNorm, QueryNorm, RmsNorm
-from attention.plans.variant_spec import build_variant
+from attention.plans.softmax.variant_spec import build_variant
 from tiles import bf16
 from tiles.dtypes import fp16
 from tiles.targets import LARGE

@@ -7,8 +7,8 @@ from gradient_checks import agree
 
 import attention
 from attention import reference
-from attention.plans import backward_launches
-from attention.plans.query_split import QuerySplit, split_queries
+from attention.plans.softmax import backward_launches
+from attention.plans.softmax.query_split import QuerySplit, split_queries
 
 
 @pytest.mark.parametrize(

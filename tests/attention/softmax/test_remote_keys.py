@@ -1,4 +1,4 @@
-"""plans/remote_keys.py: keys in two buffers, one of which is still filling, give the bits of keys in one buffer."""
+"""plans/softmax/remote_keys.py: keys in two buffers, one of which is still filling, give the bits of keys in one buffer."""
 
 import pytest
 
@@ -7,10 +7,10 @@ pytest.importorskip("torch")
 import torch
 
 import attention
-from attention.kernels import forward_hopper
+from attention.kernels.softmax import forward_hopper
 from attention.parts.key_sources import StreamingBuffers, TwoBuffers
-from attention.plans import remote_keys
-from attention.plans.remote_keys import KeyPlacement
+from attention.plans.softmax import remote_keys
+from attention.plans.softmax.remote_keys import KeyPlacement
 from tiles.interpreter import Hazard
 from tiles.targets import parse_target
 

@@ -1,6 +1,6 @@
 """bench/search_backward.py: what is in use is among what the search finds."""
 
-from attention.kernels import backward_hopper, backward_narrow_hopper
+from attention.kernels.softmax import backward_hopper, backward_narrow_hopper
 from bench import search_backward as search
 from tiles.targets import LARGE
 

@@ -10,7 +10,7 @@ from forward_checks import agree, inputs
 
 import attention
 from attention.parts.decode import splits
-from attention.plans import decode_launches, split_forward
+from attention.plans.decode import decode_launches, split_forward
 from tiles.launching.devices import Interpreter
 
 PROCESSORS = 40

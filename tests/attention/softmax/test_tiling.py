@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from attention.kernels import backward_folded_hopper, backward_narrow_hopper, forward_hopper
+from attention.kernels.softmax import backward_folded_hopper, backward_narrow_hopper, forward_hopper
 from attention.parts.scores import TmaBias
 from attention.parts.sequences import PackedLayout
 from attention.parts.tiling import Tiling, balance_raster_groups, choose_raster_group

@@ -11,13 +11,13 @@ from forward_checks import inputs
 from numpy import minimum
 
 import attention
-from attention.kernels import backward_folded_hopper
+from attention.kernels.softmax import backward_folded_hopper
 from attention.options import AttentionArguments, ScoreOptions
 from attention.parts.score_mods import BuiltinScoreMod, Softcap
 from attention.parts.scores import Sink
 from attention.parts.variant import CombinedVariant, Variant
 from attention.parts.visibility import CAUSAL
-from attention.plans import call_options, forward_launches, forward_programs, gradient
+from attention.plans.softmax import call_options, forward_launches, forward_programs, gradient
 from attention.scoring import python_functions
 from attention.scoring.python_functions import register_function
 from ops import where

@@ -13,7 +13,7 @@ from poison import Packing, as_on_a_device, edges
 import attention
 from attention import reference
 from attention.families import FAMILIES
-from attention.kernels import forward_ampere, forward_hopper
+from attention.kernels.softmax import forward_ampere, forward_hopper
 from attention.parts.visibility import CAUSAL
 from ops import tanh, where
 from ops.memory import load_store

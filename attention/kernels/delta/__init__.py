@@ -1,0 +1,1 @@
+"""Kernels of the delta rule, with decays of tokens and of channels (KDA)."""

@@ -1,0 +1,1 @@
+"""Parts of the kernels of the delta rule."""

@@ -1,0 +1,32 @@
+"""The tiles, warpgroups and chunks of a thread block that walks along a head and computes gradients of the delta rule on Hopper
+(delta_gradients_hopper.py, delta_segment_gradients_hopper.py)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ops import warpgroup
+
+from ..recurrent.tokens import COLUMNS
+from .delta_config import DeltaConfig
+from .delta_gate_sums import NO_GATE_SUMS, NoGateSums
+
+CONSUMERS = 2  # warpgroups with 64 columns of values each
+VALUES = CONSUMERS * COLUMNS  # columns of values of a thread block
+DKDQ, PRODUCER = CONSUMERS, CONSUMERS + 1  # the third warpgroup, which computes dK and dQ, and the fourth
+LOADER, VALUE_SUMS, GRADIENTS, KEY_SUMS = range(4)  # warps of the producer: one loads, the others store these results
+REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
+WARPS = warpgroup.WARPGROUP
+OUTPUTS = 2  # dQ and dK, stored one after the other
+
+
+@dataclass(frozen=True)
+class DeltaGradientConfig(DeltaConfig):
+    """A kernel's configuration. gates: what becomes of the sums that the gates' gradients are made of."""
+
+    gates: NoGateSums = NO_GATE_SUMS
+    threads: ClassVar[int] = warpgroup.THREADS * (PRODUCER + 1)
+
+    @property
+    def columns(self):
+        """The columns of values of both consumers."""
+        return VALUES

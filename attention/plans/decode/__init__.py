@@ -1,0 +1,1 @@
+"""Plans of decoding and of appending to caches."""

@@ -1,0 +1,1 @@
+"""Plans of the delta rule, with decays of tokens and of channels (KDA)."""

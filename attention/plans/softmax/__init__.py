@@ -1,0 +1,1 @@
+"""Plans of softmax attention, forward and backward."""
