@@ -55,7 +55,7 @@ TOKEN_VEC = PART.col_vec
 
 @inlined
 def load_head_number(x, head):
-    """The number of a head, from an array (heads, PART.rows) whose columns are the same; 0 if there is no array."""
+    """The number of a head, from an array whose columns are the same; 0 if there is no array."""
     return tile_max(load(x, TOKEN_VEC, (head, 0)))
 
 

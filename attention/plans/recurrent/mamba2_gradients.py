@@ -26,7 +26,7 @@ from ...parts.recurrent.gates import Mamba2Gate
 from ...parts.recurrent.gradients import HEADS
 from ..partial_sums import sum_partials
 from .recurrent_checks import DTYPES, DtOptions, is_varlen
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay, repeat_head_numbers
 from .recurrent_gradients import count_chunk_indices, gate_dots, split_row_parts
 from .shared_heads_gradients import GateInputs, plan_shared_heads, serves_shared_heads
 from .token_loop_gradients import plan_linear_gradients
@@ -53,7 +53,7 @@ def plan_mamba2_gradients(problem: Problem, dt_options: DtOptions, vector_bytes:
     gates, dgates = scratch(*tokens), scratch(*tokens)
     sizes = {"tiles": -(-length // TOKENS), "panels": -(-columns // PART.cols), "heads": heads}
     inputs = {"gX": problem["x"], "gDt": problem["dt"], "gZ": problem["z"], "gDOut": dout}
-    inputs |= {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
+    inputs |= {"gA": repeat_head_numbers(problem["A"]), "gDtBias": repeat_head_numbers(problem["dt_bias"])}
     blocks = batch * sizes["tiles"]
     input_kernel = intern_value(Mamba2GradientInputs, dtype, gate, has_z)
     arrays: Arrays = {"gValues": values, "gGates": gates, "gDY": dy}
@@ -70,7 +70,7 @@ def plan_mamba2_gradients(problem: Problem, dt_options: DtOptions, vector_bytes:
     sums: Arrays = {"gRateSums": scratch(blocks, heads), "gBiasSums": scratch(blocks, heads)}
     sums["gSkipSums"] = scratch(blocks, heads) if skip_shape == "head" else None
     sums["gColumnSums"] = scratch(heads, blocks, columns) if skip_shape == "column" else None
-    arrays = {"gY": y, "gDY": dy, "gDValues": dvalues, "gDGates": dgates, "gD": _spread(skip, columns)}
+    arrays = {"gY": y, "gDY": dy, "gDValues": dvalues, "gDGates": dgates, "gD": repeat_head_numbers(skip, columns)}
     arrays |= {"gDX": outputs["dx"], "gDDt": outputs["ddt"], "gDZ": outputs.get("dz"), "gCuSeqlens": problem["cu_seqlens"]}
     kernel = kernel_for(output_kernel, output_kernel, problem.device)
     steps.append(kernel.bind(blocks * heads, length=length, **arrays, **sums, **inputs, **sizes))
@@ -109,7 +109,7 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
             steps += _plan_outputs(problem, y, dt_options, 0, scratch)
         steps.append(_differentiate_output_gate(problem, y, dy, outputs.get("dz")))
     arrays = _linear_arrays(problem, outputs) | {"v": problem["x"], "dout": dy, "dv": outputs["dx"]}
-    raw: Arrays = {"gA": _spread(problem["A"], PART.rows), "gDtBias": _spread(problem["dt_bias"], PART.rows)}
+    raw: Arrays = {"gA": repeat_head_numbers(problem["A"]), "gDtBias": repeat_head_numbers(problem["dt_bias"])}
     gate = choose_mamba2_gate(dt_options)
     dots = gate_dots(problem, scratch, width, STATE_WARPS * width, width)
     skip_arrays: Arrays = {}
@@ -120,7 +120,7 @@ def _plan_shared_heads(problem: Problem, dt_options: DtOptions, outputs: Arrays)
     if is_varlen(problem):
         steps += [Fill(sums, 0.0) for sums in skip_arrays.values() if sums]  # some indices of chunks belong to none
     gates = GateInputs(gate, raw | {"gGates": problem["dt"]})
-    extra_arrays = dots | skip_arrays | output_gate | ({"gD": _spread(skip, columns)} if skip else {})
+    extra_arrays = dots | skip_arrays | output_gate | ({"gD": repeat_head_numbers(skip, columns)} if skip else {})
     steps += plan_shared_heads(problem, arrays, gates, 1.0, scratch, extra_arrays)
     step, sums = _differentiate_steps(problem, gate, raw, dots, scratch)
     steps += [step, *_sum_partials(problem, sums | skip_arrays, outputs)]
@@ -189,11 +189,6 @@ def _sum_partials(problem: Problem, sums: Arrays, outputs: Arrays) -> list[Step]
         **{name: sums.get(name) for name in ("gRateSums", "gBiasSums", "gSkipSums")},
     )
     return [step, sum_partials(problem, columns, skip)] if columns and skip else [step]
-
-
-def _spread(x: Operand | None, extent: int) -> Operand | None:
-    """An array of heads, as one of heads and columns that are the same."""
-    return x.spread(1, extent) if x and len(x.form.shape) == 1 else x
 
 
 def _plan_outputs(

@@ -32,6 +32,7 @@ from ...parts.recurrent.gate_formulas import GateFormula
 from ...parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, TokenGate
 from ...parts.recurrent.gradients import HEADS, ReversedGate
 from ...parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
+from ...parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim
 
 MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
@@ -103,8 +104,8 @@ def count_chunks(extents: Mapping[str, int]) -> int:
     """The number of chunk indices of a batch, at most (SequenceLayout.chunk_index). extents: those of a schema's axes."""
     length = extents["seqlen"]
     if "ends" in extents:  # sequences are packed in one batch
-        return length // chunk_hopper.CHUNK + extents["sequences"]
-    return (length + chunk_hopper.CHUNK - 1) // chunk_hopper.CHUNK
+        return length // CHUNK + extents["sequences"]
+    return (length + CHUNK - 1) // CHUNK
 
 
 class ScratchAllocator:
@@ -155,7 +156,7 @@ def plan_token_decay(
     )
     config = choose_config(problem, gate, result, vector_bytes, width)
     if serves_clusters(config, arrays):
-        chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
+        chunks, processors = length // CHUNK, machine(problem.device).processors
         returns_sum = not gate.kind and bool(arrays.get("gFinalState"))
         if prefers_clusters(sequences * heads * width, chunks, processors, returns_sum):
             return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
@@ -308,15 +309,19 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
     """The arrays with one number for each token or column, also if the caller passed one for each head, whose elements strides
     of 0 bytes repeat."""
     batch, length, columns = problem("batch", "seqlen", "value_dim")
-    arrays, chunk = dict(arrays), chunk_hopper.CHUNK
-    gates = arrays.get("gGates")
+    arrays, gates = dict(arrays), arrays.get("gGates")
     if by_cp_async and gates and len(gates.form.shape) == 1:  # one for each head
         arrays["gGates"] = gates.spread(0, length).spread(0, batch)
-    for name, extent in ("gGates", chunk), ("gA", chunk), ("gDtBias", chunk), ("gD", columns):
-        operand = arrays.get(name)
-        if operand and len(operand.form.shape) == 1:
-            arrays[name] = operand.spread(1, extent)
+    for name, extent in ("gGates", CHUNK), ("gA", CHUNK), ("gDtBias", CHUNK), ("gD", columns):
+        if name in arrays:
+            arrays[name] = repeat_head_numbers(arrays[name], extent)
     return arrays
+
+
+def repeat_head_numbers(x: Operand | None, columns: int = CHUNK) -> Operand | None:
+    """An array of heads, as one of heads and columns that are the same. Kernels load rates, biases and gates of heads as
+    vectors of up to CHUNK numbers: columns that are not there would be 0."""
+    return x.spread(1, columns) if x and len(x.form.shape) == 1 else x
 
 
 def choose_mamba2_gate(dt_options: DtOptions) -> Mamba2Gate:
@@ -351,7 +356,7 @@ def count_segments(problem: Problem, config: chunk_hopper.Config, width: int) ->
     if not config.supports_segments:
         return 1
     batch, length, heads, sequences = problem("batch", "seqlen", "heads", "sequences")
-    chunks = length * batch // sequences // chunk_hopper.CHUNK
+    chunks = length * batch // sequences // CHUNK
     resident_ctas = config.ctas_per_sm * machine(problem.device).processors
     return choose_segments(sequences * heads * width // config.consumers, 1, 1, chunks, resident_ctas, TOKEN_COSTS)
 
@@ -377,7 +382,7 @@ def _scan_in_clusters(problem: Problem, chunk_config: chunk_hopper.Config, array
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     config = intern_value(chunk_cluster_hopper.Config, chunk_config.key_dim, chunk_config.dtype, chunk_config.gate)
     blocks = chunk_cluster_hopper.BLOCKS
-    tokens = blocks * chunk_cluster_hopper.RUN * chunk_hopper.CHUNK  # of a round
+    tokens = blocks * chunk_cluster_hopper.RUN * CHUNK  # of a round
     names = "gQ", "gK", "gV", "gGates", "gA", "gDtBias", "gO", "gInitialState", "gFinalState"
     return kernel_for(chunk_cluster_hopper, config, problem.device).bind(
         blocks * sequences * heads * width,

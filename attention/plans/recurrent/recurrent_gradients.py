@@ -210,7 +210,7 @@ def choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> t
         return intern_value(TokenGate, True), decay
     if by_cp_async:
         return intern_value(TokenGate, True), spread_to_tokens(problem, decay)
-    return intern_value(HeadGate, True), decay.spread(1, chunk_hopper.CHUNK)
+    return intern_value(HeadGate, True), recurrent_chunks.repeat_head_numbers(decay)
 
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:
