@@ -6,12 +6,12 @@ from tiles.calls.plan import Plan
 from tiles.calls.program import program
 from tiles.calls.schema import Problem
 
-from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
 from ..plans.delta.delta_gradients import plan_delta_gradients
 from ..plans.delta.delta_records import ARGUMENT_ROWS, FIELDS, STORED_NAMES, record_schema, split_record
 from ..plans.recurrent import recurrent_checks, recurrent_chunks, recurrent_gradients
+from ..plans.recurrent.aligned_inputs import align_for_hopper
 from ..plans.recurrent.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
 from ..plans.recurrent.raw_inputs import refuse_raw
 from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
@@ -124,16 +124,14 @@ def _delta_rule_backward(problem: Problem, scale: float | None, grads: str, fami
     dbeta."""
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
-    recurrent_checks.has_channel_decay(problem)  # for its errors
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
-    tokens = problem.extents["batch"] * problem.extents["seqlen"]
-    on_hopper = uses_hopper_kernels(problem, family, None if tokens else True)  # arrays without elements have no address
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("beta", "dbeta")}
     record = {field: problem[f"chunk_{field}"] for field in FIELDS}
     scratch = recurrent_chunks.ScratchAllocator(problem)
-    return Plan(plan_delta_gradients(problem, arrays, scale, scratch, on_hopper, record), scratch.shapes)
+    on_hopper, problem, arrays, copies = align_for_hopper(problem, family, arrays, scratch)
+    return Plan([*copies, *plan_delta_gradients(problem, arrays, scale, scratch, on_hopper, record)], scratch.shapes)
 
 
 DELTA_DERIVATIVE = RecurrentDerivative("attention.delta_rule", _delta_rule_backward, stored=STORED_NAMES)

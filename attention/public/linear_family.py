@@ -37,7 +37,7 @@ from tiles.launching.arrays import Operand
 from tiles.launching.frameworks import Framework, describe, placed, without_grad
 from tiles.launching.launch import kernel_for
 
-from ..families import HOPPER_FAMILY, choose_family, uses_hopper_kernels
+from ..families import choose_family, uses_hopper_kernels
 from ..kernels.recurrent import compose_final_state
 from ..names import suggests_argument_names
 from ..options import check_flag, check_number
@@ -300,6 +300,7 @@ def plan_linear(
     if recurrent_checks.has_nothing_to_compute(problem, return_state):
         choose_family(problem, family, tma=True)  # for its errors; arrays without elements have no address
         return Plan([])
+    recurrent_checks.check_normalizer(problem, family, normalize)
     arrays = recurrent_checks.kernel_arrays(problem, return_state)
     z = {"gInitialState": problem["initial_z"], "gFinalState": problem["final_z"] if return_state and normalize else None}
     gates = gate_operand(problem)
@@ -331,8 +332,6 @@ def plan_linear(
             problem, arrays, scale, vector_bytes, NO_DT_OPTIONS, normalizer, raw.gate, scratch, chunk_states
         )
         return Plan([*row_copies, *steps], shapes)
-    if family == HOPPER_FAMILY and batch * length:
-        raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
     arrays |= {"gDecay": gates, "gOut": problem["out"], "gInitialZ": z["gInitialState"], "gFinalZ": z["gFinalState"]}
     return Plan([token_loop.launch(problem, arrays, scale, normalize, raw=raw)])
 

@@ -11,6 +11,7 @@ from ..families import uses_hopper_kernels
 from ..names import suggests_argument_names
 from ..options import check_accumulators, check_flag, check_number
 from ..plans.recurrent import recurrent_checks, recurrent_chunks, recurrent_gradients
+from ..plans.recurrent.aligned_inputs import align_for_hopper
 from ..plans.recurrent.normalizer_gradients import plan_normalized_gradients
 from ..plans.recurrent.raw_inputs import refuse_raw
 from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
@@ -157,18 +158,23 @@ def _linear_backward(problem: Problem, scale: float | None, grads: str, normaliz
     scale = recurrent_checks.resolve_scale(problem, scale)
     if not problem.extents["heads"]:
         raise problem.error("v", "must have at least one head", "v")
-    vector_bytes = 0 if uses_hopper_kernels(problem, family) else problem.bytes_at_once()
     arrays = recurrent_gradients.gradient_arrays(problem, *(name in grads.split() for name in ("ddecay", "dinitial_state")))
     arrays |= {name: problem[name] for name in ("chunk_states", "local_state", "total_decay")}
     scratch = recurrent_chunks.ScratchAllocator(problem)
+    recurrent_checks.check_normalizer(problem, family, normalize)
+    if recurrent_checks.has_channel_decay(problem) and not normalize:
+        tma, problem, arrays, copies = align_for_hopper(problem, family, arrays, scratch)
+    else:
+        tma, copies = uses_hopper_kernels(problem, family), []
+    vector_bytes = 0 if tma else problem.bytes_at_once()
     plan = plan_normalized_gradients if normalize else plan_linear_gradients
     if normalize:
         arrays |= {name: problem[name] for name in ("initial_z", "dfinal_z")}
         arrays["dinitial_z"] = problem["dinitial_z"] if arrays["dinitial_state"] else None
     if problem.member == LINEAR_BACKWARD_INTO.name:
         plan = functools.partial(recurrent_gradients.plan_accumulation, plan)
-        return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes, return_none)
-    return Plan(plan(problem, arrays, scale, vector_bytes, scratch), scratch.shapes)
+        return Plan([*copies, *plan(problem, arrays, scale, vector_bytes, scratch)], scratch.shapes, return_none)
+    return Plan([*copies, *plan(problem, arrays, scale, vector_bytes, scratch)], scratch.shapes)
 
 
 _linear_backward_from_segments = program(LINEAR_BACKWARD_FROM_SEGMENTS)(_linear_backward.planner)

@@ -25,8 +25,8 @@ from ...kernels.recurrent.shared_heads_gradients_hopper import COLUMNS, STATE_WA
 from ...parts.recurrent.gates import Mamba2Gate
 from ...parts.recurrent.gradients import HEADS
 from ..partial_sums import sum_partials
-from .recurrent_checks import DTYPES, DtOptions, is_varlen
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay, repeat_head_numbers
+from .recurrent_checks import DTYPES, DtOptions, is_varlen, repeat_head_numbers
+from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, choose_mamba2_gate, intern_value, plan_token_decay
 from .recurrent_gradients import count_chunk_indices, gate_dots, split_row_parts
 from .shared_heads_gradients import GateInputs, plan_shared_heads, serves_shared_heads
 from .token_loop_gradients import plan_linear_gradients

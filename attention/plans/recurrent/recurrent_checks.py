@@ -7,7 +7,9 @@ from tiles.calls.schema import Problem
 from tiles.dtypes import bf16, fp16, fp32
 from tiles.launching.arrays import Operand
 
+from ...families import HOPPER_FAMILY
 from ...options import SCALE_RANGE, check_flag, check_number
+from ...parts.recurrent.tokens import CHUNK
 
 DTYPES = {"bfloat16": bf16, "float16": fp16, "float32": fp32}
 GATES = "decay", "gate"  # the arguments that may be gates: as they are, or before a formula of theirs
@@ -68,6 +70,13 @@ def has_channel_decay(problem: Problem) -> bool:
                 raise ValueError(f"{name}: last axis must be contiguous: {values}")
             return True
     return False
+
+
+def check_normalizer(problem: Problem, family: str | None, normalize: bool) -> None:
+    """ValueError: kernels for Hopper are asked for where none divides by the sums of keys."""
+    batch, length = problem("batch", "seqlen")
+    if family == HOPPER_FAMILY and normalize and has_channel_decay(problem) and batch * length:
+        raise ValueError(f"family: sm_90 takes decays of channels without normalize=True: {family=}, {normalize=}")
 
 
 def resolve_scale(problem: Problem, scale: float | None) -> float:
@@ -133,3 +142,9 @@ def split_states(normalize: bool, initial_state: Any, dstate: Any, dinitial_stat
     is_pair = normalize and isinstance(dstate, tuple) and len(dstate) == 2
     dstate_parts = dstate if is_pair else split_state("dstate", dstate, normalize)
     return SplitStates((*initial_parts, *dstate_parts), split_state("dinitial_state", dinitial_state, normalize))
+
+
+def repeat_head_numbers(x: Operand | None, columns: int = CHUNK) -> Operand | None:
+    """An array of heads, as one of heads and columns that are the same. Kernels load rates, biases and gates of heads as
+    vectors of up to CHUNK numbers: columns that are not there would be 0."""
+    return x.spread(1, columns) if x and len(x.form.shape) == 1 else x

@@ -33,7 +33,7 @@ from ...parts.recurrent.gates import FormulaGate, Gate, HeadGate, Mamba2Gate, To
 from ...parts.recurrent.gradients import HEADS, ReversedGate
 from ...parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, ScanStates
 from ...parts.recurrent.tokens import CHUNK
-from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim, repeat_head_numbers
 
 MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
 MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
@@ -316,12 +316,6 @@ def _broadcast_arrays(problem: Problem, arrays: Mapping[str, Operand | None], by
         if name in arrays:
             arrays[name] = repeat_head_numbers(arrays[name], extent)
     return arrays
-
-
-def repeat_head_numbers(x: Operand | None, columns: int = CHUNK) -> Operand | None:
-    """An array of heads, as one of heads and columns that are the same. Kernels load rates, biases and gates of heads as
-    vectors of up to CHUNK numbers: columns that are not there would be 0."""
-    return x.spread(1, columns) if x and len(x.form.shape) == 1 else x
 
 
 def choose_mamba2_gate(dt_options: DtOptions) -> Mamba2Gate:

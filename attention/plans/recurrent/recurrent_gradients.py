@@ -16,7 +16,7 @@ from ...parts.recurrent.gradients import GroupedStates, KeyGradients, QueryGradi
 from ...parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from ..partial_sums import sum_groups, sum_partials
 from . import recurrent_chunks
-from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
+from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim, repeat_head_numbers
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value, launch_scan
 
 WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
@@ -210,7 +210,7 @@ def choose_gate(problem: Problem, decay: Operand | None, by_cp_async: bool) -> t
         return intern_value(TokenGate, True), decay
     if by_cp_async:
         return intern_value(TokenGate, True), spread_to_tokens(problem, decay)
-    return intern_value(HeadGate, True), recurrent_chunks.repeat_head_numbers(decay)
+    return intern_value(HeadGate, True), repeat_head_numbers(decay)
 
 
 def spread_to_tokens(problem: Problem, decay: Operand) -> Operand:

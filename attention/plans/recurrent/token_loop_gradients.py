@@ -2,9 +2,6 @@
 whose tiles do not fit the registers or shared memory of chunk kernels. Three walks; the gradients of queries and keys stay
 float32 until those of the gates have been computed from them."""
 
-import functools
-import operator
-from collections.abc import Sequence
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -14,10 +11,11 @@ from tiles.launching.launch import kernel_for
 
 from ...kernels.recurrent import gate_gradient_token_loop, linear_token_loop
 from ...kernels.recurrent.linear_token_loop import WARPS
+from .aligned_inputs import TILES, copy_misaligned, ignore_alignment
 from .channel_gradient_walk import plan_channel_walk, serves_channel_walk
 from .channel_gradients import plan_channel_gradients, serves_channel_gradients
 from .linear_gradient_walk import plan_gradient_walk, serves_pairs, serves_walk
-from .raw_inputs import by_tma, copy_arrays
+from .raw_inputs import by_tma
 from .recurrent_checks import has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator
 from .recurrent_gradients import (
@@ -33,7 +31,6 @@ from .token_loop import check_grid
 from .value_parts import divide_values, plan_value_parts, serves_linear_value_parts
 
 STORED_STATES = "chunk_states", "local_state", "total_decay"  # of heads, not of their parts
-TILES = "dout", "q", "k", "v"  # inputs that kernels read by tiles
 
 
 def plan_linear_gradients(
@@ -56,9 +53,8 @@ def plan_linear_gradients(
     if names := [name for name in TILES if has_channel_decay(problem) and not by_tma(problem, name)]:
         aligned = ignore_alignment(problem, names)
         if serves_channel_gradients(aligned):
-            copies = [copy_arrays(problem, {name: x}, scratch) for name in names for x in [arrays[name]] if x]
-            arrays = arrays | {name: x for _, copied in copies for name, x in copied.items()}
-            return [*[step for step, _ in copies], *plan_channel_gradients(aligned, arrays, scale, scratch)]
+            copied, steps = copy_misaligned(problem, names, arrays, scratch)
+            return [*steps, *plan_channel_gradients(aligned, copied, scale, scratch)]
     if serves_parts(problem, arrays):
         part_arrays = arrays | dict.fromkeys(STORED_STATES)
         return plan_value_parts(
@@ -73,13 +69,6 @@ def serves_parts(problem: Problem, arrays: Arrays) -> bool:
     if not (batch * length and serves_linear_value_parts(problem, arrays)):
         return False
     return not has_channel_decay(problem) or serves_channel_gradients(divide_values(problem))
-
-
-def ignore_alignment(problem: Problem, names: Sequence[str]) -> Problem:
-    """The problem as if addresses and strides of these arrays were multiples of 16 bytes, as those of copies are."""
-    bits: dict[str | None, int] = {name: 0 if name in names else x for name, x in problem.bits.items()}
-    bits[None] = functools.reduce(operator.or_, [bits.get(name, 0) for name in problem.schema.tiles])
-    return Problem(problem.schema, problem.forms, problem.extents, bits, problem.layout)
 
 
 def plan_token_loop_gradients(problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator) -> list[Step]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from members import BF16, F32, FP16, HEADS, MEMBERS
 from poison import Packing, as_on_a_device, poisoned
 
-from attention import reference
+from attention import delta_rule_backward, linear_backward, reference
 from attention.public.linear_family import linear
 from attention.public.token_steps import linear_step
 
@@ -293,10 +293,38 @@ def test_sm_90_copies_decays_that_tma_cannot_read(name):
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [("GLA", linear_backward), ("gated delta rule", delta_rule_backward), ("KDA", delta_rule_backward)],
+)
+@pytest.mark.parametrize("family", [None, "sm_90"])
+def test_gradients_copy_arrays_that_tma_cannot_read(name, backward, family):
+    """As forward does: kernels for Hopper serve them, and the results have the bits of those of aligned arrays."""
+    tokens, _ = MEMBERS[name].inputs(10)
+    tokens["dout"] = tokens["v"][..., ::-1].copy()
+    shifted = {name: x if x.ndim < 4 else np.concatenate([x[..., :2], x], -1)[..., 2:] for name, x in tokens.items()}
+    expected = backward(**tokens, family="sm_90")
+    for x, y in zip(backward(**shifted, family=family), expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("name", ["simple GLA", "gated delta rule"])
+def test_gradients_that_tma_cannot_write(name):
+    """Hopper's kernels, if asked for, say which array it is, and what to do."""
+    tokens, _ = MEMBERS[name].inputs(10)
+    backward = delta_rule_backward if "beta" in tokens else linear_backward
+    tokens |= {"dout": tokens["v"], "dv": np.empty((*tokens["v"].shape[:-1], 50), BF16)[..., 2:]}
+    words = r"^family: sm_90 takes addresses .*past a multiple of 16: {'dv': 4}.*\(the default, None"
+    with pytest.raises(ValueError, match=words):
+        backward(**tokens, family="sm_90")
+
+
 def test_sm_90_has_no_normalizer_with_decays_of_channels():
     tokens, _ = MEMBERS["GLA"].inputs(10)
     with pytest.raises(ValueError, match="^family: sm_90 takes decays of channels without normalize=True: family='sm_90'"):
         linear(**tokens, normalize=True, family="sm_90")
+    with pytest.raises(ValueError, match="^family: sm_90 takes decays of channels without normalize=True: family='sm_90'"):
+        linear_backward(tokens["v"], **tokens, normalize=True, family="sm_90")
 
 
 def test_sm_90_has_no_wide_keys_with_decays_of_channels():
