@@ -3,7 +3,7 @@ Mamba-2 (Bamba), the convolutions before them and the gated norms behind them.
 
 Such layers call functions of the module in which the model is defined: those of flash-linear-attention, mamba_ssm and
 causal_conv1d if these are installed, otherwise transformers' own in torch. All are replaced here, and so is what its classes of
-gated norms do:
+gated norms and of gates do:
 
 | transformers                                      | here                                                       |
 | ------------------------------------------------- | ---------------------------------------------------------- |
@@ -16,7 +16,12 @@ gated norms do:
 | mamba2_split_conv1d_scan_combined                 | None: then the layer calls the functions it is made of     |
 | causal_conv1d_fn, causal_conv1d_update            | short_conv, for one token with the cache's window          |
 | forward of Qwen3NextRMSNormGated and the like     | gated_rms_norm                                             |
+| forward of KimiLinearForgetGate and the like      | gates.softplus or gates.sigmoid of its projection          |
 | cu_seq_lens_q, seq_idx                            | packed sequences, which neither states nor windows connect |
+
+Kernels compute a gate from what is projected where the layer has a module for it (Kimi Linear, GLM-5, Bailing) or passes dt
+(Mamba-2), if no gradient is needed. Qwen3-Next's layers and those like it compute gates themselves, in torch, before they call
+a function, and all compute beta: kernels get those as arrays. A layer made by attention.nn.from_transformers has raw ones.
 
 Gradients of whole sequences are ours. The original function is called for single tokens that need a gradient, and where our
 kernels do not support the call: float32 without autocast, or head dims that are no multiples of 16."""
@@ -33,6 +38,8 @@ import torch
 
 import attention
 
+from .. import gates
+from ..gates import RawGate
 from ..nn.layers import normalize_by_kernel
 from ..parts.short_conv import WIDTHS
 from ..plans.recurrent.packed_tokens import pack_batches
@@ -46,17 +53,19 @@ def linear_layers(model: Any) -> Any:
     functions = [(module, name) for module in modules for name in REPLACEMENTS if hasattr(module, name)]
     if not functions:
         raise ValueError(f"model: has no layers that call one of {', '.join(REPLACEMENTS)}: {type(model).__name__}")
-    norms = [(kind, "forward") for module in modules for kind in _gated_norms(module)]
-    for home, name in functions + norms:
+    serve = {(home, name): REPLACEMENTS[name] for home, name in functions}
+    serve |= {(kind, "forward"): function for module in modules for kind, function in replaced_classes(module).items()}
+    for (home, name), function in serve.items():
         original = getattr(home, name)
         if not hasattr(original, "replaces"):
-            setattr(home, name, _replace_function(original, REPLACEMENTS.get(name, normalize)))
+            setattr(home, name, _replace_function(original, function))
     return model
 
 
-def _gated_norms(module: Any) -> list[type]:
-    """The classes of gated norms that a module defines."""
-    return [x for name, x in vars(module).items() if name.endswith("RMSNormGated") and x.__module__ == module.__name__]
+def replaced_classes(module: Any) -> dict[type, Callable]:
+    """The classes of gated norms and of gates that a module defines, and what serves for their `forward`."""
+    kinds = [(name, x) for name, x in vars(module).items() if isinstance(x, type) and x.__module__ == module.__name__]
+    return {x: function for name, x in kinds for end, function in FORWARDS.items() if name.endswith(end)}
 
 
 def _replace_function(original: Callable, serve: Callable) -> Callable:
@@ -86,14 +95,14 @@ def chunk_delta(
     state of each, or with seq_idx of each batch's last."""
     options: dict[str, Any] = {"output_final_state": output_final_state, "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if not _supports(query, key, value):
-        return original(query, key, value, g=g, beta=beta, initial_state=initial_state, **options, **others)
+        return original(query, key, value, g=_evaluated(g), beta=beta, initial_state=initial_state, **options, **others)
     options["initial_state"] = None if initial_state is None else initial_state.float()
     ends, seq_idx = _ends(others), others.get("seq_idx")
-    arrays = *_contiguous_rows(query, key, value), g, beta
+    arrays = _contiguous_rows(query, key, value)
     if ends is not None or seq_idx is None:
-        return chunk_gated_delta_rule(*arrays, **options | {"cu_seqlens": ends})
+        return chunk_gated_delta_rule(*arrays, g, beta, **options | {"cu_seqlens": ends})
     batches = pack_batches(seq_idx, query, None)
-    joined = map(batches.join, arrays, ("query", "key", "value", "g", "beta"))
+    joined = map(batches.join, (*arrays, _evaluated(g), beta), ("query", "key", "value", "g", "beta"))
     out, state = chunk_gated_delta_rule(*joined, **options | {"cu_seqlens": batches.cu_seqlens})
     return batches.split(out), None if state is None else batches.last_states(state)
 
@@ -112,12 +121,14 @@ def step_delta(
 ) -> Any:
     """(out, state) of one token; initial_state is updated in place and returned as the state."""
     single = query.shape[1] == 1 and initial_state is not None and initial_state.dtype == torch.float32
-    if not single or not _supports(query, key, value) or _need_gradient(query, key, value, g, beta, initial_state):
+    raw = isinstance(g, RawGate)
+    arrays = query, key, value, beta, initial_state, *(g.arrays if raw else [g])
+    if not single or not _supports(query, key, value) or _need_gradient(*arrays):
         options = {"initial_state": initial_state, "output_final_state": output_final_state}
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
-        return original(query, key, value, g=g, beta=beta, **options, **others)
-    token = _contiguous_rows(query[:, 0], key[:, 0], value[:, 0])
-    out = attention.linear_step(initial_state, *token, decay=g[:, 0], beta=beta[:, 0], qk_l2norm=use_qk_l2norm_in_kernel)
+        return original(query, key, value, g=_evaluated(g), beta=beta, **options, **others)
+    token, gate = _contiguous_rows(query[:, 0], key[:, 0], value[:, 0]), g._replace(x=g.x[:, 0]) if raw else g[:, 0]
+    out = attention.linear_step(initial_state, *token, decay=gate, beta=beta[:, 0], qk_l2norm=use_qk_l2norm_in_kernel)
     return out[:, None], initial_state if output_final_state else None
 
 
@@ -219,6 +230,21 @@ def normalize(original: Callable, norm: Any, hidden_states: Any, gate: Any = Non
     return original(norm, hidden_states, gate) if out is None else out
 
 
+def raw_gate(original: Callable, gate: Any, hidden_states: Any) -> Any:
+    """The gate of channels as attention.gates has it, before its formula. gate: the module, whose projection is one or the
+    product of two. Where a gradient is needed it is what the module returns."""
+    projections = [getattr(gate, name) for name in ("f_a_proj", "f_b_proj", "f_proj") if hasattr(gate, name)]
+    if not projections or _need_gradient(hidden_states, *gate.parameters()):
+        return original(gate, hidden_states)
+    x = functools.reduce(lambda x, projection: projection(x), projections, hidden_states)
+    heads = gate.A_log.numel()
+    x, A_log, dt_bias = x.unflatten(-1, (heads, -1)), gate.A_log.flatten(), gate.dt_bias.view(heads, -1)
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM's
+    if getattr(gate, "safe_gate", False):  # Bailing's
+        bound = gate.lower_bound
+    return gates.softplus(x, A_log, dt_bias) if bound is None else gates.sigmoid(x, A_log, dt_bias, lower=bound)
+
+
 def no_fused_layer(original: Callable, *args: Any, **options: Any) -> None:
     """Return None: the layer then calls the functions that it is made of, as without a fused one."""
 
@@ -234,6 +260,14 @@ REPLACEMENTS: dict[str, Callable] = {
     "causal_conv1d_fn": convolve,
     "causal_conv1d_update": convolve_token,
 }
+
+
+FORWARDS: dict[str, Callable] = {"RMSNormGated": normalize, "ForgetGate": raw_gate}  # by the end of a class's name
+
+
+def _evaluated(g: Any) -> Any:
+    """A gate as an array."""
+    return gates.evaluate(g) if isinstance(g, RawGate) else g
 
 
 def _supports(*tiles: Any) -> bool:

@@ -1,11 +1,16 @@
 """compat/huggingface_linear: small hybrid models of transformers with random weights, compared with transformers' own functions
 in float32. Skipped without torch or transformers."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transformers.models.bailing_hybrid import modeling_bailing_hybrid  # noqa: E402
+from transformers.models.glm5_next import modeling_glm5_next  # noqa: E402
+from transformers.models.kimi_linear import modeling_kimi_linear  # noqa: E402
 from transformers.models.qwen3_next import modeling_qwen3_next  # noqa: E402
 from transformers_models import (  # noqa: E402
     DELTA_RULES,
@@ -22,7 +27,8 @@ from transformers_models import (  # noqa: E402
     step,
 )
 
-from attention.compat import huggingface  # noqa: E402
+import attention  # noqa: E402
+from attention.compat import huggingface, huggingface_linear  # noqa: E402
 
 FEW = ["qwen3_next", "kimi_linear", "bamba"]  # each with functions of its own
 STEPS = 20
@@ -64,6 +70,42 @@ def test_trains_as_eager(name, calls):
     norms = ["gated_rms_norm"] * (name != "falcon_h1")  # which has none
     for function in "delta_rule" if name in DELTA_RULES else "mamba2", "short_conv", *norms:
         assert calls.count(function) == layers, function
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "bailing_hybrid"])
+def test_kernels_compute_gates_that_modules_project(name, monkeypatch):
+    """In the first pass and in steps: they get projections of half the bytes, and the layer reads and writes no gates."""
+    decays = []
+    for function in "delta_rule", "linear_step":
+        serve = getattr(attention, function)
+        monkeypatch.setattr(attention, function, lambda *a, serve=serve, **o: decays.append(o["decay"]) or serve(*a, **o))
+    check_generates(name, "cpu", disable_compile=True)
+    assert {(x.formula, x.x.dtype) for x in decays} == {("softplus" if name == "kimi_linear" else "sigmoid", torch.bfloat16)}
+    assert len(decays) == NEW
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [
+        (modeling_kimi_linear.KimiLinearForgetGate, None),
+        (modeling_glm5_next.Glm5NextTextForgetGate, -3.0),
+        (modeling_glm5_next.Glm5NextTextForgetGate, None),
+        (modeling_bailing_hybrid.BailingHybridForgetGate, -3.0),
+        (modeling_bailing_hybrid.BailingHybridForgetGate, None),
+    ],
+)
+def test_gates_are_those_of_modules(kind, bound):
+    """Without a gradient as what kernels compute, with one as what the module returns."""
+    bounds = dict(linear_lower_bound=bound, kda_lower_bound=bound, kda_safe_gate=bound is not None)
+    gate = kind(SimpleNamespace(hidden_size=8, linear_head_dim=4, linear_num_heads=2, **bounds))
+    for x in gate.parameters():
+        torch.nn.init.normal_(x)
+    hidden_states = torch.randn(1, 5, 8)
+    expected = kind.forward(gate, hidden_states)
+    assert huggingface_linear.raw_gate(lambda *_: "original", gate, hidden_states) == "original"
+    with torch.no_grad():
+        raw = huggingface_linear.raw_gate(kind.forward, gate, hidden_states)
+    torch.testing.assert_close(attention.gates.evaluate(raw), expected)
 
 
 @pytest.mark.parametrize("packing", ["cu_seq_lens", "seq_idx"])

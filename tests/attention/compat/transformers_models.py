@@ -75,7 +75,7 @@ def recurrent_layers(model, name):
     yield
     module = sys.modules[type(model).__module__]
     homes = [(module, key) for key in huggingface_linear.REPLACEMENTS if hasattr(module, key)]
-    for home, key in homes + [(kind, "forward") for kind in huggingface_linear._gated_norms(module)]:
+    for home, key in homes + [(kind, "forward") for kind in huggingface_linear.replaced_classes(module)]:
         setattr(home, key, getattr(home, key).replaces)
 
 
