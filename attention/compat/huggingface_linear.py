@@ -98,11 +98,11 @@ def chunk_delta(
         return original(query, key, value, g=_evaluated(g), beta=beta, initial_state=initial_state, **options, **others)
     options["initial_state"] = None if initial_state is None else initial_state.float()
     ends, seq_idx = _ends(others), others.get("seq_idx")
-    arrays = _contiguous_rows(query, key, value)
+    query, key, value = _contiguous_rows(query, key, value)
     if ends is not None or seq_idx is None:
-        return chunk_gated_delta_rule(*arrays, g, beta, **options | {"cu_seqlens": ends})
+        return chunk_gated_delta_rule(query, key, value, g, beta, **options | {"cu_seqlens": ends})
     batches = pack_batches(seq_idx, query, None)
-    joined = map(batches.join, (*arrays, _evaluated(g), beta), ("query", "key", "value", "g", "beta"))
+    joined = map(batches.join, (query, key, value, _evaluated(g), beta), ("query", "key", "value", "g", "beta"))
     out, state = chunk_gated_delta_rule(*joined, **options | {"cu_seqlens": batches.cu_seqlens})
     return batches.split(out), None if state is None else batches.last_states(state)
 
