@@ -53,7 +53,7 @@ def linear_layers(model: Any) -> Any:
     functions = [(module, name) for module in modules for name in REPLACEMENTS if hasattr(module, name)]
     if not functions:
         raise ValueError(f"model: has no layers that call one of {', '.join(REPLACEMENTS)}: {type(model).__name__}")
-    serve = {(home, name): REPLACEMENTS[name] for home, name in functions}
+    serve: dict[tuple[Any, str], Callable] = {(home, name): REPLACEMENTS[name] for home, name in functions}
     serve |= {(kind, "forward"): function for module in modules for kind, function in replaced_classes(module).items()}
     for (home, name), function in serve.items():
         original = getattr(home, name)
