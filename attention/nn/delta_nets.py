@@ -133,8 +133,9 @@ class KimiDeltaAttention(DeltaLayer):
                   lower_bound sigmoid(exp(A_log) (f + dt_bias)), where f = x W_f1 W_f2
         out     = (norm(delta_rule(q, k, v, beta, decay)) sigmoid(x W_g1 W_g2 + bias)) W_out
 
-    Arguments are those of GatedDeltaNet. lower_bound: None, or -5 in models that say so. W_f1 and W_g1 have as many columns as
-    a head of values. Each head of values has a beta and decays of its own, also where it shares its keys with others.
+    Arguments are those of GatedDeltaNet without use_gate, for there is a gate. lower_bound: None, or -5 in models that say so.
+    W_f1 and W_g1 have as many columns as a head of values. Each head of values has a beta and decays of its own, also where it
+    shares its keys with others.
 
     Parameters are `in_proj_qkv.weight` (rows of q, k, v), `f_proj.0.weight`, `f_proj.1.weight`, `b_proj.weight`,
     `g_proj.0.weight`, `g_proj.1.weight`, `g_proj.1.bias`, `conv1d.weight`, `A_log` (num_v_heads), `dt_bias` (num_v_heads

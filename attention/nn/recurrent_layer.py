@@ -12,6 +12,7 @@ from torch import nn
 import attention
 from attention import gates
 
+from ..names import suggests_argument_names
 from .layers import (
     ShortConv,
     check_cache_class,
@@ -69,6 +70,7 @@ class RecurrentLayer(nn.Module):
         self.conv1d = ShortConv(channels, **conv, **factory) if conv else None
         self.out_proj = nn.Linear(heads * value_dim, hidden_size, bias=bias, **factory)
 
+    @suggests_argument_names
     def forward(
         self, x: torch.Tensor, *, cu_seqlens: torch.Tensor | None = None, cache: RecurrentCache | None = None
     ) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _based(problem: Problem, scale: float | None, normalize: bool, return_state:
     scale = recurrent_checks.resolve_scale(problem, scale)
     batch, length, heads, key_dim, sequences = problem("batch", "seqlen", "heads", "key_dim", "sequences")
     if key_dim != BASE:
-        raise ValueError(f"q: key_dim must be {BASE}: {key_dim}, q.shape={problem.shape('q')}")
+        raise ValueError(f"q: key_dim must be {BASE}: {key_dim=}, q.shape={problem.shape('q')}")
     if problem.extents["features"] != FEATURES:
         raise ValueError(f"initial_state: must have {FEATURES} features: initial_state.shape={problem.shape('initial_state')}")
     require_hopper(problem)

@@ -94,7 +94,7 @@ def _based_backward(problem: Problem, scale: float | None, normalize: bool, grad
     recurrent_checks.check_extents(problem)
     scale = recurrent_checks.resolve_scale(problem, scale)
     if problem.extents["key_dim"] != BASE:
-        raise ValueError(f"q: key_dim must be {BASE}: {problem.extents['key_dim']}, q.shape={problem.shape('q')}")
+        raise ValueError(f"q: key_dim must be {BASE}: key_dim={problem.extents['key_dim']}, q.shape={problem.shape('q')}")
     if problem.extents["features"] != FEATURES:
         name = next(name for name in ("initial_state", "initial_z", "dstate", "dz") if name in problem)
         raise ValueError(f"{name}: must have {FEATURES} features: {name}.shape={problem.shape(name)}")

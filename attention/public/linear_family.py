@@ -251,7 +251,7 @@ def gla(q: Any, k: Any, v: Any, decay: Any, **arguments: "Unpack[LinearArguments
     shape = decay.shape if hasattr(decay, "shape") else describe(decay, "decay").shape
     if len(shape) != 4:
         raise ValueError(
-            f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={shape}"
+            f"decay: must have an axis of channels (attention.linear takes decays without one): decay.shape={tuple(shape)}"
         )
     return linear(q, k, v, decay=decay, **arguments)
 

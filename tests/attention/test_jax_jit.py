@@ -143,6 +143,11 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
             (lambda q: attention.forward(q.astype(jnp.float32), k, v), TypeError, "^q: dtype must be one of"),
             (lambda q: attention.forward(q, k, v, out=q), TypeError, "^out: JAX's arrays cannot be written"),
             (lambda q: attention.forward(q, k, v, stream=0), TypeError, "^stream: must be None under jax.jit"),
+            (
+                lambda q: attention.forward(q, k, v, dropout=0.1, seed=q.sum().astype(int)),
+                TypeError,
+                r"^seed: must be an integer, or an array of one: .*; seed.reshape\(1\) is one",
+            ),
             (lambda q: attention.linear_step(state, q[:, 0], k[:, 0], v[:, 0]), TypeError, "^state: JAX's arrays cannot"),
         ]
         for function, error, words in refused:

@@ -77,6 +77,11 @@ def test_every_public_function_answers(function):
         ("Attention", "num_kv_heads", "here that is kv_heads"),
         ("Attention", "rope_theta", "here that is rotary=10_000, the base of the angles"),
         ("Mamba2", "n_heads", "here that is headdim=, the columns of a head"),
+        ("Mamba2", "chunk_size", "here that is not an argument: shapes and dtypes say which kernels run"),
+        ("GatedDeltaNet", "mode", "here that is not an argument: shapes and dtypes say which kernels run"),
+        ("GatedDeltaNet", "layer_idx", "here that is not an argument: each layer has a cache of its own"),
+        ("KimiDeltaAttention", "safe_gate", "here that is lower_bound=, the lowest gate"),
+        ("GatedLinearAttention", "use_output_gate", "here that is use_gate"),
     ],
 )
 def test_layers(layer, given, hint):
@@ -85,12 +90,27 @@ def test_layers(layer, given, hint):
         getattr(nn, layer)(64, **{given: 2})
 
 
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("attention_mask", "here that is cu_seqlens=, of sequences without padding"),
+        ("past_key_values", "here that is cache=, which layer.new_cache"),
+    ],
+)
+def test_calls_of_layers(given, hint):
+    torch = pytest.importorskip("torch")
+    layer = pytest.importorskip("attention.nn").Mamba2(64, d_state=16, headdim=16)
+    with pytest.raises(TypeError, match=f"^RecurrentLayer.forward.*'{given}'; {hint}"):
+        layer(torch.zeros(1, 2, 64), **{given: None})
+
+
 def test_every_row_serves():
     """No name is in two rows, and each answer is an argument of a function, or a sentence."""
     assert len(HINTS_BY_NAME) == sum(len(names.split()) for names, *_ in ARGUMENT_HINTS)
     nn = pytest.importorskip("attention.nn")
-    layers = [getattr(nn, layer) for layer in ("Attention", "GatedDeltaNet", "Mamba2")]
-    known = {name for function in (*PUBLIC, *layers) for name in inspect.signature(function).parameters}
+    layers = [getattr(nn, layer) for layer in ("Attention", "GatedDeltaNet", "KimiDeltaAttention", "Mamba2")]
+    functions = *PUBLIC, *layers, nn.GatedDeltaNet.forward
+    known = {name for function in functions for name in inspect.signature(function).parameters}
     for theirs, hints in HINTS_BY_NAME.items():
         for ours in hints:
             name = re.match(r"(\w+)(=|$)", ours)

@@ -230,10 +230,30 @@ def test_strides_of_axes_of_extent_one_do_not_matter():
 T, V = TypeError, ValueError
 REAL = "dtype must be one of ('float32', 'bfloat16', 'float16')"
 INVALID = [
-    (dict(q=zeros(("batch", "seqlen_q", "key_dim"), bf16)), V, "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16)"),
+    (
+        dict(q=zeros(("batch", "seqlen_q", "key_dim"), bf16)),
+        V,
+        "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16); q[None] adds a batch",
+    ),
     (dict(layout="bhsd", q=zeros(("batch", "seqlen_q"), bf16)), V, "q: must have the axes B, H, S, Dk: q.shape=(2, 5)"),
     (dict(k=zeros(("batch", "seqlen_k", "heads_k"), bf16)), V, "k: must have the axes B, S, Hk, Dk: k.shape=(2, 7, 3)"),
     (dict(decay=zeros(("batch", "heads"))), V, "decay: must have the axes H; or B, S, H; or B, S, H, Dk: decay.shape=(2, 6)"),
+    # an axis too few, or one of extent 1 too many, where the other extents are right
+    (
+        dict(k=zeros(("batch", "seqlen_k", "key_dim"), bf16)),
+        V,
+        "k: must have the axes B, S, Hk, Dk: k.shape=(2, 7, 16); k[:, :, None] has them",
+    ),
+    (
+        dict(decay=zeros(("seqlen_q", "heads"))),
+        V,
+        "decay: must have the axes H; or B, S, H; or B, S, H, Dk: decay.shape=(5, 6); decay[None] has them",
+    ),
+    (
+        dict(scores=zeros(SCORES)[:, :, :, None]),
+        V,
+        "scores: must have the axes B, H, S: scores.shape=(2, 6, 5, 1); scores[:, :, :, 0] has them",
+    ),
     (
         dict(cu_seqlens=zeros(("batch", "seqlen_q"), np.int32)),
         V,

@@ -72,7 +72,7 @@ from ..launching.arrays import ALIGNMENT, Form, Operand, c_ordered, overlap, ove
 from ..launching.checks import ENDS, ENDS_K, ENDS_NEW, ENDS_Q, KEY_LENGTHS, KEY_STARTS, LOG, RATE, Check
 from ..launching.tensor_maps import STRIDE_END
 from .argument import Argument, Axes, parse_row
-from .axes import AXES, VARY, symbols, title
+from .axes import AXES, VARY, along_sequence, symbols, title
 
 ORDER = {"bshd": (0, 1, 2, 3), "bhsd": (0, 2, 1, 3)}  # where batch, sequence, head and column stand in the caller's axes
 LAYOUTS = tuple(ORDER)
@@ -223,7 +223,7 @@ class Schema:
             shape, strides, array_dtype, array_device, itemsize, misalignment, readonly = form
             row = rows[name].get(len(shape))
             if row is None:
-                _refuse_axes(self.arguments[name], layout, shape)
+                _refuse_axes(self.arguments[name], layout, shape, extents)
             axes, order = row
             like = self.arguments[name].like
             if like:
@@ -263,7 +263,7 @@ class Schema:
                 _refuse_strides(name, form, f"{where}: address {misalignment} past a multiple of {ALIGNMENT}")
             if name in self.written:
                 if readonly:
-                    raise ValueError(f"{name}: must be writable, and this array is read-only")
+                    raise ValueError(f"{name}: must be writable, and this array is read-only: pass a copy (JAX's all are)")
                 if overlaps_itself(form):
                     _refuse_strides(name, form, "its elements must not overlap each other")
             if like and like in forms and forms[like].shape != shape:
@@ -287,6 +287,8 @@ class Schema:
     def number_message(self, name: str, number: float) -> str:
         """The error message for a number where an array is expected."""
         row = self.arguments[name]
+        if isinstance(number, bool):
+            return f"{name}: must be an array of the axes {'; or '.join(map(symbols, row.axes))}: {name}={number}"
         shape, dtype = symbols(row.axes[0]), row.dtypes[0]
         comma = "," if len(row.axes[0]) == 1 else ""
         remedy = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
@@ -394,9 +396,39 @@ def _where(axes: Axes) -> str:
     return " along its last axis" if len(axes) > 1 else ""
 
 
-def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int]) -> NoReturn:
-    choices = "; or ".join(map(symbols, argument.choices(layout).values()))
-    raise ValueError(f"{argument.name}: must have the axes {choices}: {argument.name}.shape={tuple(shape)}")
+def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int], extents: Mapping[str, int] | None = None) -> NoReturn:
+    """extents: those that are known; None if extents cannot be compared."""
+    name, choices = argument.name, argument.choices(layout)
+    remedy = "" if extents is None else _axes_remedy(choices, tuple(shape), extents)
+    remedy = f"; {name}{remedy}" if remedy else ""
+    expected = "; or ".join(map(symbols, choices.values()))
+    raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
+
+
+def _axes_remedy(choices: Mapping[int, Axes], shape: tuple[int, ...], extents: Mapping[str, int]) -> str:
+    """The index that gives an array of this shape the axes of one of the choices, and what it does, where axes are missing or
+    one of extent 1 is too many: "[:, 0] has them"; "" if there is none that the extents which are known allow."""
+    rank = len(shape)
+
+    def matches(axes: Axes, shape: tuple[int, ...]) -> int:
+        """How many of these extents are known; -1 if one of them is another."""
+        known = [extents[axis] == extent for axis, extent in zip(axes, shape) if axis in extents]
+        return len(known) if all(known) else -1
+
+    if axes := choices.get(rank + 1):
+        scores = {place: matches(axes[:place] + axes[place + 1 :], shape) for place in range(rank)}
+        best = max(scores, key=lambda place: (scores[place], not place, not along_sequence(axes[place])), default=0)
+        if not scores.get(best):  # nothing is known, as of a first argument
+            return "[None] adds a batch" if best in scores and axes[0] == "batch" else ""
+        return f"[{':, ' * best}None] has them" if scores[best] > 0 else ""
+    if axes := choices.get(rank - 1):
+        for place in (*range(1, rank), 0):
+            sure = 0 if place else len(axes)  # the first axis is the batch, unless all others say that it is too many
+            if shape[place] == 1 and matches(axes, shape[:place] + shape[place + 1 :]) >= sure:
+                return f"[{':, ' * place}0] has them"
+    if (axes := choices.get(rank + 2)) and all([AXES[axis].symbol.endswith(" or 1") for axis in axes[:2] if axis in AXES]):
+        return "[None, None] has them" if matches(axes[2:], shape) >= 0 else ""
+    return ""
 
 
 def _refuse_strides(name: str, form: Form, message: str) -> NoReturn:

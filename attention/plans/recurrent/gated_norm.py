@@ -37,7 +37,7 @@ class RowGrid:
         batch, length, heads, columns = problem("batch", "seqlen", "heads", "head_dim")
         if not serves(columns):
             limits = f"must be a multiple of {COLUMNS} up to {MAX_COLUMNS}"
-            raise problem.error("x", f"head_dim {limits}: {columns}", "x")
+            raise problem.error("x", f"head_dim {limits}: head_dim={columns}", "x")
         self.lines = columns // COLUMNS
         aligned = bool(batch and length and heads) and problem.bytes_at_once(*names) == ALIGNMENT
         rows_type = GroupedRows if self.lines in GROUPS else SpreadRow

@@ -50,7 +50,9 @@ def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> No
         extent = problem.extents[axis]
         if extent % DIM_STEP or not DIM_STEP <= extent <= MAX_DIM:
             limits = f"must be a multiple of {DIM_STEP}, from {DIM_STEP} to {MAX_DIM}"
-            raise problem.error(name, f"{axis} {limits}: {extent}", name)
+            has_scale = axis == "key_dim" and not problem.member.startswith("mamba2")
+            remedy = ("; pad it with columns of zeros" + ", and pass scale" * has_scale) * (0 < extent < MAX_DIM)
+            raise problem.error(name, f"{axis} {limits}{remedy}: {axis}={extent}", name)
     heads, key_heads = problem("heads", "heads_k")
     if not key_heads:
         raise problem.error(queries, "must have at least one head", queries)

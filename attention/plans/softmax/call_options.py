@@ -107,7 +107,10 @@ def dropout_options(options: Mapping[str, Any], arrays: dict[str, Any]) -> Dropo
     if not isinstance(seed, int):  # Dynamo's symbolic integers are ints without __index__
         if getattr(seed, "shape", ()) or not hasattr(seed, "__index__"):
             return DropoutOptions(probability, None, {"seed": seed})
-        seed = operator.index(seed)
+        try:
+            seed = operator.index(seed)
+        except TypeError:  # jax.jit traces it
+            raise TypeError(f"seed: must be an integer, or an array of one: {seed=}; seed.reshape(1) is one") from None
     if not 0 <= seed < SEED_END:
         raise ValueError(f"seed: must be from 0 to below 2**63: {seed=}")
     return DropoutOptions(probability, seed, {})

@@ -59,7 +59,8 @@ def load_functions(
     problem: Problem, options: ScoreOptions, most_keys: int | None = None
 ) -> tuple[Callable | None, Callable | None, list[Operand]]:
     """(mask, score, [the arrays of aux]) from the names under which functions are registered. most_keys: of a sequence, if keys
-    are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, or a function cannot be called."""
+    are in a paged cache. ValueError, TypeError: there are too many keys for float32 indices, a function cannot be called, or
+    nothing reads aux."""
     mask, score = options.mask, options.score
     q_len, kv_len = problem("seqlen_q", "seqlen_k")
     kv_len = kv_len if most_keys is None else most_keys
@@ -67,6 +68,9 @@ def load_functions(
         name = "mask" if mask else "score"
         raise problem.error(name, "has float32 indices of queries and keys: there must be fewer than 2**24 of each", "q", "k")
     aux = [x for x in (problem[f"aux{n}"] for n in range(AUX)) if x is not None]
+    if aux and not (mask or score):
+        shapes = ", ".join([str(x.form.shape) for x in aux])
+        raise TypeError(f"aux: is what mask= or score= reads, and this call has neither; its arrays have the shapes {shapes}")
     masking, scoring = find_function(mask), find_function(score)
     for name, function in ("mask", masking), ("score", scoring):
         if function is not None:

@@ -183,7 +183,7 @@ def test_machine_code():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(q=np.zeros((1, 8, 1, 32), BF16), k=np.zeros((1, 8, 1, 32), BF16)), r"q: key_dim must be 16: 32, q.shape="),
+        (dict(q=np.zeros((1, 8, 1, 32), BF16), k=np.zeros((1, 8, 1, 32), BF16)), r"q: key_dim must be 16: key_dim=32, q."),
         (dict(v=np.zeros((1, 8, 1, 40), BF16)), "v: value_dim must be a multiple of 16"),
         (dict(v=np.zeros((1, 9, 1, 64), BF16)), "v: sequence must equal q's"),
         (

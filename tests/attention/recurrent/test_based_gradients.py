@@ -171,7 +171,7 @@ def test_outputs_and_options():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": np.zeros((1, 5, 1, 32), bf16), "k": np.zeros((1, 5, 1, 32), bf16)}, "q: key_dim must be 16: 32, q.shape="),
+        ({"q": np.zeros((1, 5, 1, 32), bf16), "k": np.zeros((1, 5, 1, 32), bf16)}, "q: key_dim must be 16: key_dim=32, q."),
         ({"dstate": np.zeros((1, 2, 160, 16), f32)}, "dstate: must be a pair (state, z) with normalize=True"),
         ({"initial_state": None, "dstate": (np.zeros((1, 2, 144, 16), f32), None)}, "dstate: must have 160 features"),
         ({name: np.zeros((1, 0, 1 + (name in ("v", "dout")), 16), bf16) for name in ("q", "k", "v", "dout")}, "q: must have a"),

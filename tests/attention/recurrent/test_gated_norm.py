@@ -141,7 +141,7 @@ def test_gradients_that_are_asked_for(place):
     (dict(norm_before_gate=1), TypeError, "^norm_before_gate: must be a bool"),
     (dict(x=np.zeros((1, 5, 2, 48), bf16), gate=None), ValueError, "^(weight|x): "),
     (dict(x=np.zeros((1, 5, 2, 48), bf16), weight=np.ones(48, f32), gate=None), ValueError,
-     r"^x: head_dim must be a multiple of 32 up to 8192: 48: x.shape=\(1, 5, 2, 48\)"),
+     r"^x: head_dim must be a multiple of 32 up to 8192: head_dim=48: x.shape=\(1, 5, 2, 48\)"),
     (dict(gate=np.zeros((1, 2, 5, 64), bf16).swapaxes(1, 2)), ValueError, "^gate: heads and columns must be contiguous"),
     (dict(gate=np.zeros((1, 5, 2, 64), f32)), TypeError, "^gate: dtype"),
 ])  # fmt: skip

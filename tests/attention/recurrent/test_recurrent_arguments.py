@@ -206,9 +206,18 @@ INVALID = [
     (dict(v=zeros(2, 7, 6, 16)), V, "v: sequence must equal q's: v.shape=(2, 7, 6, 16), q.shape=(2, 5, 3, 32)"),
     (dict(v=zeros(2, 5, 4, 16)), V, "v: heads must be a multiple of q's: v.shape=(2, 5, 4, 16), q.shape=(2, 5, 3, 32)"),
     (dict(k=zeros(2, 5, 3, 48)), V, "k: key_dim must equal q's: k.shape=(2, 5, 3, 48), q.shape=(2, 5, 3, 32)"),
-    (dict(v=zeros(2, 5, 6, 24)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 24: v.shape=(2, 5, 6, 24)"),
-    (dict(v=zeros(2, 5, 6, 272)), V, "v: value_dim must be a multiple of 16, from 16 to 256: 272"),
-    (dict(q=zeros(2, 5, 3, 0), k=zeros(2, 5, 3, 0)), V, "q: key_dim must be a multiple of 16, from 16 to 256: 0"),
+    (
+        dict(v=zeros(2, 5, 6, 24)),
+        V,
+        "v: value_dim must be a multiple of 16, from 16 to 256; pad it with columns of zeros: value_dim=24: v.shape=(2, 5, ",
+    ),
+    (
+        dict(q=zeros(2, 5, 3, 24), k=zeros(2, 5, 3, 24)),
+        V,
+        "q: key_dim must be a multiple of 16, from 16 to 256; pad it with columns of zeros, and pass scale: key_dim=24: q.",
+    ),
+    (dict(v=zeros(2, 5, 6, 272)), V, "v: value_dim must be a multiple of 16, from 16 to 256: value_dim=272"),
+    (dict(q=zeros(2, 5, 3, 0), k=zeros(2, 5, 3, 0)), V, "q: key_dim must be a multiple of 16, from 16 to 256: key_dim=0"),
     (dict(q=zeros(2, 5, 0, 32), k=zeros(2, 5, 0, 32)), V, "q: must have at least one head: q.shape=(2, 5, 0, 32)"),
     (dict(decay=zeros(3, dtype=f32)), V, "decay: heads must equal v's: decay.shape=(3,), v.shape=(2, 5, 6, 16)"),
     (
