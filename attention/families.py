@@ -66,7 +66,10 @@ def require_hopper(problem: Problem) -> None:
     """ValueError: the arrays are on no Hopper GPU, or TMA cannot read and write them. Host arrays run in the interpreter."""
     gpu = machine(problem.device)
     if not gpu.target.is_hopper:
-        raise ValueError(f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}")
+        raise ValueError(
+            f"attention.{problem.member}: runs on Hopper; the arrays lie on {gpu}: pass arrays in host memory, or set "
+            "TILES_INTERPRET=1, and the interpreter runs it, slowly"
+        )
     if not problem.by_tma:
         raise ValueError(
             f"attention.{problem.member}: takes addresses and positive strides that are multiples of {ALIGNMENT} bytes: "

@@ -97,6 +97,8 @@ class shared:
         copies = f", {self.copies} times" * (self.copies > 1)
         return f"shared({', '.join(f'{name}={item}' for name, item in self.items.items())}){copies}"
 
+    __repr__ = __str__
+
     def __eq__(self, other):
         return isinstance(other, shared) and (self.items, self.copies) == (other.items, other.copies)
 

@@ -142,6 +142,9 @@ class tensor:
         if self.spec.rows == self.spec.cols:
             raise ValueError(f"tensor: rows and cols must be different axes, got {rows} and {cols} of {rank}")
 
+    def __repr__(self):
+        return f"tensor(an array of shape {tuple(self.array.shape)}, {self.spec.tile})"
+
     def window(self, at):
         """What the tile at `at` covers of the array, as a view of the tile's axes, and which part of the tile that is."""
         index, inside = [], {}

@@ -175,7 +175,7 @@ def returns(x):
     return x[0, 0]
 
 
-@mistake("3 names are to be filled and there are 2 values")
+@mistake("there are 3 names on the left of =, and 2 values on the right")
 def too_many_names(x):
     r, c, d = x.shape
 

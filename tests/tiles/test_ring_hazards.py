@@ -236,7 +236,7 @@ def every_other_tile_of_three_slots(small):
             r.release(j)
 
 
-@broken("phase", "fills tile 0 of ring 'r', and the next tile for slot 0 is number 2", 0, ONE)
+@broken("phase", "fills tile 0 of ring 'r', and the next tile for slot 0 is number 2: one warp fills a ring, ", 0, ONE)
 def filled_twice(small):
     (r,) = ONE.open()
     if warpgroup.id() == 0:

@@ -84,6 +84,12 @@ def test_a_plan_is_a_value():
     assert str(make(2)) == "shared(q=ring(st(64, 64, bf16), 2 stages, 4 readers), full=barrier(1))"
 
 
+def test_a_notebook_shows_a_plan_and_a_tensor():
+    plan = shared(a=ring(st(64, 64, bf16), 2), b=sv(64, fp32))
+    assert repr(plan) == str(plan) == "shared(a=ring(st(64, 64, bf16), 2 stages, 4 readers), b=sv(64, fp32))"
+    assert repr(tensor(np.zeros((8, 64), bf16.np), st(64, 64, bf16))) == "tensor(an array of shape (8, 64), st(64, 64, bf16))"
+
+
 @pytest.mark.parametrize("item", [rt(16, 16, fp32), 64, "q"])
 def test_only_rings_tiles_and_barriers_lie_in_shared_memory(item):
     with pytest.raises(TypeError, match="shared: x must be a ring, a pipeline, an st, an sv or a barrier, got"):

@@ -94,7 +94,7 @@ def _not_bound(signature, missing, callee):
 
 
 def _lengths(want, have):
-    return f"{want} names are to be filled and there are {have} values"
+    return f"there are {want} names on the left of =, and {have} values on the right"
 
 
 def _unsupported(feature):

@@ -95,7 +95,8 @@ class Slot:
                 )
                 raise warp.hazard(f"{cause}, by warp {place.warp}", "phase", place)
         if j != due:
-            raise warp.hazard(f"{doing}, and the next tile for slot {self.index} is number {due}", "phase")
+            remedy = ": one warp fills a ring, each tile once" * (j < due and parts == 1)
+            raise warp.hazard(f"{doing}, and the next tile for slot {self.index} is number {due}{remedy}", "phase")
         if part != next_part:
             raise warp.hazard(f"{doing}, and part 0, which waits for the slot, has not come", "phase")
 

@@ -68,7 +68,8 @@ class LoadedKernel:
         if nbytes <= self.dynamic:
             return
         if nbytes > self.gpu.shared_bytes:
-            raise ValueError(f"shared: {nbytes} bytes a block, but {self.gpu} has {self.gpu.shared_bytes}")
+            limit = f"{self.gpu} has {self.gpu.shared_bytes}; fewer stages or smaller tiles take less"
+            raise ValueError(f"shared: {nbytes} bytes a block, but {limit}")
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         with self.gpu.current():
             check(driver.cuFuncSetAttribute(self.function, limit, nbytes))
