@@ -415,18 +415,19 @@ def _axes_remedy(choices: Mapping[int, Axes], shape: tuple[int, ...], extents: M
         known = [extents[axis] == extent for axis, extent in zip(axes, shape) if axis in extents]
         return len(known) if all(known) else -1
 
-    if axes := choices.get(rank + 1):
-        scores = {place: matches(axes[:place] + axes[place + 1 :], shape) for place in range(rank)}
-        best = max(scores, key=lambda place: (scores[place], not place, not along_sequence(axes[place])), default=0)
+    longer = choices.get(rank + 1, ())
+    if longer:
+        scores = {place: matches(longer[:place] + longer[place + 1 :], shape) for place in range(rank)}
+        best = max(scores, key=lambda place: (scores[place], not place, not along_sequence(longer[place])), default=0)
         if not scores.get(best):  # nothing is known, as of a first argument
-            return "[None] adds a batch" if best in scores and axes[0] == "batch" else ""
+            return "[None] adds a batch" if best in scores and longer[0] == "batch" else ""
         return f"[{':, ' * best}None] has them" if scores[best] > 0 else ""
     if axes := choices.get(rank - 1):
         for place in (*range(1, rank), 0):
             sure = 0 if place else len(axes)  # the first axis is the batch, unless all others say that it is too many
             if shape[place] == 1 and matches(axes, shape[:place] + shape[place + 1 :]) >= sure:
                 return f"[{':, ' * place}0] has them"
-    if (axes := choices.get(rank + 2)) and all([AXES[axis].symbol.endswith(" or 1") for axis in axes[:2] if axis in AXES]):
+    if (axes := choices.get(rank + 2)) and all([symbols((axis,)).endswith(" or 1") for axis in axes[:2]]):
         return "[None, None] has them" if matches(axes[2:], shape) >= 0 else ""
     return ""
 
