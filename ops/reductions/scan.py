@@ -2,7 +2,6 @@
 lane has a column to itself."""
 
 import functools
-import math
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from ..threads import lanes
 AT_ONCE = 16  # rows of a shared tile that are on their way to registers
 MAX_DIVISOR = 2.0**60  # what counts for greater ones: the product of two is a number
 GROUP = 16  # rows down which sums fall by so much at most, if there is a limit
+FIRST_SHARE = 1 / 7  # of that limit, by which they may fall from the first row to the second
 
 
 @op
@@ -102,8 +102,9 @@ def cumsum_columns(
     factor: they are of factor function(..), or with `divides` of factor / function(..); factor is negative. A function that
     divides is at least 1; where it is greater than 2^60, this counts. Rows 2 i and 2 i + 1 share a reciprocal, and NaN.
 
-    fall: elements are never positive, and from the first to the last of each GROUP rows, sums fall by no more than so much (a
-    Python number). Where they would, all but the first of these elements are -fall / (GROUP - 1) where they are less.
+    fall: elements are never positive, and sums fall by no more than so much (a Python number) from the first to the last of
+    each GROUP rows; to the rows between by no more than shares of it, `fall_shares`. So an element that is too low counts what
+    is left, which is the more, the longer no other one was low. `least` is for the first of these rows alone.
 
     in_loop: the code is that of GROUP rows, in a loop that waits for the elements of each: for what is run once."""
     x = current_warp().read(source, fence=False).astype(np.float32)
@@ -113,15 +114,29 @@ def cumsum_columns(
         x = _divide(np.float32(factor), x) if divides else np.float32(factor) * x
     if least is not None:
         x = np.where(x < least, np.float32(least if below is None else below), x)
-    sums = np.cumsum(x, axis=0, dtype=np.float32)
-    if fall is not None:
-        exceeds, share = sums[GROUP - 1 :: GROUP] - sums[::GROUP] < -fall, np.float32(-fall / (GROUP - 1))
-        columns = exceeds.any(axis=0)
-        steps = np.diff(sums[:, columns], axis=0, prepend=np.float32(0))
-        for rows, are_low in zip(steps.reshape(len(exceeds), GROUP, steps.shape[1]), exceeds[:, columns], strict=True):
-            rows[1:] = np.where(are_low & (rows[1:] < share), share, rows[1:])
-        sums[:, columns] = np.cumsum(steps, axis=0, dtype=np.float32)
-    current_warp().write(target, sums)
+    current_warp().write(target, np.cumsum(x, axis=0, dtype=np.float32) if fall is None else _sum_limited(x, fall))
+
+
+def _sum_limited(x, fall):
+    """Running sums of rows that fall by no more than `fall` in each GROUP."""
+    sums, so_far = [], np.float32(0)
+    for first, *others in x.reshape(-1, GROUP, x.shape[1]):
+        so_far, fallen = so_far + first, np.float32(0)
+        rows = [so_far]
+        for element, share in zip(others, fall_shares()[1:], strict=True):
+            fallen = np.maximum(fallen + element, np.float32(-fall * share))
+            rows.append(so_far + fallen)
+        sums += rows
+        so_far = rows[-1]
+    return np.array(sums, np.float32)
+
+
+def fall_shares():
+    """For each of GROUP rows, the share of the greatest fall of sums from the first row on that is allowed there: a little at
+    once, then as much for each row, so that no element counts less than that. An element that is low in the second row counts
+    FIRST_SHARE."""
+    each = (1 - FIRST_SHARE) / (GROUP - 2)
+    return [0.0, *(FIRST_SHARE + each * i for i in range(GROUP - 1))]
 
 
 def _divide(factor, x):
@@ -144,8 +159,8 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
         if not (number(y) and z == sv(source.cols, fp32)):
             raise TypeError(f"cumsum_columns: takes a number and {sv(source.cols, fp32)} for a function, got {y} and {z}")
 
-    if in_loop and source.rows % GROUP:
-        raise TypeError(f"cumsum_columns: a loop takes a multiple of {GROUP} rows, got {source}")
+    if (in_loop or number(fall)) and source.rows % GROUP:
+        raise TypeError(f"cumsum_columns: a loop and a limit of falls take a multiple of {GROUP} rows, got {source}")
 
     at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
 
@@ -161,16 +176,23 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
         fall = b.real(fall) if has_fall else None
         factor = b.real(factor) if has_factor else None
         limit = _limit_of_values(b, least, factor, divides)
+        limit_of_falling = _limit_of_values(b, None, factor, divides)  # where the sum is limited, and not the element
 
-        def scale(values):
-            """The elements, of values of the function."""
-            if limit is not None:
-                values = [b.asm(f32, "min.NaN.f32 $0, $1, $2;", "=f,f,f", x, limit, effect=False) for x in values]
+        def scale(values, limits):
+            """The elements, of values of the function and what these may be at most."""
+            values = [
+                x if most is None else b.asm(f32, "min.NaN.f32 $0, $1, $2;", "=f,f,f", x, most, effect=False)
+                for x, most in zip(values, limits, strict=True)
+            ]
             if not divides:
                 return [b.fmul(factor, x) for x in values]
             return [
                 quotient for pair in zip(values[::2], values[1::2], strict=True) for quotient in _divide_pair(b, factor, *pair)
             ]
+
+        def is_limited(i):
+            """Is it the element of row i that is limited, and not the sum?"""
+            return not has_fall or i % GROUP == 0
 
         def place(tile, address, i, column_index, group=None):
             """The address of row i of a column; in a loop of row i of a group of GROUP rows, which are all swizzled alike."""
@@ -188,68 +210,45 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
                 elements = [load_elements(b, source.dtype, 1, place)[0] for place in places]
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
-                elements = scale(elements) if has_factor else elements
+                if has_factor:
+                    elements = scale(elements, [limit if is_limited(i) else limit_of_falling for i in rows])
                 if has_least and (divides or not has_factor):
-                    elements = [b.select(b.fcmp_ordered("<", x, least), below, x) for x in elements]
+                    elements = [
+                        b.select(b.fcmp_ordered("<", x, least), below, x) if is_limited(i) else x
+                        for i, x in zip(rows, elements, strict=True)
+                    ]
                 return elements
 
             def add_batch(rows, elements, so_far, group=None):
-                """The running sums of a batch, which are stored."""
-                sums = []
+                """The running sums of a batch are stored. so_far, and what is returned: the sum at the first row of the last
+                GROUP, and how far it has fallen since; without a limit of that, the whole sum and 0."""
+                first, fallen = so_far
                 for i, x in zip(rows, elements, strict=True):
-                    sums.append(so_far := b.fadd(so_far, x))
-                    store_elements(b, fp32, [so_far], place(target, target_address, i, column_index, group))
-                return sums
-
-            def lower(lowest_fall, group_first, group_last):
-                group_fall = b.fsub(group_last, group_first)
-                return b.select(b.fcmp_ordered("<", group_fall, lowest_fall), group_fall, lowest_fall)
+                    if is_limited(i):
+                        first, fallen = b.fadd(b.fadd(first, fallen), x) if has_fall else b.fadd(first, x), b.real(0)
+                    else:
+                        most = b.fmul(fall, b.real(-shares[i % GROUP]))
+                        fallen = b.asm(f32, "max.NaN.f32 $0, $1, $2;", "=f,f,f", b.fadd(fallen, x), most, effect=False)
+                    total = b.fadd(first, fallen) if has_fall else first
+                    store_elements(b, fp32, [total], place(target, target_address, i, column_index, group))
+                return first, fallen
 
             def batch(start):
                 return range(start, min(start + at_once, source.rows))
 
-            def sum_group(group, sums):
-                """A round of the loop."""
-                so_far, lowest_fall = sums
-                group_sums = add_batch(range(GROUP), load_batch(range(GROUP), group), so_far, group)
-                return group_sums[-1], lower(lowest_fall, group_sums[0], group_sums[-1]) if has_fall else lowest_fall
-
-            so_far = lowest_fall = b.real(0)
+            so_far, shares = (b.real(0), b.real(0)), fall_shares()
             if in_loop:
-                _, lowest_fall = b.repeat(source.rows // GROUP, [so_far, lowest_fall], sum_group)
+                b.repeat(
+                    source.rows // GROUP,
+                    list(so_far),
+                    lambda group, sums: add_batch(range(GROUP), load_batch(range(GROUP), group), sums, group),
+                )
             else:
                 ahead = load_batch(batch(0))
                 for start in range(0, source.rows, at_once):
                     # the next ones are loaded before these are stored, for a load waits for no store
                     arrived, ahead = ahead, load_batch(batch(start + at_once))
-                    sums = add_batch(batch(start), arrived, so_far)
-                    so_far = sums[-1]
-                    if start % GROUP == 0:
-                        group_first = sums[0]
-                    if has_fall and (start + at_once) % GROUP == 0:
-                        lowest_fall = lower(lowest_fall, group_first, so_far)
-            if has_fall:
-                with b.if_then(b.fcmp_ordered("<", b.fadd(lowest_fall, fall), b.real(0))):
-                    limit_falls(column_index)
-
-        def limit_falls(column_index):
-            """Overwrite the sums of a column by those of elements none of which is too low, which is seldom needed."""
-
-            def limit_group(group, sums):
-                before, so_far = sums
-                places = [place(target, target_address, i, column_index, group) for i in range(GROUP)]
-                elements = [load_elements(b, fp32, 1, place)[0] for place in places]
-                exceeds = b.fcmp_ordered("<", b.fadd(b.fsub(elements[-1], elements[0]), fall), b.real(0))
-                share = b.select(exceeds, b.fmul(fall, b.real(-1 / (GROUP - 1))), b.real(-math.inf))
-                for i, (at, x) in enumerate(zip(places, elements, strict=True)):
-                    element = b.fsub(x, before)
-                    if i > 0:
-                        element = b.asm(f32, "max.NaN.f32 $0, $1, $2;", "=f,f,f", element, share, effect=False)
-                    before, so_far = x, b.fadd(so_far, element)
-                    store_elements(b, fp32, [so_far], at)
-                return before, so_far
-
-            b.repeat(source.rows // GROUP, [b.real(0), b.real(0)], limit_group)
+                    so_far = add_batch(batch(start), arrived, so_far)
 
         _each_column(b, source.cols, column)
 
