@@ -9,12 +9,12 @@ so that q'_i . k*_j = q_i . (exp(b_i - b_j) k_j) needs one product of matrices f
 read of the state S from before the chunk. What the keys add to S' is decayed by exp(b_last - r) to the end of the chunk, as S'
 is. r = b_last / 2 keeps all exponents small.
 
-A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk
-(r = 0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens
-have a reference each (block_scores.py, two_block_scores.py). In bf16 sums fall by no more than
-2^-196 from the first of these tokens to the last, and by less to those between (`max_fall`, cumsum_columns): a low gate counts
-2^-28 at least if the tokens before it have none, and 2^-12 if all are low, which is a sixteenth of what bf16 rounds off. A float16 chunk of which a channel decays too much for that, in 16 tokens or from one
-reference to the next, is halved down to single tokens (anchored_scores.py)."""
+A chunk is strong if a channel decays by more than a dtype can hold. q' and k' are then decayed from the start of the chunk (r =
+0), k* to its end (r = b_last), and no exponent is positive. Its scores are computed block by block: blocks of 16 tokens have a
+reference each (block_scores.py, two_block_scores.py). In bf16 sums fall by no more than 2^-196 from the first of these tokens
+to the last, and by less to those between (`max_fall`, cumsum_columns): a low gate counts 2^-28 at least if the tokens before it
+have none, and 2^-12 if all are low, which is a sixteenth of what bf16 rounds off. A float16 chunk of which a channel decays too
+much for that, in 16 tokens or from one reference to the next, is halved down to single tokens (anchored_scores.py)."""
 
 from dataclasses import replace
 
