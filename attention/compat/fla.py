@@ -15,10 +15,13 @@
 | output_final_state=True                               | return_state=True                                                |
 | z (N, 1, H, Dk) of normalize=True                     | z (N, H, Dk)                                                     |
 | (o, None) without output_final_state                  | o                                                                |
+| state_v_first=True: states (N, H, Dv, Dk)             | the same states with their last two axes swapped                 |
+| fused_recurrent_gated_delta_rule(q, k, v, g=, beta=)  | chunk_gated_delta_rule of the same keywords; so are the others   |
 | head_first=True, which newer versions dropped         | layout="bhsd"                                                    |
 | chunk_size, cu_seqlens_cpu, chunk_indices             | ignored: chunks have 64 tokens                                   |
 
-scale, initial_state and cu_seqlens are the same. States are (N, H, Dk, Dv) float32.
+scale, initial_state and cu_seqlens are the same. States are (N, H, Dk, Dv) float32. One token of decoding is fastest by
+attention.linear_step.
 """
 
 from __future__ import annotations
@@ -41,6 +44,12 @@ __all__ = [
     "chunk_linear_attn",
     "chunk_retention",
     "chunk_simple_gla",
+    "fused_recurrent_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+    "fused_recurrent_linear_attn",
+    "fused_recurrent_retention",
+    "fused_recurrent_simple_gla",
 ]
 
 
@@ -116,11 +125,11 @@ def chunk_simple_gla(
     chunk_size: int | None = None,
 ) -> tuple[Any, Any]:
     """(o, state): S_t = exp(g[b, t, h]) S + k v^T, or exp(g_gamma[h]) for all tokens."""
-    _refuse_order(state_v_first)
     if g is not None and g_gamma is not None:
         raise ValueError("g: must be None if g_gamma is given: pass one decay")
     decay = drop_none(decay=g_gamma if g is None else g)
-    return _call(attention.linear, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first, **decay)
+    return _call(attention.linear, (q, k, v), scale, initial_state, output_final_state, cu_seqlens, head_first, state_v_first,
+                 **decay)  # fmt: skip
 
 
 def chunk_gla(
@@ -138,8 +147,7 @@ def chunk_gla(
     head_first: bool = False,
 ) -> tuple[Any, Any]:
     """(o, state): S_t = diag(exp(g[b, t, h])) S + k v^T."""
-    _refuse_order(state_v_first)
-    return _call(attention.gla, (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, head_first)
+    return _call(attention.gla, (q, k, v, g), scale, initial_state, output_final_state, cu_seqlens, head_first, state_v_first)
 
 
 def chunk_delta_rule(
@@ -187,12 +195,11 @@ def chunk_gated_delta_rule(
     dt_bias: Any = None,
 ) -> tuple[Any, Any]:
     """(o, state): S_t = exp(g[b, t, h]) S, and then the delta rule with beta."""
-    _refuse_order(state_v_first)
     _refuse_context(cp_context)
     if use_gate_in_kernel:
         g = attention.gates.softplus(g, _check_rates(A_log), dt_bias)
     arrays = q, k, v, _raw_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first,
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, state_v_first,
                  decay=g, qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
 
 
@@ -228,7 +235,6 @@ def chunk_kda(
 ) -> tuple[Any, Any]:
     """(o, state): S_t = diag(exp(g[b, t, h])) S, and then the delta rule with beta. safe_gate and lower_bound belong to a gate
     that the kernel computes: with lower_bound it is a sigmoid. safe_gate chooses a kernel there, and nothing here."""
-    _refuse_order(state_v_first)
     _refuse_context(cp_context)
     refuse(
         "return_intermediate_states",
@@ -238,8 +244,29 @@ def chunk_kda(
     if use_gate_in_kernel:
         g = _raw_channel_gate(g, A_log, dt_bias, lower_bound, safe_gate, head_first)
     arrays = q, k, v, _raw_beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
-    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first,
+    return _call(attention.delta_rule, arrays, scale, initial_state, output_final_state, cu_seqlens, head_first, state_v_first,
                  decay=g, qk_l2norm=bool(use_qk_l2norm_in_kernel))  # fmt: skip
+
+
+# ---- token by token there, by chunks here ---------------------------------------------------------------------------
+def _recurrent(chunked: Callable) -> Callable:
+    """The function of flash-linear-attention that goes from token to token, with the arguments of `chunked` by name, for their
+    order is another in each version."""
+
+    def call(q: Any, k: Any, v: Any, **arguments: Any) -> tuple[Any, Any]:
+        return chunked(q, k, v, **arguments)
+
+    call.__name__ = call.__qualname__ = chunked.__name__.replace("chunk_", "fused_recurrent_")
+    call.__doc__ = f"""{chunked.__name__}, whose arguments behind q, k and v it takes by name."""
+    return call
+
+
+fused_recurrent_delta_rule = _recurrent(chunk_delta_rule)
+fused_recurrent_gated_delta_rule = _recurrent(chunk_gated_delta_rule)
+fused_recurrent_kda = _recurrent(chunk_kda)
+fused_recurrent_linear_attn = _recurrent(chunk_linear_attn)
+fused_recurrent_retention = _recurrent(chunk_retention)
+fused_recurrent_simple_gla = _recurrent(chunk_simple_gla)
 
 
 # ---- shared helpers ------------------------------------------------------------------------------------------------
@@ -251,15 +278,17 @@ def _call(
     final: bool,
     cu_seqlens: Any,
     head_first: bool,
+    state_v_first: bool = False,
     **fixed_options: Any,
 ) -> tuple[Any, Any]:
+    if state_v_first and initial_state is not None:
+        initial_state = initial_state.swapaxes(-1, -2)
     options = drop_none(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
     result = function(*arrays, **options, **fixed_options, return_state=bool(final))
-    return result if final else (result, None)
-
-
-def _refuse_order(state_v_first: bool) -> None:
-    refuse("state_v_first", state_v_first, "states are (N, H, Dk, Dv): transpose the last two axes before and after")
+    if not final:
+        return result, None
+    o, state = result
+    return o, state.swapaxes(-1, -2) if state_v_first else state
 
 
 def _refuse_context(cp_context: Any) -> None:

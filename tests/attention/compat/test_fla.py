@@ -126,6 +126,35 @@ def test_formulas(name, head_first, calls, draw):
             np.testing.assert_allclose(state[1][b, 0], z, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", [name for name, signature in SIGNATURES.items() if "state_v_first" in signature])
+def test_states_with_the_columns_of_values_first(name, calls, draw):
+    """state_v_first, with which flash-linear-attention's layers call: (N, H, Dv, Dk) goes in and comes out."""
+    arrays = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV)), *extras(CALLS[name][0], draw, B, S, H)
+    start = draw((B, H, DK, DV))
+    out, state = getattr(fla, name)(*arrays, initial_state=start, output_final_state=True)
+    turned = start.swapaxes(-1, -2)
+    same, final = getattr(fla, name)(*arrays, initial_state=turned, output_final_state=True, state_v_first=True)
+    assert (same == out).all() and (final.swapaxes(-1, -2) == state).all()
+    assert getattr(fla, name)(*arrays, state_v_first=True)[1] is None
+
+
+@pytest.mark.parametrize("name", [name for name in fla.__all__ if name.startswith("fused_recurrent_")])
+def test_functions_token_by_token_are_those_by_chunks(name, calls, draw):
+    chunked = name.replace("fused_recurrent_", "chunk_")
+    arrays = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV))
+    names = [x.partition("=")[0] for x in SIGNATURES[chunked].split(", ")[3:]]
+    named = dict(zip(names, extras(CALLS[chunked][0], draw, B, S, H)))
+    results = [getattr(fla, form)(*arrays, **named, scale=0.4, output_final_state=True) for form in (name, chunked)]
+    assert all((x == y).all() for x, y in zip(*map(flat, results)))
+    with pytest.raises(TypeError, match="positional argument"):  # their order is another in each version
+        getattr(fla, name)(*arrays, 0.4)
+
+
+def flat(x):
+    """The arrays of a pair, which may have a pair in it."""
+    return [y for part in x for y in flat(part)] if isinstance(x, tuple) else [x]
+
+
 def test_states_of_normalized_attention_go_on(calls, draw):
     """flash-linear-attention's z has an axis of one; two calls with half of the tokens each equal one call."""
     q, k, v = np.abs(draw((B, 6, H, DK))), np.abs(draw((B, 6, H, DK))), draw((B, 6, H, DV))
@@ -197,8 +226,6 @@ def test_a_gate_needs_its_rates(calls, draw):
 
 
 REFUSED = [
-    ("chunk_simple_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
-    ("chunk_gla", {"state_v_first": True}, "state_v_first: .* transpose"),
     ("chunk_gated_delta_rule", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . beta"),
     ("chunk_kda", {"allow_neg_eigval": True}, "allow_neg_eigval: .* 2 . beta"),
     ("chunk_kda", {"return_intermediate_states": True}, "return_intermediate_states: .* once per chunk"),
