@@ -96,7 +96,9 @@ def find(target: str, args: str | None = None) -> InspectedLaunch:
         return launches[0]
     if kernel:
         raise ValueError(f"{target}: annotate its parameters, say --args, or launch it: {file} as a script does not{stopped}")
-    raise ValueError(f"{file} has no kernel {name}, and launches none of that name{stopped}")
+    kernels = ", ".join([x for x, value in names.items() if hasattr(value, "py_func")])
+    known = f"; its kernels are {kernels}" if kernels else ""
+    raise ValueError(f"{file} has no kernel {name}, and launches none of that name{known}{stopped}")
 
 
 def _declares(kernel):
