@@ -78,7 +78,7 @@ class NoOutputRing:
     products = 0  # of a step that run while the consumer waits for E
 
     def rings(self, values, scores):
-        """Further rings, or others. values, scores: tiles."""
+        """The further members of shared memory. values, scores: the types of their tiles."""
         return {}
 
     @inlined

@@ -33,7 +33,7 @@ class GateFormula:
 
     name: ClassVar[str] = ""
     divides: ClassVar[bool] = False
-    lowest: ClassVar[float] = -math.inf  # the least gate that there is
+    lowest: ClassVar[float] = -math.inf  # the least gate that there is: kernels leave out what only lower ones need
 
     @inlined
     def slope(self, rate):
