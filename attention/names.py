@@ -93,6 +93,7 @@ ARGUMENT_HINTS = (
         "A_log dt_bias use_gate_in_kernel safe_gate lower_bound",
         "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid",
         "lower_bound=, the lowest gate",
+        "A=-exp(A_log)",
     ),
     ("use_beta_sigmoid_in_kernel allow_neg_eigval", "beta=attention.gates.beta(b, doubled=False)"),
     ("return_varlen_states", "return_final_states with cu_seqlens"),

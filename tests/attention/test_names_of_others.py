@@ -26,6 +26,7 @@ KNOWN = [
     (attention.delta_rule, "use_gate_in_kernel", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),
     (attention.based, "output_final_state", "return_state"),
     (attention.mamba2, "return_state", "return_final_states"),
+    (attention.mamba2, "A_log", "A=-exp(A_log)"),
     (attention.hedgehog, "head_first", 'layout="bhsd" or "bshd"'),
     (attention.linear_step, "log_decay", "decay"),
     (attention.forward, "softmax_scale", "scale"),
