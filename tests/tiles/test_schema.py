@@ -233,7 +233,7 @@ INVALID = [
     (
         dict(q=zeros(("batch", "seqlen_q", "key_dim"), bf16)),
         V,
-        "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16); q[None] adds a batch",
+        "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16); if the batch is missing, pass q[None]",
     ),
     (dict(layout="bhsd", q=zeros(("batch", "seqlen_q"), bf16)), V, "q: must have the axes B, H, S, Dk: q.shape=(2, 5)"),
     (dict(k=zeros(("batch", "seqlen_k", "heads_k"), bf16)), V, "k: must have the axes B, S, Hk, Dk: k.shape=(2, 7, 3)"),
@@ -272,6 +272,11 @@ INVALID = [
     (dict(k=zeros(K, bf16, batch=3)), V, "k: batch must equal q's: k.shape=(3, 7, 3, 16), q.shape=(2, 5, 6, 16)"),
     (dict(k=zeros(K, bf16, key_dim=8)), V, "k: key_dim must equal q's: k.shape=(2, 7, 3, 8), q.shape=(2, 5, 6, 16)"),
     (dict(decay=zeros(HEADS, heads=3)), V, "decay: heads must equal q's: decay.shape=(3,), q.shape=(2, 5, 6, 16)"),
+    (
+        dict(decay=zeros(DECAY, heads=96)),
+        V,
+        "decay: heads must equal q's: decay.shape=(2, 5, 96), q.shape=(2, 5, 6, 16); decay.reshape(2, 5, 6, 16) has heads, ",
+    ),
     (dict(decay=zeros(DECAY, seqlen_q=6)), V, "decay: sequence must equal q's: decay.shape=(2, 6, 6), q.shape=(2, 5, 6, 16)"),
     (
         dict(start=zeros(STATE, sequences=3)),

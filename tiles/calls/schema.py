@@ -247,7 +247,8 @@ class Schema:
                         raise ValueError(f"{name}: must have one element{_where(axes)}: {name}.shape={shape}")
                     other = holders[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    raise ValueError(f"{name}: {title(axis_name)} must equal {other}'s: {shapes}")
+                    joined = _joined_axes_remedy(name, shape, row, rows[name].get(len(shape) + 1), extents)
+                    raise ValueError(f"{name}: {title(axis_name)} must equal {other}'s: {shapes}{joined}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
@@ -399,15 +400,14 @@ def _where(axes: Axes) -> str:
 def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int], extents: Mapping[str, int] | None = None) -> NoReturn:
     """extents: those that are known; None if extents cannot be compared."""
     name, choices = argument.name, argument.choices(layout)
-    remedy = "" if extents is None else _axes_remedy(choices, tuple(shape), extents)
-    remedy = f"; {name}{remedy}" if remedy else ""
+    remedy = "" if extents is None else _axes_remedy(name, choices, tuple(shape), extents)
     expected = "; or ".join(map(symbols, choices.values()))
     raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
 
 
-def _axes_remedy(choices: Mapping[int, Axes], shape: tuple[int, ...], extents: Mapping[str, int]) -> str:
-    """The index that gives an array of this shape the axes of one of the choices, and what it does, where axes are missing or
-    one of extent 1 is too many: "[:, 0] has them"; "" if there is none that the extents which are known allow."""
+def _axes_remedy(name: str, choices: Mapping[int, Axes], shape: tuple[int, ...], extents: Mapping[str, int]) -> str:
+    """The index that gives an array of this shape the axes of one of the choices, where axes are missing or one of extent 1 is
+    too many: "; q[:, 0] has them"; "" if there is none that the extents which are known allow."""
     rank = len(shape)
 
     def matches(axes: Axes, shape: tuple[int, ...]) -> int:
@@ -420,16 +420,29 @@ def _axes_remedy(choices: Mapping[int, Axes], shape: tuple[int, ...], extents: M
         scores = {place: matches(longer[:place] + longer[place + 1 :], shape) for place in range(rank)}
         best = max(scores, key=lambda place: (scores[place], not place, not along_sequence(longer[place])), default=0)
         if not scores.get(best):  # nothing is known, as of a first argument
-            return "[None] adds a batch" if best in scores and longer[0] == "batch" else ""
-        return f"[{':, ' * best}None] has them" if scores[best] > 0 else ""
+            return f"; if the batch is missing, pass {name}[None]" if best in scores and longer[0] == "batch" else ""
+        return f"; {name}[{':, ' * best}None] has them" if scores[best] > 0 else ""
     if axes := choices.get(rank - 1):
         for place in (*range(1, rank), 0):
             sure = 0 if place else len(axes)  # the first axis is the batch, unless all others say that it is too many
             if shape[place] == 1 and matches(axes, shape[:place] + shape[place + 1 :]) >= sure:
-                return f"[{':, ' * place}0] has them"
+                return f"; {name}[{':, ' * place}0] has them"
     if (axes := choices.get(rank + 2)) and all([symbols((axis,)).endswith(" or 1") for axis in axes[:2]]):
-        return "[None, None] has them" if matches(axes[2:], shape) >= 0 else ""
+        return f"; {name}[None, None] has them" if matches(axes[2:], shape) >= 0 else ""
     return ""
+
+
+def _joined_axes_remedy(
+    name: str, shape: tuple[int, ...], row: tuple[Axes, Any], longer: tuple[Axes, Any] | None, extents: Mapping[str, int]
+) -> str:
+    """How to take the last axis of an array apart, where it holds the last two of a longer choice, as projections have it."""
+    last_two = longer[0][-2:] if longer else ()
+    if last_two[:1] != row[0][-1:] or not extents.keys() >= {*last_two}:
+        return ""
+    inner = [extents[axis] for axis in last_two]
+    if inner[0] * inner[1] != shape[-1]:
+        return ""
+    return f"; {name}.reshape{(*shape[:-1], *inner)} has {', '.join(map(title, last_two))}"
 
 
 def _refuse_strides(name: str, form: Form, message: str) -> NoReturn:
