@@ -1,5 +1,6 @@
 """attention.mamba2: the state-space duality of Mamba-2 (Dao and Gu 2024), which is linear attention under other names."""
 
+import functools
 import math
 from numbers import Integral
 from typing import Any
@@ -16,7 +17,7 @@ from ..options import check_flag
 from ..plans.recurrent import recurrent_checks, recurrent_chunks
 from ..plans.recurrent.chunk_states import STORED, check_chunk_states, check_memory, choose_memory, merge_chunks
 from ..plans.recurrent.packed_tokens import pack_batches
-from ..plans.recurrent.recurrent_checks import DtOptions
+from ..plans.recurrent.recurrent_checks import MAMBA2_AXES, DtOptions
 from ..plans.recurrent.recurrent_chunks import SEGMENT_RESULTS, count_chunks
 from ..plans.requires_grad import recurrent_autograd, refuse_with_gradients, requires_grad
 from .mamba_gradients import MAMBA2_DERIVATIVE
@@ -42,9 +43,10 @@ STATES = """
     states          (sequences, heads, value_dim, key_dim)  float32  output  return_final_states
 """
 CHUNK_STATES = "chunk_states    (batch, chunks, heads, value_dim, key_dim)  tile     output  return_chunk_states  memory:states"
-MAMBA2 = Schema("mamba2", TOKENS + OTHERS + STEPS + STATES + CHUNK_STATES, chunks=count_chunks)
-SEGMENTS = Schema("mamba2_segments", TOKENS + STEPS)
-OUTPUTS_FROM_SEGMENTS = Schema(
+make_schema = functools.partial(Schema, axis_names=MAMBA2_AXES)
+MAMBA2 = make_schema("mamba2", TOKENS + OTHERS + STEPS + STATES + CHUNK_STATES, chunks=count_chunks)
+SEGMENTS = make_schema("mamba2_segments", TOKENS + STEPS)
+OUTPUTS_FROM_SEGMENTS = make_schema(
     "mamba2_outputs_from_segments", TOKENS + OTHERS + STEPS + SEGMENT_RESULTS + STATES + CHUNK_STATES, chunks=count_chunks
 )
 

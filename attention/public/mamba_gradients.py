@@ -14,7 +14,7 @@ from ..options import check_flag
 from ..plans.recurrent import recurrent_checks
 from ..plans.recurrent.gradient_accumulation import accumulating_schema, add_gradients, make_accumulating_program
 from ..plans.recurrent.mamba2_gradients import plan_mamba2_gradients
-from ..plans.recurrent.recurrent_checks import DtOptions
+from ..plans.recurrent.recurrent_checks import MAMBA2_AXES, DtOptions
 from ..plans.recurrent.recurrent_chunks import count_chunks
 from ..plans.recurrent.recurrent_derivative import RecurrentDerivative, choose_optional_gradients, no_second_derivatives
 from ..plans.requires_grad import without_gradients
@@ -43,7 +43,7 @@ ROWS = """
     ddt_bias         (heads)                                   float32  output  grads:ddt_bias
     dinitial_states  (sequences, heads, value_dim, key_dim)    float32  output  grads:dinitial_states
 """
-make_schema = functools.partial(Schema, chunks=count_chunks)
+make_schema = functools.partial(Schema, chunks=count_chunks, axis_names=MAMBA2_AXES)
 MAMBA2_BACKWARD = make_schema("mamba2_backward", ROWS)
 OPTIONAL = "D", "z", "dt_bias", "initial_states"  # arrays with gradients that may be left out
 GRADIENTS = "dx", "ddt", "dA", "dB", "dC", "dD", "dz", "ddt_bias", "dinitial_states"

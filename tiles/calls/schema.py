@@ -174,7 +174,8 @@ class Schema:
     """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
     one extent in all calls, or occur in results only; or a function from all other extents to it. vary: if axes are not those
     of axes.py, which of them have a length as their extent (lengths.py). remedies: {a dtype that tiles do not have: what to do
-    with such arrays}, for errors. ValueError: a row has a wrong syntax."""
+    with such arrays}, for errors. axis_names: {axis: (its symbol, its title)} where the function's own documentation has others
+    than axes.py. ValueError: a row has a wrong syntax."""
 
     def __init__(
         self,
@@ -182,6 +183,7 @@ class Schema:
         table: str,
         vary: Iterable[str] | None = None,
         remedies: Mapping[str, str] | None = None,
+        axis_names: Mapping[str, tuple[str, str]] | None = None,
         **extents: int | Callable[[Mapping[str, Any]], Any],
     ):
         rows = [parse_row(line) for line in table.splitlines() if line.strip()]
@@ -189,6 +191,7 @@ class Schema:
             if unknown := [axis for axes in row.axes for axis in axes if axis not in AXES and axis != "*"]:
                 raise ValueError(f"{row.name}: has the axis {unknown[0]}, which tiles/calls/axes.py does not name")
         self.name, self.vary, self.remedies = name, VARY if vary is None else frozenset(vary), remedies or {}
+        self.axis_names = axis_names or {}
         self.extents = ONE | {axis: extent for axis, extent in extents.items() if isinstance(extent, int)}
         self._derived_extents = {axis: extent for axis, extent in extents.items() if not isinstance(extent, int)}
         self.arguments = {row.name: row for row in rows}
@@ -199,6 +202,14 @@ class Schema:
         self.rows = {layout: {row.name: row.orders(layout) for row in rows} for layout in LAYOUTS}
         self.written_rows = {layout: self._written(layout) for layout in LAYOUTS}
         self._dtypes = {row.name: row.dtypes for row in rows}
+
+    def axis_title(self, axis: str) -> str:
+        """The axis's name in messages about its extent."""
+        return self.axis_names[axis][1] if axis in self.axis_names else title(axis)
+
+    def symbols_of(self, axes: Axes) -> str:
+        """The axes as error messages write them: "B, S, H, D"."""
+        return ", ".join([self.axis_names[axis][0] if axis in self.axis_names else symbols((axis,)) for axis in axes])
 
     def _written(self, layout: str) -> dict[str, tuple[Axes, tuple[int, ...], str | None]]:
         """{result: (its axes in the caller's order, where the canonical ones stand, the dtype; None: the tiles')}."""
@@ -223,7 +234,7 @@ class Schema:
             shape, strides, array_dtype, array_device, itemsize, misalignment, readonly = form
             row = rows[name].get(len(shape))
             if row is None:
-                _refuse_axes(self.arguments[name], layout, shape, extents)
+                self._refuse_axes(name, layout, shape, extents)
             axes, order = row
             like = self.arguments[name].like
             if like:
@@ -248,7 +259,7 @@ class Schema:
                     other = holders[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
                     joined = _joined_axes_remedy(name, shape, row, rows[name].get(len(shape) + 1), extents)
-                    raise ValueError(f"{name}: {title(axis_name)} must equal {other}'s: {shapes}{joined}")
+                    raise ValueError(f"{name}: {self.axis_title(axis_name)} must equal {other}'s: {shapes}{joined}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
@@ -275,7 +286,7 @@ class Schema:
         for axis in self._derived_extents:
             if axis in extents and extents[axis] != derived[axis]:
                 name, wanted = holders[axis], int(derived[axis])
-                raise ValueError(f"{name}: {title(axis)} must be {wanted}: {name}.shape={forms[name].shape}")
+                raise ValueError(f"{name}: {self.axis_title(axis)} must be {wanted}: {name}.shape={forms[name].shape}")
         return Problem(self, canonical, self.extents | derived, bits, layout)
 
     def with_lengths(self, name: str, form: Form, layout: str) -> Form:
@@ -289,8 +300,8 @@ class Schema:
         """The error message for a number where an array is expected."""
         row = self.arguments[name]
         if isinstance(number, bool):
-            return f"{name}: must be an array of the axes {'; or '.join(map(symbols, row.axes))}: {name}={number}"
-        shape, dtype = symbols(row.axes[0]), row.dtypes[0]
+            return f"{name}: must be an array of the axes {'; or '.join(map(self.symbols_of, row.axes))}: {name}={number}"
+        shape, dtype = self.symbols_of(row.axes[0]), row.dtypes[0]
         comma = "," if len(row.axes[0]) == 1 else ""
         remedy = f"; of a number make one: np.full(({shape}{comma}), {number!r}, np.{dtype})"
         return f"{name}: must be an array, got {name}={number!r}{remedy if dtype in ('float32', 'int32') else ''}"
@@ -302,6 +313,13 @@ class Schema:
             for name, row in self.arguments.items()
             if row.result and all(_requests_result(options, word) for word in row.flags)
         ]
+
+    def _refuse_axes(self, name: str, layout: str, shape: Sequence[int], extents: Mapping[str, int] | None = None) -> NoReturn:
+        """extents: those that are known; None if extents cannot be compared."""
+        choices = self.arguments[name].choices(layout)
+        remedy = "" if extents is None else _axes_remedy(name, choices, tuple(shape), extents)
+        expected = "; or ".join(map(self.symbols_of, choices.values()))
+        raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
 
     def _refuse_dtype(self, argument: Argument, array_dtype: str, first: str, dtype: str) -> NoReturn:
         name = argument.name
@@ -331,7 +349,7 @@ class Schema:
         rows, extents = self.rows[layout], dict(self.extents)
         for name, shape in shapes_of_inputs.items():
             if len(shape) not in rows[name]:
-                _refuse_axes(self.arguments[name], layout, shape)
+                self._refuse_axes(name, layout, shape)
             extents |= zip(rows[name][len(shape)][0], shape)
         extents = self._add_derived_extents(extents)
         results = {name: row for name, row in self.arguments.items() if row.result}
@@ -395,14 +413,6 @@ def _requests_result(options: Mapping[str, Any], word: str) -> bool:
 
 def _where(axes: Axes) -> str:
     return " along its last axis" if len(axes) > 1 else ""
-
-
-def _refuse_axes(argument: Argument, layout: str, shape: Sequence[int], extents: Mapping[str, int] | None = None) -> NoReturn:
-    """extents: those that are known; None if extents cannot be compared."""
-    name, choices = argument.name, argument.choices(layout)
-    remedy = "" if extents is None else _axes_remedy(name, choices, tuple(shape), extents)
-    expected = "; or ".join(map(symbols, choices.values()))
-    raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
 
 
 def _axes_remedy(name: str, choices: Mapping[int, Axes], shape: tuple[int, ...], extents: Mapping[str, int]) -> str:

@@ -31,6 +31,7 @@ class DtOptions(NamedTuple):
 
 
 NO_DT_OPTIONS = DtOptions()
+MAMBA2_AXES = {"heads_k": ("G", "groups"), "key_dim": ("N", "d_state"), "value_dim": ("P", "headdim")}  # as mamba_ssm has them
 
 
 def make_dt_options(dt_softplus: Any, dt_limit: Any) -> DtOptions:
@@ -52,7 +53,8 @@ def check_extents(problem: Problem, queries: str = "q", values: str = "v") -> No
             limits = f"must be a multiple of {DIM_STEP}, from {DIM_STEP} to {MAX_DIM}"
             has_scale = axis == "key_dim" and not problem.member.startswith("mamba2")
             remedy = ("; pad it with columns of zeros" + ", and pass scale" * has_scale) * (0 < extent < MAX_DIM)
-            raise problem.error(name, f"{axis} {limits}{remedy}: {axis}={extent}", name)
+            title = problem.schema.axis_title(axis)
+            raise problem.error(name, f"{title} {limits}{remedy}: {title}={extent}", name)
     heads, key_heads = problem("heads", "heads_k")
     if not key_heads:
         raise problem.error(queries, "must have at least one head", queries)

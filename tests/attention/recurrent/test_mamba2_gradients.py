@@ -358,7 +358,7 @@ def test_no_token():
     [
         ({"z": None, "dz": True}, "dz: must be None where there is no z"),
         ({"D": None, "dD": np.zeros(2, f32)}, "dD: must be None where there is no D"),
-        ({"dstates": np.zeros((1, 2, 16, 17), f32)}, "dstates: key_dim must equal"),
+        ({"dstates": np.zeros((1, 2, 16, 17), f32)}, "dstates: d_state must equal"),
         ({"dout": None}, "dout: must be an array"),
         ({"dA": np.zeros(2, bf16)}, "dA: dtype must be"),
         ({"dt_softplus": 1}, "dt_softplus: must be a bool"),

@@ -252,7 +252,9 @@ INVALID = [
     ),
     (dict(member="delta_rule", beta=None), T, "beta: must be an array"),
     (dict(member="mamba2", dt=zeros(2, 5, 3, dtype=f32)), V, "dt: heads must equal x's: dt.shape=(2, 5, 3), x.shape=(2, 5, 6"),
-    (dict(member="mamba2", C=zeros(2, 5, 3, 16)), V, "C: key_dim must equal B's: C.shape=(2, 5, 3, 16), B.shape=(2, 5, 3, 32)"),
+    (dict(member="mamba2", x=zeros(2, 5, 6, 24)), V, "x: headdim must be a multiple of 16, from 16 to 256; pad it with"),
+    (dict(member="mamba2", B=zeros(2, 5, 32)), V, "B: must have the axes B, S, G, N: B.shape=(2, 5, 32); B[:, :, None] has"),
+    (dict(member="mamba2", C=zeros(2, 5, 3, 16)), V, "C: d_state must equal B's: C.shape=(2, 5, 3, 16), B.shape=(2, 5, 3, 32)"),
     (
         dict(member="mamba2", B=zeros(2, 5, 4, 32), C=zeros(2, 5, 4, 32)),
         V,
@@ -261,7 +263,7 @@ INVALID = [
     (
         dict(member="mamba2", D=zeros(6, 32, dtype=f32)),
         V,
-        "D: value_dim must equal x's: D.shape=(6, 32), x.shape=(2, 5, 6, 16)",
+        "D: headdim must equal x's: D.shape=(6, 32), x.shape=(2, 5, 6, 16)",
     ),
     (dict(member="mamba2", options={"dt_softplus": 1}), T, "dt_softplus: must be a bool: dt_softplus=1"),
     (
