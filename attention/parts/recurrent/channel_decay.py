@@ -201,13 +201,30 @@ class ChannelDecay(WarpChannels):
     def factor_chunk_decays(self, queries, keys, extra, sums, b_last, warp, strong):
         """`factor_decays` with one reference for all tokens."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
-        for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
-            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
-            decay = exp2(b - r_query)
-            query = self.store_query(self.group_part(queries, i, warp), decay)
-            self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
-            store(self.group_part(keys, i, warp), key * exp2(r_key - b))
+        tiles, r = (queries, keys, extra), (r_query, r_key)
+        b0 = self._load_sums(sums, 0, warp)
+        b1 = self._load_sums(sums, 1, warp)
+        self._factor_group(tiles, b0, r, 0, warp, strong)
+        b2 = self._load_sums(sums, 2, warp)
+        self._factor_group(tiles, b1, r, 1, warp, strong)
+        b3 = self._load_sums(sums, 3, warp)
+        self._factor_group(tiles, b2, r, 2, warp, strong)
+        self._factor_group(tiles, b3, r, 3, warp, strong)
+
+    @inlined
+    def _load_sums(self, sums, i, warp):
+        """b of the i-th TOKEN_GROUP tokens, in powers of 2."""
+        return load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+
+    @inlined
+    def _factor_group(self, tiles, b, r, i, warp, strong):
+        """`factor_chunk_decays` of the i-th TOKEN_GROUP tokens, with references (of queries, of keys)."""
+        (queries, keys, extra), (r_query, r_key) = tiles, r
+        key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
+        decay = exp2(b - r_query)
+        query = self.store_query(self.group_part(queries, i, warp), decay)
+        self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
+        store(self.group_part(keys, i, warp), key * exp2(r_key - b))
 
     @inlined
     def factor_block_decays(self, queries, keys, extra, blocks, sums, b_last, warp):
