@@ -199,27 +199,29 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def factor_chunk_decays(self, queries, keys, extra, sums, b_last, warp, strong):
-        """`factor_decays` with one reference for all tokens."""
+        """`factor_decays` with one reference for all tokens. In straight code, not a loop: b of the next tokens is on its way
+        from shared memory while these are decayed."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
-        tiles, r = (queries, keys, extra), (r_query, r_key)
-        b0 = self._load_sums(sums, 0, warp)
-        b1 = self._load_sums(sums, 1, warp)
-        self._factor_group(tiles, b0, r, 0, warp, strong)
-        b2 = self._load_sums(sums, 2, warp)
-        self._factor_group(tiles, b1, r, 1, warp, strong)
-        b3 = self._load_sums(sums, 3, warp)
-        self._factor_group(tiles, b2, r, 2, warp, strong)
-        self._factor_group(tiles, b3, r, 3, warp, strong)
+        tiles, references = (queries, keys, extra), (r_query, r_key)
+        b_0 = self.load_group_sums(sums, 0, warp)
+        b_1 = self.load_group_sums(sums, 1, warp)
+        self.factor_group(tiles, b_0, references, 0, warp, strong)
+        b_2 = self.load_group_sums(sums, 2, warp)
+        self.factor_group(tiles, b_1, references, 1, warp, strong)
+        b_3 = self.load_group_sums(sums, 3, warp)
+        self.factor_group(tiles, b_2, references, 2, warp, strong)
+        self.factor_group(tiles, b_3, references, 3, warp, strong)
 
     @inlined
-    def _load_sums(self, sums, i, warp):
+    def load_group_sums(self, sums, i, warp):
         """b of the i-th TOKEN_GROUP tokens, in powers of 2."""
         return load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
 
     @inlined
-    def _factor_group(self, tiles, b, r, i, warp, strong):
-        """`factor_chunk_decays` of the i-th TOKEN_GROUP tokens, with references (of queries, of keys)."""
-        (queries, keys, extra), (r_query, r_key) = tiles, r
+    def factor_group(self, tiles, b, references, i, warp, strong):
+        """`factor_chunk_decays` of the i-th TOKEN_GROUP tokens. tiles: (queries, keys, extra). references: those of queries and
+        of keys."""
+        (queries, keys, extra), (r_query, r_key) = tiles, references
         key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
         decay = exp2(b - r_query)
         query = self.store_query(self.group_part(queries, i, warp), decay)
@@ -239,7 +241,7 @@ class ChannelDecay(WarpChannels):
             r = (first + last) * (0.25 * LOG2_E) // 1 * 2.0
             store(self.reference_part(block_decays, i, warp), exp2((r - before) * 0.5))
             before = r
-            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+            b = self.load_group_sums(sums, i, warp)
             key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r)
             query = self.store_query(self.group_part(queries, i, warp), decay)
