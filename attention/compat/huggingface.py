@@ -32,10 +32,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 import attention
 
 from .arguments import draw_dropout_options, drop_none, refuse
+from .huggingface_layers import replace_layers as replace_layers
+from .huggingface_layers import restore_layers as restore_layers
 from .huggingface_linear import linear_layers as linear_layers
 from .huggingface_masks import MAX_DECODE_TOKENS, MaskInfo, create_mask, find_documents, read_mask, split_documents
 
-__all__ = ["linear_layers", "register"]
+__all__ = ["linear_layers", "register", "replace_layers", "restore_layers"]
 
 
 def register(name: str = "tiles") -> None:

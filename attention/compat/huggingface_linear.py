@@ -97,7 +97,7 @@ def chunk_delta(
     if not _supports(query, key, value):
         return original(query, key, value, g=_evaluated(g), beta=beta, initial_state=initial_state, **options, **others)
     options["initial_state"] = None if initial_state is None else initial_state.float()
-    ends, seq_idx = _ends(others), others.get("seq_idx")
+    ends, seq_idx = sequence_ends(others), others.get("seq_idx")
     query, key, value = _contiguous_rows(query, key, value)
     if ends is not None or seq_idx is None:
         return chunk_gated_delta_rule(query, key, value, g, beta, **options | {"cu_seqlens": ends})
@@ -123,7 +123,7 @@ def step_delta(
     single = query.shape[1] == 1 and initial_state is not None and initial_state.dtype == torch.float32
     raw = isinstance(g, RawGate)
     arrays = query, key, value, beta, initial_state, *(g.arrays if raw else [g])
-    if not single or not _supports(query, key, value) or _need_gradient(*arrays):
+    if not single or not _supports(query, key, value) or need_gradient(*arrays):
         options = {"initial_state": initial_state, "output_final_state": output_final_state}
         options["use_qk_l2norm_in_kernel"] = use_qk_l2norm_in_kernel
         return original(query, key, value, g=_evaluated(g), beta=beta, **options, **others)
@@ -156,7 +156,7 @@ def scan_mamba(
         return original(hidden_states, dt, A, B, C, chunk_size, **options, **others)
     options |= {"initial_states": None if initial_states is None else initial_states.float()}
     x, B, C = _contiguous_rows(hidden_states, B, C)
-    ends = _ends(others)
+    ends = sequence_ends(others)
     options |= {"cu_seqlens": ends, "seq_idx": others.get("seq_idx") if ends is None else None}
     return attention.mamba2(x, dt, A, B, C, **options, dt_limit=(dt_limit[0], dt_limit[1]))
 
@@ -178,7 +178,7 @@ def step_mamba(
     """out (B, H, P) of one token; the state is updated in place. dt, A, D and dt_bias hold one number for each head,
     expanded."""
     of_heads = [x for x in (dt, A, D, dt_bias) if x is not None]
-    gradient = _need_gradient(hidden_states, B, C, z, state, *of_heads)
+    gradient = need_gradient(hidden_states, B, C, z, state, *of_heads)
     if gradient or any(x.stride(-1) for x in of_heads) or not _supports(hidden_states, B, C):
         return original(state, hidden_states, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus, **others)
     x, dt, B, C, z = (None if x is None else x[:, None] for x in (hidden_states, dt[..., 0], B, C, z))
@@ -197,7 +197,7 @@ def convolve(
     if not _supports_convolution(hidden_states, weight, activation):
         return original(hidden_states, weight, bias, activation=activation, **others)
     (rows,), activation = _contiguous_rows(hidden_states.transpose(1, 2)), activation and "silu"
-    ends, seq_idx = _ends(others), others.get("seq_idx")
+    ends, seq_idx = sequence_ends(others), others.get("seq_idx")
     if ends is not None or seq_idx is None:
         return attention.short_conv(rows, weight, bias, activation=activation, cu_seqlens=ends).transpose(1, 2)
     batches = pack_batches(seq_idx, rows, None)
@@ -210,7 +210,7 @@ def convolve_token(
     original: Callable, hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: str | None = None
 ) -> Any:
     """The convolution of one token, (B, C, 1). conv_state: the tokens before it, at least W - 1, updated in place."""
-    gradient = _need_gradient(hidden_states, conv_state, weight, bias)
+    gradient = need_gradient(hidden_states, conv_state, weight, bias)
     if gradient or hidden_states.shape[-1] != 1 or not _supports_convolution(hidden_states, weight, activation):
         return original(hidden_states, conv_state, weight, bias, activation)
     (row,), window = _contiguous_rows(hidden_states.transpose(1, 2)), conv_state[..., 1 - weight.shape[1] :]
@@ -234,7 +234,7 @@ def raw_gate(original: Callable, gate: Any, hidden_states: Any) -> Any:
     """The gate of channels as attention.gates has it, before its formula. gate: the module, whose projection is one or the
     product of two. Where a gradient is needed it is what the module returns."""
     projections = [getattr(gate, name) for name in ("f_a_proj", "f_b_proj", "f_proj") if hasattr(gate, name)]
-    if not projections or _need_gradient(hidden_states, *gate.parameters()):
+    if not projections or need_gradient(hidden_states, *gate.parameters()):
         return original(gate, hidden_states)
     x = functools.reduce(lambda x, projection: projection(x), projections, hidden_states)
     heads = gate.A_log.numel()
@@ -282,12 +282,12 @@ def _supports_convolution(x: Any, weight: Any, activation: str | None) -> bool:
     return halves and weight.shape[1] in WIDTHS and activation in (None, "silu", "swish") and x.numel() > 0
 
 
-def _need_gradient(*arrays: Any) -> bool:
+def need_gradient(*arrays: Any) -> bool:
     """Does one of these arrays need a gradient?"""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)
 
 
-def _ends(others: dict[str, Any]) -> Any:
+def sequence_ends(others: dict[str, Any]) -> Any:
     """The ends of packed sequences among a layer's other arguments, by either name, or None."""
     ends = others.get("cu_seqlens")
     return others.get("cu_seq_lens_q") if ends is None else ends

@@ -9,7 +9,7 @@ from .recurrent_layer import RecurrentCache, RecurrentLayer
 from .softmax_attention import Attention
 from .softmax_attention import ProjectedAttention as ProjectedAttention
 from .softmax_attention import angles as angles
-from .transformers_layers import from_transformers
+from .transformers_layers import from_transformers, to_transformers
 
 __all__ = [
     "Attention",
@@ -23,4 +23,5 @@ __all__ = [
     "RecurrentLayer",
     "ShortConv",
     "from_transformers",
+    "to_transformers",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from .recurrent_layer import RecurrentLayer
 
 def from_transformers(layer: nn.Module) -> RecurrentLayer:
     """The layer of attention.nn that computes what a recurrent layer of transformers does, with a copy of its weights, in its
-    dtypes and on its device.
+    dtypes and on its device; frozen ones stay frozen.
 
     | transformers' layer of                 | recognised by its                                  | here               |
     | -------------------------------------- | -------------------------------------------------- | ------------------ |
@@ -33,42 +33,90 @@ def from_transformers(layer: nn.Module) -> RecurrentLayer:
     Mamba-2's time_step_limit is dt_limit here; transformers leaves it out for single tokens. Falcon-H1's multipliers become
     part of in_proj. Where transformers' layers take an attention_mask of padding, those here take packed sequences: cu_seqlens.
     TypeError: it is none of these. ValueError: its activation is not SiLU, or its output gate neither SiLU nor a sigmoid."""
+    build, projections = _recognise(layer)
+    _activation("its activation", layer.activation, ("silu",))
+    result = build(layer)
+    for name, parts in _parameters(layer, projections).items():
+        parameter = result.get_parameter(name).requires_grad_(any(x.requires_grad for x in parts))
+        with torch.no_grad():
+            parameter.copy_(torch.cat([x.reshape(-1, *parameter.shape[1:]) for x in parts]))
+    return result.train(layer.training)
+
+
+@torch.no_grad()
+def to_transformers(layer: RecurrentLayer, theirs: nn.Module) -> nn.Module:
+    """Copy the weights of `layer`, which from_transformers made, to a layer of transformers such as that which it was made of.
+    Returns this. So what was trained with our layers is saved as transformers saves its own.
+
+    TypeError: from_transformers does not know `theirs`. ValueError: the parameters of both have other sizes."""
+    _, projections = _recognise(theirs)
+    for name, parts in _parameters(theirs, projections).items():
+        parameter = dict(layer.named_parameters()).get(name)
+        if parameter is None or parameter.numel() != sum(x.numel() for x in parts):
+            shape = None if parameter is None else tuple(parameter.shape)
+            raise ValueError(f"layer: {name} must be {' and '.join(str(tuple(x.shape)) for x in parts)}, not {shape}")
+        rows = [x.numel() // parameter[0].numel() for x in parts]
+        for x, part in zip(parts, parameter.split(rows)):
+            x.copy_(part.reshape(x.shape))
+    for name, module in _modules(theirs).items():
+        module.load_state_dict(layer.get_submodule(name).state_dict())
+    if isinstance(layer, Mamba2):
+        _scale_projection(theirs, theirs, lambda x, scale: x.div_(scale))
+    return theirs
+
+
+def recognises(layer: nn.Module) -> bool:
+    """Does from_transformers know such a layer?"""
+    try:
+        return bool(_recognise(layer))
+    except TypeError:
+        return False
+
+
+def _recognise(layer: Any) -> tuple[Callable, Callable]:
+    """What makes our layer of this one, and what says where rows of its projections lie. TypeError: nothing does."""
     names = {name for name, _ in (*layer.named_children(), *layer.named_parameters(recurse=False))}
-    for parts, convert in CONVERSIONS:
+    for parts, build, projections in CONVERSIONS:
         if names >= {*parts, "conv1d"}:
-            _activation("its activation", layer.activation, ("silu",))
-            return convert(layer).train(layer.training)
-    known = "; or ".join(", ".join(parts) for parts, _ in CONVERSIONS)
+            return build, projections
+    known = "; or ".join(", ".join(parts) for parts, *_ in CONVERSIONS)
     raise TypeError(f"layer: must have {known}: {type(layer).__name__} has {sorted(names)}")
 
 
-def _convert_grouped(layer: Any) -> GatedDeltaNet:
-    """The GatedDeltaNet of a layer whose projections have the rows of each head of keys, and of the heads of values that share
-    it, together."""
+def _parameters(layer: Any, projections: Callable) -> dict[str, Sequence[torch.Tensor]]:
+    """Our parameters by their names, each as the views of transformers' whose rows it has one below the other."""
+    gate, conv, norm = getattr(layer, "forget_gate", layer), layer.conv1d, _first(layer, "norm", "o_norm")
+    single = {"A_log": gate.A_log, "dt_bias": gate.dt_bias, "D": getattr(layer, "D", None), "conv1d.bias": conv.bias}
+    single |= {"conv1d.weight": conv.weight, "norm.weight": getattr(norm, "weight", None)}
+    return projections(layer) | {name: [x] for name, x in single.items() if x is not None}
+
+
+def _modules(layer: Any) -> dict[str, nn.Module]:
+    """transformers' modules whose copies our layer has, by the names that they have there."""
+    if not hasattr(layer, "forget_gate"):
+        in_proj = {"in_proj": layer.in_proj} if hasattr(layer, "in_proj") else {}
+        return in_proj | {"out_proj": _first(layer, "out_proj", "o_proj")}
+    lists = {"f_proj": _gate_modules(layer.forget_gate, "f"), "g_proj": _gate_modules(layer, "g")}
+    parts = {f"{name}.{i}": x for name, modules in lists.items() for i, x in enumerate(modules)}
+    return parts | {"b_proj": layer.b_proj, "out_proj": layer.o_proj}
+
+
+def _grouped_rows(layer: Any) -> dict[str, Sequence[torch.Tensor]]:
+    """Our projections as views of two that have the rows of each head of keys, and of the values that share it, together."""
     groups, shared = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
     keys, values = layer.head_k_dim, shared * layer.head_v_dim
-
-    def by_kind(weight: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        return torch.cat([part.flatten(0, 1) for part in weight.unflatten(0, (groups, -1)).split(rows, 1)])
-
-    qkvz = by_kind(layer.in_proj_qkvz.weight, [keys, keys, values, values])
-    return _gated_delta_net(layer, qkvz, by_kind(layer.in_proj_ba.weight, [shared, shared]), layer.norm, layer.out_proj)
+    qkvz, ba = (x.weight.unflatten(0, (groups, -1)) for x in (layer.in_proj_qkvz, layer.in_proj_ba))
+    return {"in_proj_qkvz.weight": qkvz.split([keys, keys, values, values], 1), "in_proj_ba.weight": ba.split(shared, 1)}
 
 
-def _convert_separate(layer: Any) -> GatedDeltaNet:
-    """The GatedDeltaNet of a layer with four projections: of q, k and v, of z, of b and of a."""
-    qkvz, ba = (_join_rows(layer, names) for names in (QWEN3_5[:2], QWEN3_5[2:]))
-    return _gated_delta_net(layer, qkvz, ba, layer.norm, layer.out_proj)
+def _separate_rows(**names: tuple[str, ...]) -> Callable:
+    """The function that returns our projections as the weights of several ones, by their names."""
+    return lambda layer: {f"{name}.weight": [getattr(layer, x).weight for x in parts] for name, parts in names.items()}
 
 
-def _convert_olmo(layer: Any) -> GatedDeltaNet:
-    """The GatedDeltaNet of a layer with a projection for each of its inputs."""
-    qkvz, ba = (_join_rows(layer, names) for names in (OLMO[:4], OLMO[4:]))
-    return _gated_delta_net(layer, qkvz, ba, layer.o_norm, layer.o_proj)
-
-
-def _gated_delta_net(layer: Any, qkvz: torch.Tensor, ba: torch.Tensor, norm: Any, out_proj: Any) -> GatedDeltaNet:
-    """The GatedDeltaNet with these projections and the layer's other parameters."""
+def _gated_delta_net(layer: Any) -> GatedDeltaNet:
+    """The GatedDeltaNet with the arguments of a layer of gated delta rules."""
+    norm, out_proj = _first(layer, "norm", "o_norm"), _first(layer, "out_proj", "o_proj")
     result = GatedDeltaNet(
         out_proj.out_features,
         num_heads=layer.num_k_heads,
@@ -78,15 +126,15 @@ def _gated_delta_net(layer: Any, qkvz: torch.Tensor, ba: torch.Tensor, norm: Any
         allow_neg_eigval=getattr(layer, "allow_neg_eigval", False),
         conv_size=layer.conv1d.weight.shape[-1],
         conv_bias=layer.conv1d.bias is not None,
-        **_factory(qkvz),
+        **_factory(_first(layer, "in_proj_qkvz", "in_proj_qkv", "q_proj").weight),
     )
-    result.norm, result.out_proj = _gated_norm(norm), copy.deepcopy(out_proj)
-    return _load(result, layer, layer, {"in_proj_qkvz.weight": qkvz, "in_proj_ba.weight": ba})
+    result.norm = _gated_norm(norm)
+    return _with_modules(result, layer)
 
 
-def _convert_kimi(layer: Any) -> KimiDeltaAttention:
+def _kimi_delta_attention(layer: Any) -> KimiDeltaAttention:
     """The KimiDeltaAttention of a layer with a module for its decay. Both gates are products of two projections, or one."""
-    gate, qkv = layer.forget_gate, _join_rows(layer, KIMI[:3])
+    gate = layer.forget_gate
     bound = getattr(gate, "lower_bound", None) if getattr(gate, "safe_gate", True) else None  # Bailing's
     result = KimiDeltaAttention(
         layer.o_proj.out_features,
@@ -95,20 +143,15 @@ def _convert_kimi(layer: Any) -> KimiDeltaAttention:
         lower_bound=getattr(gate, "safe_gate_lower_bound", bound),
         conv_size=layer.conv1d.weight.shape[-1],
         conv_bias=layer.conv1d.bias is not None,
-        **_factory(qkv),
+        **_factory(layer.q_proj.weight),
     )
-    result.f_proj = _sequence(gate, ("f_a_proj", "f_b_proj"), ("f_proj",))
-    result.g_proj = _sequence(layer, ("g_a_proj", "g_b_proj"), ("g_proj",))
-    result.b_proj, result.norm, result.out_proj = (
-        copy.deepcopy(layer.b_proj),
-        _gated_norm(layer.o_norm),
-        copy.deepcopy(layer.o_proj),
-    )
-    return _load(result, layer, gate, {"in_proj_qkv.weight": qkv})
+    result.f_proj, result.g_proj = (nn.Sequential(*_gate_modules(*x)) for x in ((gate, "f"), (layer, "g")))
+    result.norm = _gated_norm(layer.o_norm)
+    return _with_modules(result, layer)
 
 
-def _convert_mamba2(layer: Any) -> Mamba2:
-    """attention.nn.Mamba2 with the arguments and a copy of the weights of a layer of Mamba-2's."""
+def _mamba2(layer: Any) -> Mamba2:
+    """attention.nn.Mamba2 with the arguments of a layer of Mamba-2's."""
     columns, hidden_size = layer.in_proj.out_features, layer.out_proj.out_features
     inner, norm = layer.out_proj.in_features, layer.norm
     state = (columns - 2 * inner - layer.num_heads) // (2 * layer.n_groups)
@@ -124,13 +167,18 @@ def _convert_mamba2(layer: Any) -> Mamba2:
         **_factory(layer.in_proj.weight),
     )
     result.norm = None if isinstance(norm, nn.Identity) else _gated_norm(norm, getattr(norm, "norm_before_gate", False))
-    result.in_proj, result.out_proj = copy.deepcopy(layer.in_proj), copy.deepcopy(layer.out_proj)
-    with torch.no_grad():  # Falcon-H1's multipliers, of the input and of each column of the projection
-        scale = torch.as_tensor(getattr(layer, "mup_vector", 1.0), device=layer.in_proj.weight.device).flatten()
-        result.in_proj.weight *= scale[:, None] * getattr(layer, "ssm_in_multiplier", 1.0)
-        if result.in_proj.bias is not None:
-            result.in_proj.bias *= scale
-    return _load(result, layer, layer, {"D": layer.D})
+    _with_modules(result, layer)
+    _scale_projection(result, layer, lambda x, scale: x.mul_(scale))
+    return result
+
+
+@torch.no_grad()
+def _scale_projection(module: Any, layer: Any, apply: Callable) -> None:
+    """Apply Falcon-H1's multipliers, of the input and of each column of the projection, to in_proj of `module`."""
+    scale = torch.as_tensor(getattr(layer, "mup_vector", 1.0), device=module.in_proj.weight.device).flatten()
+    apply(module.in_proj.weight, scale[:, None] * getattr(layer, "ssm_in_multiplier", 1.0))
+    if module.in_proj.bias is not None:
+        apply(module.in_proj.bias, scale)
 
 
 def _gated_norm(norm: Any, norm_before_gate: bool = True) -> GatedRMSNorm:
@@ -152,24 +200,23 @@ def _activation(role: str, name: Any, known: tuple[str, ...]) -> str:
     return result
 
 
-def _sequence(module: Any, *choices: tuple[str, ...]) -> nn.Sequential:
-    """Copies of the modules of `module` with these names, the first choice that it has."""
-    names = next(names for names in choices if hasattr(module, names[0]))
-    return nn.Sequential(*(copy.deepcopy(getattr(module, name)) for name in names))
+def _gate_modules(module: Any, letter: str) -> list[nn.Module]:
+    """The projections of a gate of Kimi delta attention: two, or one."""
+    pair = [f"{letter}_a_proj", f"{letter}_b_proj"]
+    return [getattr(module, name) for name in (pair if hasattr(module, pair[0]) else [f"{letter}_proj"])]
 
 
-def _load(result: Any, layer: Any, gate: Any, parameters: dict[str, torch.Tensor]) -> Any:
-    """`result` with these parameters, the layer's convolution, and A_log and dt_bias of `gate`."""
+def _first(layer: Any, *names: str) -> Any:
+    """The first of these attributes that the layer has."""
+    return next(getattr(layer, name) for name in names if hasattr(layer, name))
+
+
+def _with_modules(result: Any, layer: Any) -> Any:
+    """`result` with copies of the layer's modules, and its convolution in the layer's dtype."""
+    for name, module in _modules(layer).items():
+        result.set_submodule(name, copy.deepcopy(module))
     result.conv1d.to(layer.conv1d.weight.dtype)
-    parameters |= {"conv1d.weight": layer.conv1d.weight.squeeze(1), "A_log": gate.A_log.flatten(), "dt_bias": gate.dt_bias}
-    parameters |= {} if layer.conv1d.bias is None else {"conv1d.bias": layer.conv1d.bias}
-    result.load_state_dict(result.state_dict() | {name: x.detach() for name, x in parameters.items()})
     return result
-
-
-def _join_rows(layer: Any, names: tuple[str, ...]) -> torch.Tensor:
-    """The rows of these projections, one below the other."""
-    return torch.cat([getattr(layer, name).weight for name in names])
 
 
 def _factory(weight: torch.Tensor) -> dict[str, Any]:
@@ -180,10 +227,15 @@ QWEN3_5 = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
 OLMO = "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"
 KIMI = "q_proj", "k_proj", "v_proj", "b_proj", "forget_gate"
 GATES = "A_log", "dt_bias"
-CONVERSIONS: tuple[tuple[tuple[str, ...], Callable[[Any], RecurrentLayer]], ...] = (
-    (("in_proj_qkvz", "in_proj_ba", *GATES, "norm", "out_proj"), _convert_grouped),
-    ((*QWEN3_5, *GATES, "norm", "out_proj"), _convert_separate),
-    ((*OLMO, *GATES, "o_norm", "o_proj"), _convert_olmo),
-    ((*KIMI, "o_norm", "o_proj"), _convert_kimi),
-    (("in_proj", "D", *GATES, "norm", "out_proj"), _convert_mamba2),
+# the attributes by which a layer is recognised, what makes ours of it, where the rows of its projections lie
+CONVERSIONS: tuple[tuple[tuple[str, ...], Callable[[Any], RecurrentLayer], Callable], ...] = (
+    (("in_proj_qkvz", "in_proj_ba", *GATES, "norm", "out_proj"), _gated_delta_net, _grouped_rows),
+    (
+        (*QWEN3_5, *GATES, "norm", "out_proj"),
+        _gated_delta_net,
+        _separate_rows(in_proj_qkvz=QWEN3_5[:2], in_proj_ba=QWEN3_5[2:]),
+    ),
+    ((*OLMO, *GATES, "o_norm", "o_proj"), _gated_delta_net, _separate_rows(in_proj_qkvz=OLMO[:4], in_proj_ba=OLMO[4:])),
+    ((*KIMI, "o_norm", "o_proj"), _kimi_delta_attention, _separate_rows(in_proj_qkv=KIMI[:3])),
+    (("in_proj", "D", *GATES, "norm", "out_proj"), _mamba2, _separate_rows()),
 )

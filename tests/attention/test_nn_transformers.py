@@ -1,5 +1,5 @@
-"""attention.nn.from_transformers: transformers' own recurrent layers, and ours with a copy of their weights. Skipped without
-transformers."""
+"""attention.nn.from_transformers and to_transformers: transformers' recurrent layers, and ours with a copy of their weights.
+Skipped without transformers."""
 
 import copy
 import importlib
@@ -85,6 +85,12 @@ def test_is_the_same_layer(name):
     packed, ends = x[mask > 0][None], torch.tensor([0, TOKENS, 2 * TOKENS - padding])
     ref, low = (layer(y, attention_mask=mask)[mask > 0][None] for layer, y in ((exact, x.float()), (theirs, x)))
     compare.assert_close(ours(packed, cu_seqlens=ends), ref, low)
+    empty = copy.deepcopy(theirs)
+    for parameter in empty.parameters():
+        parameter.zero_()
+    back = nn.to_transformers(ours, empty).state_dict()
+    for key, x in theirs.state_dict().items():  # Falcon-H1's multipliers are rounded twice
+        torch.testing.assert_close(back[key], x, **({} if "Falcon" in name else {"rtol": 0, "atol": 0}))
 
 
 @pytest.mark.parametrize("name", ["Qwen3-Next", "Kimi Linear", "Bamba", "Falcon-H1, no norm"])
@@ -95,6 +101,12 @@ def test_its_cache_is_the_same(name):
     mine, of_low, of_exact = ours.new_cache(2), *(transformers.DynamicCache(config=config) for _ in range(2))
     for x in inputs().split([TOKENS - 4, 2, 1, 1], 1):
         compare.assert_close(ours(x, cache=mine), exact(x.float(), of_exact), theirs(x, of_low))
+
+
+def test_frozen_layers_stay_frozen():
+    theirs = layers("Qwen3-Next")[1].requires_grad_(False)
+    theirs.A_log.requires_grad_()
+    assert [name for name, x in nn.from_transformers(theirs).named_parameters() if x.requires_grad] == ["A_log"]
 
 
 def test_layers_that_are_refused():
@@ -109,5 +121,7 @@ def test_layers_that_are_refused():
     theirs.time_step_limit = 0.1, 0.001
     with pytest.raises(ValueError, match=r"^dt_limit: must be two numbers, 0 <= low <= high: dt_limit=\(0.1, 0.001\)"):
         nn.from_transformers(theirs)
+    with pytest.raises(ValueError, match=r"^layer: A_log must be \(4,\), not \(3,\)"):
+        nn.to_transformers(nn.Mamba2(DIM, expand=1.5, d_state=16, headdim=16), theirs)
     with pytest.raises(TypeError, match="^layer: must have in_proj_qkvz, in_proj_ba, .*; or in_proj_qkv, .*: Linear has"):
         nn.from_transformers(torch.nn.Linear(2, 2))

@@ -144,10 +144,11 @@ def test_compiled_and_checkpointed(name):
 
 def curve(model, ids):
     """The losses of some steps of AdamW on the same tokens, with parameters in float32."""
+    call = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if model.compiled else model.forward
     optimiser, losses = torch.optim.AdamW(model.float().train().parameters(), 0.005), []
     for _ in range(STEPS):
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=model.lowered):
-            loss = model(ids, labels=ids, use_cache=False).loss
+            loss = call(ids, labels=ids, use_cache=False).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -156,10 +157,10 @@ def curve(model, ids):
 
 
 def check_learns(name, device):
-    """Twenty steps under autocast have the losses of the same steps in float32, as eager ones under autocast have."""
+    """Twenty compiled steps under autocast have the losses of eager ones in float32, as transformers' under autocast have."""
     three, ids = models(name, device), prompts(padded=False, device=device)[0][:1]
-    for model, lowered in zip(three, (True, True, False)):
-        model.lowered = lowered
+    for model, lowered, compiled in zip(three, (True, True, False), (True, False, False)):
+        model.lowered, model.compiled = lowered, compiled
     with recurrent_layers(three[0], name):
         ours = curve(three[0], ids)
     low, exact = (curve(model, ids) for model in three[1:])
@@ -167,9 +168,8 @@ def check_learns(name, device):
     assert (ours - exact).abs().max() <= 2 * (low - exact).abs().max() + 0.02 * exact[0]
 
 
-def test_learns_as_eager(calls):
-    check_learns("olmo_hybrid", "cpu")
-    assert calls.count("delta_rule") == STEPS
+def test_learns_as_eager():
+    check_learns("nemotron_h", "cpu")
 
 
 # ---- on the card: few, for each compiles kernels of its own ------------------------------------------------------------
