@@ -7,7 +7,9 @@ U = T (V - k' S') occurs in two products, whose other factors have T in them alr
 so that a chunk is four products, and its chain two. k' S' and q' S' have the same left operand, transposed, and so have the
 last two: the right ones lie side by side in shared memory, and each pair is one product. A round of the loop is the second
 product of a chunk and the first one of the next chunk, beside which the state decays: ptxas would wait for a product before it
-used what a product of the round before gave."""
+used what a product of the round before gave. A consumer has 64 columns of values; two in a block share what it loads. That
+takes longer, on half as many multiprocessors, which is faster where the grid before, beside which this one runs, needs the
+others."""
 
 import functools
 import itertools
@@ -30,25 +32,31 @@ from ...parts.recurrent.segment_spans import OverlappingSegments
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ...parts.recurrent.transposed_state import TransposedState
 
-CONSUMER, SENDER, LOADER = range(3)  # warpgroups
-WATCHER = 1  # the loader's warp that waits for what the grid before stores
-REGISTERS = 40, 40, 240  # of a thread of loader, sender and consumer
-STAGES = {64: 4, 128: 3}  # padded key dim: chunks in flight
-SENT = 2  # tiles of outputs on their way
+WATCHER, SENDER = 1, 2  # the loader's warps that wait for what the grid before stores, and from which on they store outputs
+CONSUMERS_OF_BLOCK = 1, 2
+LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # of a thread beside two consumers; one has as many as a thread can have
+# (padded key dim, consumers) -> chunks in flight: of k', q' and decays; k~ and P~; V; outputs, one for each warp that stores
+STAGES = {(64, 1): (4, 4, 4, 2), (64, 2): (4, 4, 3, 1), (128, 1): (3, 3, 3, 2), (128, 2): (3, 3, 2, 1)}
 WARPS = warpgroup.WARPGROUP
 
 
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. key_dim: the channels of keys, padded. varlen: are sequences packed (cu_seqlens)? order: in
-    which the grid before computes what this one reads. condition: of the grid."""
+    which the grid before computes what this one reads. condition: of the grid. consumers: warpgroups that have 64 value
+    columns each."""
 
     key_dim: int
     dtype: dtype
     varlen: bool = False
     order: HeadMajor = field(default=HeadMajor())
     condition: NoCondition = field(default=NoCondition())
-    threads = warpgroup.THREADS * (LOADER + 1)
+    consumers: int = 1
+
+    @property
+    def threads(self):
+        """Threads of a block: those of consumers and loader."""
+        return warpgroup.THREADS * (self.consumers + 1)
 
     @property
     def key(self):
@@ -68,7 +76,7 @@ class Config:
     @property
     def value(self):
         """The tile of V or O for a chunk."""
-        return st(CHUNK, COLUMNS, self.dtype)
+        return st(CHUNK, COLUMNS * self.consumers, self.dtype)
 
     @property
     def state_decays(self):
@@ -82,7 +90,8 @@ class Config:
 
     def __str__(self):
         walk = f"walk of KDA, Dk {self.key_dim} {self.dtype}"
-        return ", ".join(filter(None, (walk, "varlen" * self.varlen, str(self.order), str(self.condition))))
+        columns = f"{COLUMNS * self.consumers} columns" * (self.consumers > 1)
+        return ", ".join(filter(None, (walk, columns, "varlen" * self.varlen, str(self.order), str(self.condition))))
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -92,35 +101,43 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
             if not varlen or key_dim == max(KEY_DIMS) or everything:
                 yield Config(key_dim, input_dtype, varlen)
             if not varlen and (everything or key_dim == max(KEY_DIMS)):
-                yield Config(key_dim, input_dtype, order=ChunkMajor())
+                yield from (Config(key_dim, input_dtype, order=ChunkMajor(), consumers=n) for n in CONSUMERS_OF_BLOCK)
             if everything:
                 conditions = HistoryCondition(True), SuccessorGrid()
                 yield from (Config(key_dim, input_dtype, varlen, condition=condition) for condition in conditions)
             if everything and not varlen:
-                yield Config(key_dim, input_dtype, order=ChunkMajor(), condition=HistoryCondition(False, True))
+                condition = HistoryCondition(False, True)
+                yield from (Config(key_dim, input_dtype, False, ChunkMajor(), condition, n) for n in CONSUMERS_OF_BLOCK)
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, STATE = config.dtype, rt(16, config.key_dim, fp32)
-    seq_layout, stages = SequenceLayout(config.varlen), STAGES[config.key_dim]
+    seq_layout = SequenceLayout(config.varlen)
+    read_stages, solved_stages, value_stages, output_stages = STAGES[config.key_dim, config.consumers]
     chunk_order, ORDER = config.order, config.order.walk_params()
     spans = OverlappingSegments()
     SPANS: Any = spans.params()
     condition, CONDITION = config.condition, config.condition.params()
     state = TransposedState(config.key_dim, INPUT, seq_layout)
-    LOADER_REGISTERS, SENDER_REGISTERS, CONSUMER_REGISTERS = REGISTERS
+    CONSUMERS, READERS, SETMAXNREG = config.consumers, config.consumers * WARPS, config.consumers > 1
+    LOADER = CONSUMERS
     KEYS, KEY_DIM, PANELS = tiled(config.key, rows=2), config.key_dim, config.key_dim // CHUNK
     DECAY_TO_REFERENCE, DECAY = range(2)
     smem = shared(
-        decayed=ring(config.decayed, stages, WARPS),
-        solved=ring(config.solved, stages, WARPS),
-        v=ring(config.value, stages, WARPS),
-        state_decays=ring(config.state_decays, stages, WARPS),
-        out=ring(config.value, SENT, WARPS, writers=WARPS),
+        decayed=ring(config.decayed, read_stages, READERS),
+        solved=ring(config.solved, solved_stages, READERS),
+        v=ring(config.value, value_stages, READERS),
+        state_decays=ring(config.state_decays, read_stages, READERS),
+        out=ring(config.value, output_stages, 1, writers=READERS),
         **chunk_order.rings(),
     )
+
+    @inlined
+    def part(tile):
+        """A consumer's columns of a tile of values or outputs."""
+        return subtile(tile, CHUNK, 0, COLUMNS, warpgroup.id()) if CONSUMERS > 1 else tile
 
     @inlined
     def load_decay(decays, index):
@@ -149,7 +166,7 @@ def make(config: Config):
         rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
         s_t = compute_now(s_t * load_decay(decays, DECAY))  # beside the product ptxas would wait for that one
         read = warpgroup.mm_ABt(rounded, decayed.wait(j))
-        values = warpgroup.load_transposed(v.wait(j), state.values)
+        values = warpgroup.load_transposed(part(v.wait(j)), state.values)
         v.release(j)
         state_decays.release(j)
         d, o = subtract_read(warpgroup.wait(read), values, remaining, scale)
@@ -163,8 +180,8 @@ def make(config: Config):
         decays = state_decays.wait(j)
         rounded = INPUT(s_t * load_decay(decays, DECAY_TO_REFERENCE))
         read = warpgroup.mm_ABt(rounded, decayed.wait(j))  # k' S' and q' S'
-        warpgroup.store_transposed(out.claim(j - 1), INPUT(o))
-        values = warpgroup.load_transposed(v.wait(j), state.values, fenced=False)
+        warpgroup.store_transposed(part(out.claim(j - 1)), INPUT(o))
+        values = warpgroup.load_transposed(part(v.wait(j)), state.values, fenced=False)
         s_t = compute_now(s_t * load_decay(decays, DECAY))
         out.publish(j - 1)  # its fence is also that of the loads from V and the decays
         v.release(j)
@@ -203,7 +220,8 @@ def make(config: Config):
         span = spans.locate(seq_layout, gCuSeqlens, sequence, length, head_sequence, segment, span_args)
         seq, n = span.seq, span.seq.num_chunks()
         if wg == LOADER:
-            warpgroup.release_registers(LOADER_REGISTERS)
+            if SETMAXNREG:
+                warpgroup.release_registers(LOADER_REGISTERS)
             first = seq_layout.chunk_index(seq.start, sequence, length)
             if warpgroup.rank() == 0:
                 for j in range(n):
@@ -212,22 +230,23 @@ def make(config: Config):
                     decayed.fill(j, gDecayedKeys, (chunk, head), 0, 2)
                     decayed.fill(j, gQueries, (chunk, head), 1, 2)
                     state_decays.fill(j, gStateDecays, (chunk, head))
-                    v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
                     solved.fill(j, gSolved, (chunk, head))
+                    v.fill(j, gV, (seq.batch, seq.chunk_start(j), head, block))
             elif warpgroup.rank() == WATCHER:
                 chunk_order.watch_items(tiles[5:], order_args, head_sequence, n)
-        elif wg == SENDER:
-            warpgroup.release_registers(SENDER_REGISTERS)
-            for j in range(min(span.overlap, n)):
-                out.wait(j)
-                out.release(j)
-            for j in range(span.overlap, n):
-                state.send_output(gO, out, j, seq, head, block)
+            elif warpgroup.rank() < SENDER + output_stages:
+                for j in range(warpgroup.rank() - SENDER, n, output_stages):
+                    tile = out.wait(j)
+                    if j >= span.overlap:
+                        seq_layout.send_rows(gO, tile, seq, seq.chunk_start(j), head, block)
+                    out.release(j)
             if span.ends:
-                seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, block)
+                for panel in range(CONSUMERS):
+                    seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, int32(CONSUMERS * block + panel))
         else:
-            warpgroup.claim_registers(CONSUMER_REGISTERS)
-            state_coord, rings = (sequence, head, 0, COLUMNS * block), (decayed, v, state_decays, out)
+            if SETMAXNREG:
+                warpgroup.claim_registers(CONSUMER_REGISTERS)
+            state_coord, rings = (sequence, head, 0, COLUMNS * (CONSUMERS * block + wg)), (decayed, v, state_decays, out)
             s_t = zeros(STATE)
             if span.begins:
                 s_t = warpgroup.load(gInitialState, STATE, state_coord, 3, 2)
@@ -237,7 +256,7 @@ def make(config: Config):
                     s_t, o = add_chunk(solved, s_t, d, o, j)
                     s_t, d, o = read_state(rings, s_t, o, int32(j + 1), seq.remaining(j + 1), scale)
                 s_t, o = add_chunk(solved, s_t, d, o, int32(n - 1))
-                warpgroup.store_transposed(out.claim(n - 1), INPUT(o))
+                warpgroup.store_transposed(part(out.claim(n - 1)), INPUT(o))
                 out.publish(n - 1)
             if span.ends:
                 warpgroup.store(gFinalState, s_t, state_coord, 3, 2)

@@ -1,11 +1,13 @@
 """The plans of the delta rule with decays of channels on few long sequences. One launch computes everything that does not
-depend on the state, for all chunks at once (kda_transform_hopper.py). Then a thread block for each 64 columns of a head walks
-along the sequence (kda_walk_hopper.py), or, where a few chunks leave nothing of an older state, along each of its segments.
+depend on the state, for all chunks at once (kda_transform_hopper.py). Then a thread block for each 64 columns of a head, or
+128 where the launch before needs the multiprocessors, walks along the sequence (kda_walk_hopper.py), or, where a few chunks
+leave nothing of an older state, along each of its segments.
 
 Where states are kept for longer, a walk beside the launch before it is faster, or kernels that compute how segments change a
 state (delta_scans.py). The gates decide, which no plan knows: a launch looks at them (delta_channel_cuts_hopper.py), and of
 the launches of both ways those of one end at once (parts/recurrent/launch_conditions.py)."""
 
+import math
 from typing import Any
 
 from tiles.calls.plan import Step
@@ -41,7 +43,8 @@ MIN_OCCUPANCY, MIN_LONG_CHUNKS = 0.12, 128
 EARLY_CHUNKS = 2  # the chunks before a segment that are walked, too, with models' decays
 MIN_GAIN_BESIDE = 0.12  # the least part of the time that a walk without segments must save beside the launch before it
 MAX_SCRATCH_BYTES = 4 * 2**30
-CHANNEL_COSTS = ChunkCosts(4.45, 4.25, 1.02)
+# By consumers in a block of the walk beside the launch before it, to which two leave half of the multiprocessors that one has
+CHANNEL_COSTS = {1: ChunkCosts(4.45, 4.25, 1.02, 1.02), 2: ChunkCosts(4.45, 4.8, 1.76, 1.02)}
 # How much longer a walk in segments takes than its chunks one by one; microseconds of the first launches and last blocks of
 # each way; of a launch that looks at gates, and of those that end at once
 SEGMENTS_FACTOR, ENDS, HISTORY = 1.2, 15.0, 12.0
@@ -73,13 +76,27 @@ def fills(walk_blocks: int, chunks: int, processors: int) -> bool:
     return chunks <= MIN_LONG_CHUNKS or walk_blocks >= MIN_OCCUPANCY * processors
 
 
+def time_walk_beside(head_sequences: int, width: int, chunks: int, consumers: int, processors: int) -> float:
+    """Microseconds of a walk with so many consumers in a block and of the launch beside which it runs."""
+    costs = CHANNEL_COSTS[consumers]
+    late_blocks = count_late_blocks(head_sequences, head_sequences * width // consumers, processors, costs)
+    return time_beside(head_sequences, chunks, late_blocks, 2, costs) if late_blocks > 0 else math.inf
+
+
 @watched_function
-def gains_segments(head_sequences: int, chunks: int, segments: int, late_blocks: int, processors: int) -> bool:
+def choose_consumers(head_sequences: int, width: int, chunks: int, processors: int) -> int:
+    """The consumers in each block of a walk beside the launch before it. width: the blocks of 64 columns of a head."""
+    numbers = (n for n in CHANNEL_COSTS if width % n == 0)
+    return min(numbers, key=lambda n: time_walk_beside(head_sequences, width, chunks, n, processors))
+
+
+@watched_function
+def gains_segments(head_sequences: int, width: int, chunks: int, segments: int, consumers: int, processors: int) -> bool:
     """Does a walk in segments of sequences that forget take less time, by MIN_GAIN_CHOICE, than one beside the launch before
-    it, which has so many late_blocks?"""
-    walk = (-(-chunks // segments) + EARLY_CHUNKS) * CHANNEL_COSTS.walk
-    in_segments = SEGMENTS_FACTOR * (head_sequences * chunks * CHANNEL_COSTS.chunk / processors + walk)
-    beside = time_beside(head_sequences, chunks, late_blocks, 2, CHANNEL_COSTS)
+    it, with so many consumers in a block?"""
+    walk = (-(-chunks // segments) + EARLY_CHUNKS) * CHANNEL_COSTS[1].walk_after
+    in_segments = SEGMENTS_FACTOR * (head_sequences * chunks * CHANNEL_COSTS[1].chunk / processors + walk)
+    beside = time_walk_beside(head_sequences, width, chunks, consumers, processors)
     return in_segments + HISTORY + ENDS < (1 - MIN_GAIN_CHOICE) * (beside + ENDS)
 
 
@@ -130,9 +147,10 @@ class ChannelWalk:
         overlaps: Operand | None = None,
         transform_condition: LaunchCondition = UNCONDITIONAL,
         walk_condition: LaunchCondition = UNCONDITIONAL,
+        consumers: int = 1,
     ) -> list[Step]:
         """The two launches of a walk. schedule: of the first one's chunks. overlaps: the counts before segments, if they are
-        known; otherwise the first launch counts, too."""
+        known; otherwise the first launch counts, too. consumers: in each block of the walk."""
         head_sequences, counts = self.blocks // self.width, 0
         if segments > 1 and overlaps is None:
             overlaps, counts = self.scratch(1, head_sequences, segments), head_sequences * (segments - 1)
@@ -149,12 +167,13 @@ class ChannelWalk:
             **transform_condition.args,
         )
         _, _, _, input_dtype, varlen = self.fields
-        walk_config = intern_value(kda_walk_hopper.Config, self.key_dim, input_dtype, varlen, order, walk_condition.static)
+        static = walk_condition.static
+        walk_config = intern_value(kda_walk_hopper.Config, self.key_dim, input_dtype, varlen, order, static, consumers)
         walk = kernel_for(kda_walk_hopper, walk_config, self.problem.device).bind_declared(
-            self.blocks * segments,
+            self.blocks // consumers * segments,
             arrays,
             length=self.numbers["length"],
-            blocks=self.width,
+            blocks=self.width // consumers,
             segments=segments,
             heads=self.problem.extents["heads"],
             scale=self.scale,
@@ -180,14 +199,15 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     segments = count_walk_segments(launches.blocks, chunks, processors)
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * processors
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
-    schedule = schedule_chunks(problem, launches.blocks, CHANNEL_COSTS, resident_ctas, scratch, min_gain=min_gain)
+    consumers = choose_consumers(head_sequences, launches.width, chunks, processors)
+    costs, walk_blocks = CHANNEL_COSTS[consumers], launches.blocks // consumers
+    schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch, min_gain=min_gain)
     fills_gpu = fills(launches.blocks, chunks, processors)
     if fills_gpu and not schedule.order.overlaps:
         return launches.walk_segments(schedule, segments)
-    if fills_gpu:
-        late_blocks = count_late_blocks(head_sequences, launches.blocks, processors, CHANNEL_COSTS)
-        if segments == 1 or not gains_segments(head_sequences, chunks, segments, late_blocks, processors):
-            return launches.walk(schedule, 1)
+    segments_gain = gains_segments(head_sequences, launches.width, chunks, segments, consumers, processors)
+    if fills_gpu and (segments == 1 or not segments_gain):
+        return launches.walk(schedule, 1, consumers=consumers)
     # The gates choose between a walk in segments, where sequences forget, and what is faster where they keep
     count, overlaps = launches.count_overlaps(segments)
     args: dict[str, Any] = {"gHistories": overlaps, "max_kept": segments // KEPT_SEGMENTS}
@@ -195,5 +215,5 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     in_segments = launches.walk(schedule_by_heads(problem, resident_ctas), segments, overlaps, forgets, forgets)
     if fills_gpu:
         beside = LaunchCondition(intern_value(HistoryCondition, False, True), args)
-        return [count, *in_segments, *launches.walk(schedule, 1, None, keeps, beside)]
+        return [count, *in_segments, *launches.walk(schedule, 1, None, keeps, beside, consumers)]
     return [count, *in_segments, *plan_channel_scans(problem, arrays, scale, raw, scratch, keeps)]

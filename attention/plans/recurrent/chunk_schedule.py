@@ -28,11 +28,13 @@ class ChunkCosts(NamedTuple):
 
     chunk: in the first launch alone.
     chunk_beside: there, while the walk runs.
-    walk: in the walk."""
+    walk: in the walk beside the first launch.
+    walk_after: in the walk after it."""
 
     chunk: float
     chunk_beside: float
     walk: float
+    walk_after: float
 
 
 class ChunkSchedule(NamedTuple):
@@ -75,7 +77,7 @@ def gains_beside(
     if late_blocks <= 0 or head_sequences * -(-chunks // ITEM_CHUNKS) < ROUNDS * block_workers * processors:
         return False
     beside = time_beside(head_sequences, chunks, late_blocks, block_workers, costs)
-    return beside < (1 - min_gain) * (head_sequences * chunks * costs.chunk / processors + chunks * costs.walk)
+    return beside < (1 - min_gain) * (head_sequences * chunks * costs.chunk / processors + chunks * costs.walk_after)
 
 
 def time_beside(head_sequences: int, chunks: int, late_blocks: int, block_workers: int, costs: ChunkCosts) -> float:

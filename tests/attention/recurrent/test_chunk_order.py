@@ -30,9 +30,9 @@ from tiles.launching.interpreted_launch import run_by
 READ = "gQueries", "gDecayedKeys", "gSolved", "gStateDecays"  # what a walk reads of chunks
 
 
-def draw(length, heads, batch=1, key_dim=64, key_heads=None):
+def draw(length, heads, batch=1, key_dim=64, key_heads=None, value_dim=64):
     """q, k (of length 1), v, beta and decays of channels."""
-    q, k, v, beta, _ = inputs(batch, length, heads, key_dim, 64, BF16, key_heads)
+    q, k, v, beta, _ = inputs(batch, length, heads, key_dim, value_dim, BF16, key_heads)
     gates = np.random.default_rng(1).standard_exponential((batch, length, heads, key_dim), np.float32)
     return q, k, v, beta, -0.05 * gates
 
@@ -65,6 +65,15 @@ def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, pro
     """The last item of each head lacks some chunks."""
     beside(rounds, processors, item_chunks)
     agree(place, *draw(length, 1, batch))
+
+
+@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(2, 128, 128), (1, 64, 208)])
+def test_two_consumers_in_a_block_of_the_walk(place, beside, monkeypatch, heads, key_dim, value_dim):
+    """Both read the same chunks, and their outputs leave together. The last block has columns that V does not have."""
+    beside(1, 3, heads)
+    monkeypatch.setattr(delta_channel_walk, "choose_consumers", lambda *_: 2)
+    start = np.random.default_rng(1).standard_normal((1, heads, key_dim, value_dim), np.float32)
+    agree(place, *draw(6 * 64 - 20, heads, 1, key_dim, value_dim=value_dim), initial_state=start)
 
 
 def test_raw_gates_of_heads_in_turn(place, beside):
@@ -195,14 +204,27 @@ def test_a_walk_reads_nothing_before_it_is_there(beside, arriving, monkeypatch, 
 
 # ---- the schedule ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("head_sequences", "chunks", "gains"),
-    [(8, 512, True), (16, 512, True), (24, 512, True), (32, 512, True), (32, 128, False), (40, 512, False), (66, 512, False)],
+    ("head_sequences", "chunks", "consumers", "gains"),
+    [
+        (8, 512, 1, True), (16, 512, 1, True), (24, 512, 1, True), (32, 512, 1, True), (32, 128, 1, False), (40, 512, 1, False),
+        (66, 512, 1, False), (32, 512, 2, True), (40, 512, 2, True), (48, 512, 2, False), (66, 512, 2, False),
+    ],
+)  # fmt: skip
+def test_when_a_walk_had_better_run_beside_the_grid_before(head_sequences, chunks, consumers, gains):
+    """128 columns of values a head, 132 multiprocessors."""
+    costs, blocks = delta_channel_walk.CHANNEL_COSTS[consumers], 2 // consumers * head_sequences
+    late_blocks = count_late_blocks(head_sequences, blocks, 132, costs)
+    limits = {(8, 1): 39, (16, 1): 77, (32, 2): 90}  # 86 and 92 took the shortest time with 32 heads
+    assert late_blocks == min(132 - blocks, limits.get((head_sequences, consumers), 132))
+    assert gains_beside(head_sequences, chunks, late_blocks, 132, 2, costs) == gains
+
+
+@pytest.mark.parametrize(
+    ("head_sequences", "width", "consumers"), [(8, 2, 1), (16, 2, 1), (32, 2, 2), (32, 1, 1), (48, 2, 2), (24, 4, 2)]
 )
-def test_when_a_walk_had_better_run_beside_the_grid_before(head_sequences, chunks, gains):
-    """Two blocks a head, 132 multiprocessors."""
-    late_blocks = count_late_blocks(head_sequences, 2 * head_sequences, 132, delta_channel_walk.CHANNEL_COSTS)
-    assert late_blocks == min(132 - 2 * head_sequences, {8: 39, 16: 77}.get(head_sequences, 132))
-    assert gains_beside(head_sequences, chunks, late_blocks, 132, 2, delta_channel_walk.CHANNEL_COSTS) == gains
+def test_when_two_consumers_of_the_walk_share_a_block(head_sequences, width, consumers):
+    """Where the launch beside the walk, and not the walk, takes the longest time; 132 multiprocessors, 512 chunks."""
+    assert delta_channel_walk.choose_consumers(head_sequences, width, 512, 132) == consumers
 
 
 class FewSequences(dict):
@@ -235,7 +257,7 @@ def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, w
     assert delta_channel_walk.serves_channel_walk(problem) == walks
     if walks:
         scratch = lambda *_, **__: None
-        schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_channel_walk.CHANNEL_COSTS, 264, scratch)
+        schedule = chunk_schedule.schedule_chunks(problem, 2 * heads, delta_channel_walk.CHANNEL_COSTS[1], 264, scratch)
         assert type(schedule.order) is order
         assert schedule.blocks == (132 if order is ChunkMajor else heads * min(264 // heads, length // 64))
 
@@ -246,6 +268,7 @@ def test_which_problems_are_walked_and_how(monkeypatch, heads, length, packed, w
     [
         (kda_transform_hopper, kda_transform_hopper.Config(128, 0, fp32, bf16, order=ChunkMajor())),
         (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, order=ChunkMajor())),
+        (kda_walk_hopper, kda_walk_hopper.Config(128, bf16, order=ChunkMajor(), consumers=2)),
     ],
     ids=lambda x: str(x) if hasattr(x, "threads") else "",
 )

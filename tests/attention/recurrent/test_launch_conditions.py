@@ -13,7 +13,6 @@ from test_walk_segments import model_inputs
 from attention.parts.recurrent.launch_conditions import HistoryCondition, NoCondition
 from attention.plans.delta import delta_channel_walk
 from attention.plans.recurrent import chunk_schedule
-from attention.plans.recurrent.chunk_schedule import count_late_blocks
 from attention.public import delta_rules
 from attention.public.delta_rules import delta_rule
 from tiles import launch
@@ -115,9 +114,8 @@ def test_all_blocks_decide_alike(place, shape, kept, forgets):
 )  # fmt: skip
 def test_when_segments_gain_over_a_walk_beside(heads, length, chosen):
     """On an H200: 9 % with 16 heads of 32768 tokens are not enough."""
-    late_blocks = count_late_blocks(heads, 2 * heads, 132, delta_channel_walk.CHANNEL_COSTS)
     segments = delta_channel_walk.count_walk_segments(2 * heads, length // 64, 132)
-    assert delta_channel_walk.gains_segments(heads, length // 64, segments, late_blocks, 132) == chosen
+    assert delta_channel_walk.gains_segments(heads, 2, length // 64, segments, 1, 132) == chosen
 
 
 @pytest.mark.parametrize(("heads", "length", "fills"), [(8, 32768, True), (4, 32768, False), (4, 8192, True), (1, 8256, False)])
