@@ -90,11 +90,9 @@ class Op:
                 raise TypeError(f"{error}{hazard_line()}") from None
             named = {name: len(args) + k for k, name in enumerate(kwargs)}
             default = len(form) - 1 + len(args)
-            self.bindings[form] = [
-                k if k < len(args) else named.get(name, default + k) for k, name in enumerate(self.parameters)
-            ]
-        arguments = *args, *kwargs.values(), *self.defaults
-        return tuple([arguments[k] for k in self.bindings[form]])
+            places = [k if k < len(args) else named.get(name, default + k) for k, name in enumerate(self.parameters)]
+            self.bindings[form] = operator.itemgetter(*places) if len(places) > 1 else lambda all_: (all_[places[0]],)
+        return self.bindings[form]((*args, *kwargs.values(), *self.defaults))
 
     def bind(self, args, kwargs):
         """inspect.BoundArguments of the op's parameters. TypeError names the op."""

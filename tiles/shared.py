@@ -66,6 +66,7 @@ class shared:
             else:
                 self.items[name] = item
         self.nbytes = at + ALIGN  # the kernel rounds its base up
+        self.copied = [[(name, item, self.starts[name]) for name, item in self.items.items()]]
         self.blocks = max((item.blocks for item in items.values() if isinstance(item, ring)), default=1)
         if any(isinstance(item, ring) and item.blocks not in (1, self.blocks) for item in items.values()):
             raise ValueError(f"shared: a ring is for all blocks of a cluster or for one, got {self}")
@@ -80,10 +81,15 @@ class shared:
         plan.copies, plan.barriers = count, count * self.barriers
         plan.copy_bytes = -(-(self.nbytes - ALIGN) // ALIGN) * ALIGN
         plan.nbytes = self.nbytes + (count - 1) * plan.copy_bytes
+        plan.copied = [list(plan._copy_items(n)) for n in range(count)]
         return plan
 
     def copied_items(self, n):
-        """(name, item, start) of the n-th copy's items, in their order. No two copies have a name in common."""
+        """(name, item, start) of the n-th copy's items, in their order, the same objects each time, as ops look up types by
+        their identity (Op.agreed). No two copies have a name in common."""
+        return self.copied[n]
+
+    def _copy_items(self, n):
         offset = n * self.copy_bytes
         for own_name, item in self.items.items():
             name, start = own_name + f" of warpgroup {n}" * (n > 0), self.starts[own_name] + offset

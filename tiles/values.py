@@ -58,7 +58,7 @@ class PendingTile:
     __array_ufunc__ = None
 
     def __init__(self, tile, mma, group):
-        self.spec, self.mma, self.group, self.next = pending(tile), mma, group, None
+        self.spec, self.mma, self.group, self.next = _pending(tile), mma, group, None
 
     def part(self, rank):
         """What it holds for warp `rank` of its warpgroup, once its mma is done."""
@@ -177,7 +177,14 @@ class tensor:
 
 def spec_of(value, fixed=False):
     """The type that an op's rule sees of a value; integers themselves where the rule wants them known (`fixed`)."""
-    if value.__class__ in OF_A_TYPE:
+    kind = value.__class__
+    if kind is int:  # most arguments are one of these four: isinstance, of class after class, takes longer than many ops
+        return value if fixed else numba.int64
+    if kind is rt or kind is rv:
+        return _type_argument(value)
+    if value is None:
+        return None
+    if kind in OF_A_TYPE:
         return value.spec
     if isinstance(value, (bool, np.bool_)):
         return bool(value) if fixed else numba.boolean
@@ -197,7 +204,7 @@ def spec_of(value, fixed=False):
     return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
 
 
-_type_argument = functools.cache(TypeArgument)  # one for each type: `Op` looks specs up by their identity
+_type_argument, _pending = map(functools.cache, (TypeArgument, pending))  # one for each: `Op` looks specs up by identity
 
 
 @functools.cache

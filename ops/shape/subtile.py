@@ -46,7 +46,12 @@ def _elements(vector, count, index):
         raise current_warp().hazard(f"subtile {index} of {count} elements lies outside {vector.spec}")
     name = f"elements {first} to {first + count - 1} of {vector.name}"
     address = vector.address + first * vector.dtype.itemsize
-    return SharedTile(replace(vector.spec, length=count), address, name, vector.slot, vector.number)
+    return SharedTile(_some_elements(vector.spec, count), address, name, vector.slot, vector.number)
+
+
+@functools.cache
+def _some_elements(vector, count):
+    return replace(vector, length=count)
 
 
 @functools.cache
@@ -60,7 +65,7 @@ def _(tile, rows: int, index, cols: int, across):
         if rows < 16 or rows % 16 or tile.length % rows:
             raise TypeError(f"subtile: the elements must be a multiple of 16 that divides {tile.length}, got {rows}")
         step = rows * tile.dtype.itemsize
-        return replace(tile, length=rows), lambda b, address, _, i, *__: b.add(address, b.mul(b.u32(i), b.u32(step)))
+        return _some_elements(tile, rows), lambda b, address, _, i, *__: b.add(address, b.mul(b.u32(i), b.u32(step)))
     if not (isinstance(tile, st) and integer(index) and integer(across)):
         numbers = f"{index} and {across}" if cols else index
         first = f": of the block's own, {tile.item}, and then cluster.map(part, block)" if isinstance(tile, remote) else ""

@@ -72,7 +72,7 @@ class EmulatedWarp(greenlet):
         self.clocks = np.zeros((LANES, self.agents.count), TIME)
         self.lane_agents = np.arange(LANES), self.first + np.arange(LANES)
         self.time, self.synced = 0, 0
-        self.ready, self.why, self.at = None, lambda: "", None
+        self.ready, self.why = None, lambda: ""
         self.registers, self.settings = block.entry_registers, 0
         self.cluster_arrivals, self.cluster_waits, self.cluster_arrival_place, self.collectives = 0, 0, None, 0
         self.instruction = program.code[0]

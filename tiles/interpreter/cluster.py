@@ -116,13 +116,13 @@ class Cluster:
         """The message of a deadlock: which warp waits for what."""
         waiting = {}
         for warp in live:
-            waiting.setdefault((warp.block.index, warp.group, warp.at.line, warp.why()), []).append(warp)
+            waiting.setdefault((warp.block.index, warp.group, warp.place().line, warp.why()), []).append(warp)
         lines = [
             f"\n  warps {[w.index for w in warps]} of warpgroup {group}{f' of block {block}' * (self.size > 1)} at {line} "
             f"wait for {why}"
             for (block, group, line, why), warps in waiting.items()
         ]
-        places = [warps[0].at for warps in waiting.values()]
+        places = [warps[0].place() for warps in waiting.values()]
         place_text = f"block {live[0].block.index}" if self.size == 1 else f"the cluster of block {self.blocks[0].index}"
         return Hazard("deadlock", f"nobody can go on in {place_text}" + "".join(lines), *places)
 

@@ -26,7 +26,7 @@ class InterpretedWarp(greenlet):
         self.agent = block.rank * block.size + index
         self.copier = block.agents.warps + self.agent  # the agent of its copies by cp.async
         self.clock, self.time = np.zeros(block.agents.count, TIME), 0
-        self.ready, self.why, self.at = None, lambda: "", None
+        self.ready, self.why = None, lambda: ""
         self.registers, self.settings = block.entry_registers, 0
         self.mmas, self.stores, self.sent, self.released, self.collectives = 0, 0, [], {}, 0
         self.cluster_arrivals, self.cluster_waits, self.cluster_arrival_place = (
@@ -57,7 +57,7 @@ class InterpretedWarp(greenlet):
     def wait_until(self, ready, why):
         """Let others run until `ready()`; `why()` says what for, should it never come."""
         if self.block.cluster.should_yield() or not ready():
-            self.ready, self.why, self.at = ready, why, self.place()
+            self.ready, self.why = ready, why
             self.parent.switch()
             self.ready = None
 
@@ -75,13 +75,13 @@ class InterpretedWarp(greenlet):
     def place(self):
         """The statement the warp is at, and those that called its function."""
         frame = self.gr_frame if getcurrent() is not self else sys._getframe(1)
-        frames, source = [], self.block.cluster.source_codes()
-        while frame:
+        frames, source, kernel = [], self.block.cluster.source_codes(), self.kernel
+        while frame is not None:
             code = frame.f_code
             if id(code) in source:
                 frames.append((code, frame.f_lasti))
-            if code is self.kernel:
-                break
+                if code is kernel:
+                    break
             frame = frame.f_back
         return WarpPlace(self.block.index, self.index, tuple(frames))
 
