@@ -128,7 +128,7 @@ def test_once_for_each_class(gpu, name, gradient):
     for rows in (9, 40, 300, 2500):
         function.run(*arrays_of(name, rows, gradient))
         function.run(*arrays_of(name, rows + 2, gradient))  # a plan that holds for others is made of the second
-    arrays_by_rows = {rows: arrays_of(name, rows, gradient) for rows in (10, 15, 41, 299, 304, 2520, 2559, 11, 45)}
+    arrays_by_rows = {rows: arrays_of(name, rows, gradient) for rows in (10, 41, 304, 2520, 2559, 45)}
     gpu.slow.clear()
     for rows, inputs in arrays_by_rows.items():
         gpu.launches.clear()
@@ -153,7 +153,7 @@ def test_few_kernels_for_all_rows(name):
             shapes += [Shape((), "float32")] * (len(operator.names) - len(shapes))
             actual, (best, *_) = operator._rank_plans(tuple(shapes), None)
             key = best.identity, tuple(getattr(kernel, "schedule", None) for kernel in best.plan.kernels)
-            if key not in known or n < 4096:
+            if key not in known or n < 1024:
                 result = generate_module(operator.name, actual, best)
                 assert known.setdefault(key, result.text) == result.text
                 for label, code in result.code:
