@@ -79,28 +79,9 @@ def test_code_runs(document, no_new_ops, monkeypatch):
         run(document, line, code, namespace)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_output_is_what_follows(page, no_new_ops, monkeypatch):
-    """In the pages of docs/, a text block is what the Python block before it printed. A report is so but for what each version
-    of the compiler does in its own way."""
-    if page not in WITH_KERNELS:  # attention's own are typed in tests/attention/test_inspect.py
-        monkeypatch.setenv("TILES_CHECK", "0")
-    namespace, printed = {"__name__": Path(page).stem}, None
-    languages = "python", "text", "report"
-    for line, language, block in sorted((line, name, b) for name in languages for line, b in blocks(page, name)):
-        if language != "python":
-            actual, said = [x.rstrip() for x in printed.getvalue().splitlines()], block.splitlines()
-            if language == "report":
-                actual, said = ([*filter(None, map(words, lines))] for lines in (actual, said))
-            assert actual == said
-            continue
-        with contextlib.redirect_stdout(printed := io.StringIO()):
-            run(page, line, block, namespace)
-
-
-@pytest.mark.parametrize("page", WITH_KERNELS)
-def test_kernels_compile(page, no_new_ops, monkeypatch):
-    """What the interpreter runs through is machine code for Hopper, too, without spills and local memory."""
+@pytest.fixture
+def launched_kernels(monkeypatch):
+    """{kernel: the types of its arguments} of what `tiles.launch` launches, which runs all the same."""
     launch, ran = tiles.launch, {}
 
     def recording(kernel, *grid, **options):
@@ -113,10 +94,27 @@ def test_kernels_compile(page, no_new_ops, monkeypatch):
         return run
 
     monkeypatch.setattr(tiles, "launch", recording)
-    namespace = {"__name__": Path(page).stem}
-    for line, code in blocks(page, "python"):
-        run(page, line, code, namespace)
-    for kernel, signature in ran.items():
+    return ran
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_output_is_what_follows(page, no_new_ops, monkeypatch, launched_kernels):
+    """In the pages of docs/, a text block is what the Python block before it printed. A report is so but for what each version
+    of the compiler does in its own way. The page's own kernels are machine code for Hopper, too, without spills and local
+    memory."""
+    monkeypatch.setenv("TILES_CHECK", "0")  # compiling types them, too, and attention's own in tests/attention/test_inspect.py
+    namespace, printed = {"__name__": Path(page).stem}, None
+    languages = "python", "text", "report"
+    for line, language, block in sorted((line, name, b) for name in languages for line, b in blocks(page, name)):
+        if language != "python":
+            actual, said = [x.rstrip() for x in printed.getvalue().splitlines()], block.splitlines()
+            if language == "report":
+                actual, said = ([*filter(None, map(words, lines))] for lines in (actual, said))
+            assert actual == said
+            continue
+        with contextlib.redirect_stdout(printed := io.StringIO()):
+            run(page, line, block, namespace)
+    for kernel, signature in launched_kernels.items() if page in WITH_KERNELS else ():
         actual = compile_kernel(kernel, signature, "sm_90a")
         prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory
         assert actual.spill_bytes == 0 and (actual.local_bytes == 0 or prints) and not actual.warnings, actual.log
