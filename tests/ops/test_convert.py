@@ -119,15 +119,16 @@ def test_vectors_of_every_dtype_to_every_other(run, sample, source, axis):
 
 
 SHARED = pytest.mark.parametrize(
-    ("dtype", "layout", "width"), pairs([fp8e4m3, fp8e5m2, int8], ["row", "col", "col", "row"], [64, 32, 128])
+    ("dtype", "layout", "width", "rows", "cols"),
+    [(fp8e4m3, "row", 64, 16, 128), (fp8e5m2, "col", 32, 32, 64), (int8, "col", 128, 32, 128)],
 )
 
 
 @SHARED
-def test_bytes_through_shared_memory(run, sample, dtype, layout, width):
+def test_bytes_through_shared_memory(run, sample, dtype, layout, width, rows, cols):
     """A tile is rounded in registers, stored, loaded and widened."""
-    T, narrow = rt(32, 128, fp32, layout), rt(32, 128, dtype, layout)
-    smem = tiles.shared(a=st(32, 128, dtype, width))
+    T, narrow = rt(rows, cols, fp32, layout), rt(rows, cols, dtype, layout)
+    smem = tiles.shared(a=st(rows, cols, dtype, width))
 
     @cuda.jit
     def body(x, out):
@@ -136,16 +137,16 @@ def test_bytes_through_shared_memory(run, sample, dtype, layout, width):
         cuda.syncthreads()
         store(out, fp32(load(a, narrow)), (0, 0))
 
-    x, out = sample((32, 128)) * 8, blank((32, 128))
+    x, out = sample((rows, cols)) * 8, blank((rows, cols))
     run(body, x, out, shared=smem)
     assert (out == rounded(x, dtype)).all()
 
 
 @SHARED
-def test_loads_and_stores_convert_bytes(run, sample, dtype, layout, width):
+def test_loads_and_stores_convert_bytes(run, sample, dtype, layout, width, rows, cols):
     """fp32 goes into a tile of bytes, bytes into a tf32 tile, each to bytes, bf16 and back."""
-    T, H, narrow = rt(32, 128, fp32, layout), rt(32, 128, bf16, layout), rt(32, 128, dtype, layout)
-    smem = tiles.shared(a=st(32, 128, dtype, width), b=st(32, 128, tf32))
+    T, H, narrow = rt(rows, cols, fp32, layout), rt(rows, cols, bf16, layout), rt(rows, cols, dtype, layout)
+    smem = tiles.shared(a=st(rows, cols, dtype, width), b=st(rows, cols, tf32))
 
     @cuda.jit
     def body(x, out):
@@ -155,9 +156,9 @@ def test_loads_and_stores_convert_bytes(run, sample, dtype, layout, width):
         store(b, load(a, narrow))
         cuda.syncthreads()
         store(out, load(b, narrow), (0, 0))
-        store(out, load(a, H), (32, 0))
+        store(out, load(a, H), (rows, 0))
 
-    x, out = sample((32, 128)) * 8, blank((64, 128))
+    x, out = sample((rows, cols)) * 8, blank((2 * rows, cols))
     run(body, x, out, shared=smem)
     assert (out == np.tile(rounded(x, dtype), (2, 1))).all()
 

@@ -56,8 +56,10 @@ def test_cumsum_down_columns(run, sample, shape):
     close(y, np.cumsum(wide(x), axis=0), atol=ROUNDING)
 
 
-@pytest.mark.parametrize("in_loop", [False, True])
-@pytest.mark.parametrize(("shape", "dtype"), [((64, 32), fp32), ((64, 16), bf16), ((32, 64), fp16), ((64, 48), fp32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "in_loop"),
+    [((64, 32), fp32, False), ((64, 16), bf16, True), ((32, 64), fp16, False), ((64, 48), fp32, True)],
+)
 def test_sum_down(run, sample, shape, dtype, in_loop):
     T, S = rt(*shape, fp32), st(*shape, dtype)
     smem = shared(x=S, sums=st(*shape, fp32))

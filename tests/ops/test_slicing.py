@@ -74,21 +74,21 @@ def test_stacks(run, sample, dtype, side):
 @pytest.mark.parametrize(("dtype", "side"), pairs(DTYPES + [fp8e4m3], ["row", "col"]))
 def test_vectors(run, sample, dtype, side):
     """Parts of vectors match those of the tile."""
-    W = rt(48, 96, fp32, side)
+    W = rt(48, 64, fp32, side)
 
     @cuda.jit
     def body(x, row, col, right, lower, again):
         r, c = load(row, W.row_vec, (0,)), load(col, W.col_vec, (0,))
-        store(right, columns(load(x, W, (0, 0)), 48, 1) + columns(r, 48, 1), (0, 0))
+        store(right, columns(load(x, W, (0, 0)), 32, 1) + columns(r, 32, 1), (0, 0))
         store(lower, rows(load(x, W, (0, 0)), 16, 2) * rows(c, 16, 2), (0, 0))
-        store(again, hstack(columns(r, 48, 1), columns(r, 48, 0)), (0, 0))
+        store(again, hstack(columns(r, 32, 1), columns(r, 32, 0)), (0, 0))
         store(again, dtype(vstack(rows(c, 16, 1), vstack(rows(c, 16, 2), rows(c, 16, 0)))), (1, 0))
 
-    x, row, col = sample((48, 96)), sample(96, dtype).astype(np.float32), sample(48)
-    right, lower, again = blank((48, 48)), blank((16, 96)), np.zeros((2, 96), np.float32)
+    x, row, col = sample((48, 64)), sample(64, dtype).astype(np.float32), sample(48)
+    right, lower, again = blank((48, 32)), blank((16, 64)), np.zeros((2, 64), np.float32)
     run(body, x, row, col, right, lower, again)
-    assert (right == x[:, 48:] + row[48:]).all() and (lower == x[32:] * col[32:, None]).all()
-    assert (again[0] == np.roll(row, 48)).all()
+    assert (right == x[:, 32:] + row[32:]).all() and (lower == x[32:] * col[32:, None]).all()
+    assert (again[0] == np.roll(row, 32)).all()
     assert (again[1, :48] == np.roll(dtype.round(col).astype(np.float32), -16)).all()
 
 

@@ -33,7 +33,7 @@ def test_transpose(run, sample, shape, dtype, side):
     assert (row == c).all() and (col == r).all() and (same == r).all()
 
 
-@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (64, 32)], [fp32, bf16, fp16], ["row", "col"]))
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (32, 32)], [fp32, bf16, fp16], ["row", "col"]))
 def test_swap_layout(run, sample, shape, dtype, side):
     """A tile in the other layout goes with vectors in the other layout; its transpose is the same registers."""
     T, O = rt(*shape, dtype, side), rt(*shape, dtype, "col" if side == "row" else "row")
@@ -53,7 +53,7 @@ def test_swap_layout(run, sample, shape, dtype, side):
     assert (swapped == x).all() and (back == x).all() and (summed == (x.astype(np.float32) + 3).astype(dtype.np)).all()
 
 
-@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (64, 32)], [fp32, bf16, fp16], ["row", "col"]))
+@pytest.mark.parametrize(("shape", "dtype", "side"), pairs([(16, 48), (32, 16), (32, 32)], [fp32, bf16, fp16], ["row", "col"]))
 def test_turned_is_the_transpose_in_the_other_layout(run, sample, shape, dtype, side):
     T, other = rt(*shape, dtype, side), "col" if side == "row" else "row"
     O = rt(*shape[::-1], dtype, other)

@@ -39,7 +39,7 @@ def exact(a, b, acc=0.0):
 
 
 CASES = [  # each n in two forms; as compiled each form with both dtypes, and with a from registers in both products
-    (case, i in ((0, 7) if turn < 2 else (2, 5)))
+    (case, i in ((0, 3), (0, 7), (2, 3), (2, 3))[turn])
     for turn, form in enumerate(TRANSPOSED)
     for i, case in enumerate(products(form, [(bf16, bf16), (fp16, fp16)], EVERY_N[turn % 2 :: 2], EVERY_K))
 ]
