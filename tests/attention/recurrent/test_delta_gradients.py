@@ -81,13 +81,13 @@ def test_value_parts(place, decay):
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_value_parts_of_heads_first(place, decay):
     """Strides of heads with which parts are no views: the same kernels, and so the same bits."""
-    check_heads_first(place, delta_case(65, decay, batch=2, heads=2, key_heads=1, value_dim=144))
+    check_heads_first(place, delta_case(20, decay, batch=2, heads=2, key_heads=1, value_dim=144))
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_value_parts_of_any_rows(decay):
     """Rows of 144 columns in rows of 152."""
-    check_row_strides(delta_case(3, decay, batch=2, heads=2, value_dim=144), 8)
+    check_row_strides(delta_case(3, decay, heads=2, value_dim=144), 8)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(256, 16, "token"), (144, 144, "channel")])
