@@ -102,7 +102,8 @@ def test_output_is_what_follows(page, no_new_ops, monkeypatch, launched_kernels)
     """In the pages of docs/, a text block is what the Python block before it printed. A report is so but for what each version
     of the compiler does in its own way. The page's own kernels are machine code for Hopper, too, without spills and local
     memory."""
-    monkeypatch.setenv("TILES_CHECK", "0")  # compiling types them, too, and attention's own in tests/attention/test_inspect.py
+    if page not in WITH_KERNELS:  # attention's own are typed in tests/attention/test_inspect.py
+        monkeypatch.setenv("TILES_CHECK", "0")
     namespace, printed = {"__name__": Path(page).stem}, None
     languages = "python", "text", "report"
     for line, language, block in sorted((line, name, b) for name in languages for line, b in blocks(page, name)):
