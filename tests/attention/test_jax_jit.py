@@ -148,6 +148,11 @@ def test_what_is_wrong_is_said_when_the_call_is_traced():
                 TypeError,
                 r"^seed: must be an integer, or an array of one: .*; seed.reshape\(1\) is one",
             ),
+            (
+                lambda q: attention.forward(q, k, v, dropout=0.1, seed=jax.random.PRNGKey(0)),
+                TypeError,
+                "^seed: dtype must be one of .*; of a key of JAX one is jax.random.randint",
+            ),
             (lambda q: attention.linear_step(state, q[:, 0], k[:, 0], v[:, 0]), TypeError, "^state: JAX's arrays cannot"),
         ]
         for function, error, words in refused:

@@ -173,9 +173,9 @@ class Problem:
 class Schema:
     """A table of arguments: see the module. arguments: {name: Argument}, in the order of the rows. extents: of axes that have
     one extent in all calls, or occur in results only; or a function from all other extents to it. vary: if axes are not those
-    of axes.py, which of them have a length as their extent (lengths.py). remedies: {a dtype that tiles do not have: what to do
-    with such arrays}, for errors. axis_names: {axis: (its symbol, its title)} where the function's own documentation has others
-    than axes.py. ValueError: a row has a wrong syntax."""
+    of axes.py, which of them have a length as their extent (lengths.py). remedies: {a dtype that tiles do not have, or the name
+    of another argument: what to do with such arrays}, for errors. axis_names: {axis: (its symbol, its title)} where the
+    function's own documentation has others than axes.py. ValueError: a row has a wrong syntax."""
 
     def __init__(
         self,
@@ -275,7 +275,7 @@ class Schema:
                 _refuse_strides(name, form, f"{where}: address {misalignment} past a multiple of {ALIGNMENT}")
             if name in self.written:
                 if readonly:
-                    raise ValueError(f"{name}: must be writable, and this array is read-only: pass a copy (JAX's all are)")
+                    raise ValueError(f"{name}: must be writable, and this array is read-only: pass a copy; JAX has none")
                 if overlaps_itself(form):
                     _refuse_strides(name, form, "its elements must not overlap each other")
             if like and like in forms and forms[like].shape != shape:
@@ -325,7 +325,7 @@ class Schema:
         name = argument.name
         if array_dtype in argument.dtypes:
             raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}")
-        remedy = self.remedies.get(array_dtype, "") if argument.holds in TILES else ""
+        remedy = self.remedies.get(array_dtype if argument.holds in TILES else name, "")
         if argument.holds == "tile" and array_dtype in ("float32", "float64"):
             remedy = WIDE_REMEDY
         if "float32" in argument.dtypes and array_dtype in ("float64", "bfloat16", "float16"):

@@ -67,10 +67,11 @@ ACCUMULATED_OUTPUTS = """
     lse  (batch, heads, seqlen_q)              float32  updated
 """
 FEWER = 2  # times as many keys as queries, for decode's kernels: bits of self-attention never depend on the number of heads
-VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS, remedies=INT8_REMEDY), Schema("block_lists", INPUTS)
-IN_FLOAT32 = Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=INT8_REMEDY)
-INTO = Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=INT8_REMEDY)
-FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS), remedies=INT8_REMEDY)
+REMEDIES = INT8_REMEDY | {"seed": "of a key of JAX one is jax.random.randint(key, (1,), 0, 2**31 - 1)"}
+VARIANTS, LISTS = Schema("forward_variant", INPUTS + OUTPUTS, remedies=REMEDIES), Schema("block_lists", INPUTS)
+IN_FLOAT32 = Schema("forward_unrounded", INPUTS + FLOAT32_OUTPUTS, remedies=REMEDIES)
+INTO = Schema("forward_joined", INPUTS + ACCUMULATED_OUTPUTS, remedies=REMEDIES)
+FP8_CACHE = Schema("forward_fp8_cache", fp8_cache_schema(INPUTS + OUTPUTS), remedies=REMEDIES)
 
 
 def _prepare_gradient(arrays: dict[str, Array], results: dict[str, Form], options: dict[str, Any], layout: str) -> None:
