@@ -275,7 +275,8 @@ class Schema:
                 _refuse_strides(name, form, f"{where}: address {misalignment} past a multiple of {ALIGNMENT}")
             if name in self.written:
                 if readonly:
-                    raise ValueError(f"{name}: must be writable, and this array is read-only: pass a copy; JAX has none")
+                    read_only = "this array is read-only: pass a copy; arrays of JAX cannot be written"
+                    raise ValueError(f"{name}: must be writable, and {read_only}")
                 if overlaps_itself(form):
                     _refuse_strides(name, form, "its elements must not overlap each other")
             if like and like in forms and forms[like].shape != shape:
