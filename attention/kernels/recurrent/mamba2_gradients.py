@@ -158,7 +158,7 @@ class Mamba2GradientOutputs:
                         store(gColumnSums, column_sums, (head, block_index, col))
                 if HAS_DZ:
                     z, dout = load(truncate(gZ, 1, end), PART, at, 1, 3), load(truncate(gDOut, 1, end), PART, at, 1, 3)
-                    store(gDZ, INPUT(dout * load(gY, PART, at, 1, 3, True) * silu_derivative(z, sigmoid(z))), at, 1, 3)
+                    store(gDZ, INPUT(dout * load(gY, PART, at, 1, 3, True) * silu_derivative(silu(z), sigmoid(z))), at, 1, 3)
             ddt = gate.differentiate_step(step, ddt)
             store(gDDt, ddt, at_token, cols=1)
             rate_sum = block.reduce_sum(tile_sum(dt * dg), sums)
@@ -208,7 +208,7 @@ class Mamba2OutputGate:
                 z = load(truncate(gZ, 1, end), PART, at, 1, 3, True)
                 if DZ:
                     y = load(gY, PART, at, 1, 3, True)
-                    store(gDZ, INPUT(dout * y * silu_derivative(z, sigmoid(z))), at, 1, 3, True)
+                    store(gDZ, INPUT(dout * y * silu_derivative(silu(z), sigmoid(z))), at, 1, 3, True)
                 store(gDY, INPUT(dout * silu(z)), at, 1, 3, True)
 
         return differentiate_gate, None

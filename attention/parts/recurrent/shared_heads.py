@@ -161,9 +161,9 @@ class HeadDecay:
 
 
 @inlined
-def silu_derivative(z, s):
-    """silu'(z) = s (1 + z (1 - s)). s: sigmoid(z)."""
-    return s * (z * (1.0 - s) + 1.0)
+def silu_derivative(y, s):
+    """silu'(z) = s + y (1 - s). y, s: silu(z), sigmoid(z)."""
+    return y * (1.0 - s) + s
 
 
 @static
@@ -193,8 +193,9 @@ class HeadOutputGate:
         if self.gated:
             rows = self.load_rows(z.wait(slot))
             s = sigmoid(rows)
-            warpgroup.store(z.wait(slot), dout * silu_derivative(rows, s))
-            dout = dout * (rows * s)
+            y = rows * s
+            warpgroup.store(z.wait(slot), dout * silu_derivative(y, s))
+            dout = dout * y
         return dout
 
     @inlined
