@@ -61,6 +61,10 @@ class FieldNumber(NamedTuple):
     q: int | None
 
 
+_P, _Q = (np.frompyfunc(part, 1, 1) for part in (lambda x: x.p, lambda x: x.q or 0))
+_HAS_Q, _NUMBERS = np.frompyfunc(lambda x: x.q is not None, 1, 1), np.frompyfunc(FieldNumber, 2, 1)
+
+
 class FieldArithmetic:
     """Arithmetic on arrays of FieldNumbers (evaluate.Arithmetic). sizes: the extents of axes. key: selects the random
     functions."""
@@ -150,12 +154,9 @@ class FieldArithmetic:
         return value
 
     def matmul(self, a: Any, b: Any) -> Any:
-        leading = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-        rows, columns = (np.broadcast_to(x, leading + x.shape[-2:]) for x in (a, b.swapaxes(-1, -2)))
-        values = np.empty((*rows.shape[:-1], columns.shape[-2]), object)
-        for at in np.ndindex(values.shape):
-            values[at] = self._sum([self.mul(x, y) for x, y in zip(rows[at[:-1]], columns[at[:-2] + at[-1:]])])
-        return values
+        p = _P(a) @ _P(b) % self.field.p  # NumPy's loops over Python's integers
+        known = _HAS_Q(a).astype(bool).all(-1, keepdims=True) & _HAS_Q(b).astype(bool).all(-2, keepdims=True)
+        return _NUMBERS(p, np.where(known, _Q(a) @ _Q(b) % self.field.q, None) if known.any() else None)
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
@@ -273,7 +274,8 @@ def _values_at(
             inputs[x.attr[0]] = values.reshape(shape)
         arithmetic = FieldArithmetic(field, sizes, random.randbytes(32))
         try:
-            return [evaluate(roots, inputs, arithmetic) for roots in (definition, rewritten)]
+            values = evaluate([*definition, *rewritten], inputs, arithmetic)  # together, as they have terms in common
+            return [values[: len(definition)], values[len(definition) :]]
         except NoInverse:
             continue
     raise ValueError(f"identity: every point has a division by 0, after {TRIES} draws: {definition}")
