@@ -156,7 +156,8 @@ class FieldArithmetic:
     def matmul(self, a: Any, b: Any) -> Any:
         p = _P(a) @ _P(b) % self.field.p  # NumPy's loops over Python's integers
         known = _HAS_Q(a).astype(bool).all(-1, keepdims=True) & _HAS_Q(b).astype(bool).all(-2, keepdims=True)
-        return _NUMBERS(p, np.where(known, _Q(a) @ _Q(b) % self.field.q, None) if known.any() else None)
+        q = _Q(a) @ _Q(b) % self.field.q if known.any() else 0
+        return _NUMBERS(p, np.where(known, q, np.full((), None)))
 
     def concat(self, parts: Sequence[Any]) -> Any:
         return np.concatenate(parts, -1)
@@ -274,8 +275,8 @@ def _values_at(
             inputs[x.attr[0]] = values.reshape(shape)
         arithmetic = FieldArithmetic(field, sizes, random.randbytes(32))
         try:
-            values = evaluate([*definition, *rewritten], inputs, arithmetic)  # together, as they have terms in common
-            return [values[: len(definition)], values[len(definition) :]]
+            both = evaluate([*definition, *rewritten], inputs, arithmetic)  # together, as they have terms in common
+            return [both[: len(definition)], both[len(definition) :]]
         except NoInverse:
             continue
     raise ValueError(f"identity: every point has a division by 0, after {TRIES} draws: {definition}")
