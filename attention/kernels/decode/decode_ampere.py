@@ -282,17 +282,19 @@ def make(config: Config):
         return operand, norm.reduce_query_sums(sums, scratch)
 
     @inlined
-    def merge_warps(o, l, v_descale, col, v, out_tile, params):
-        """Add the warps' O, of the columns from `col` on, in the values' stages, and store o / l. Each warp adds some slabs."""
+    def merge_warps(o, part, l, v_descale, v, out_tile, params):
+        """Add the warps' O, of a part of its columns, in the values' stages, and store o / l. Each warp adds some slabs."""
+        if part > 0:
+            block.sync()  # the part before has been read
         warps_o, warp = v.reuse(WARPS_O), warp_index()  # computed here again: no register holds it over the loop over keys
-        store(subtile(warps_o, ROWS, warp), o)
+        store(subtile(warps_o, ROWS, warp), columns(o, COLUMNS, part))
         block.sync()
         for slab in range(warp, SLABS, WARPS):
-            o = zeros(SLAB)
+            total = zeros(SLAB)
             for other in range(WARPS):
-                o = o + load(subtile(warps_o, ROWS, other, SLAB_COLS, slab), SLAB)
-            o = product.finish_columns(o, v_descale)
-            result.store(over_sum(o, l), out_tile, int32(col + SLAB_COLS * slab), params)
+                total = total + load(subtile(warps_o, ROWS, other, SLAB_COLS, slab), SLAB)
+            total = product.finish_columns(total, v_descale)
+            result.store(over_sum(total, l), out_tile, int32(COLUMNS * part + SLAB_COLS * slab), params)
 
     @inlined
     def clear_unused_rows(tile, tokens, head, row, part, warp, group, scale, params):
@@ -381,16 +383,13 @@ def make(config: Config):
             if result.is_final(out_tile):
                 l = sink.finish_row_sum(l, m, scale, ctx)
             o = state.o * product.merge_weight(weight, o_unit)  # the reductions were barriers: no warp reads values any more
-            merge_warps(columns(o, COLUMNS, 0), l, v_descale, 0, v, out_tile, params)
+            merge_warps(o, 0, l, v_descale, v, out_tile, params)
             if O_PARTS > 1:
-                block.sync()
-                merge_warps(columns(o, COLUMNS, 1), l, v_descale, COLUMNS, v, out_tile, params)
+                merge_warps(o, 1, l, v_descale, v, out_tile, params)
             if O_PARTS > 2:
-                block.sync()
-                merge_warps(columns(o, COLUMNS, 2), l, v_descale, 2 * COLUMNS, v, out_tile, params)
+                merge_warps(o, 2, l, v_descale, v, out_tile, params)
             if O_PARTS > 3:
-                block.sync()
-                merge_warps(columns(o, COLUMNS, 3), l, v_descale, 3 * COLUMNS, v, out_tile, params)
+                merge_warps(o, 3, l, v_descale, v, out_tile, params)
             if warp == 0:
                 result.store_row_sums(m, l, scale, out_tile, params)
             work = split.next_work(work, tokens, params)
