@@ -117,14 +117,10 @@ def make(config: Config):
             cuda.syncwarp()  # other lanes wrote them
             s = warpgroup.load(high, TILE, fenced=False) + warpgroup.load(low, TILE, fenced=False)
             s = warpgroup.causal(s, -1, 0.0)
-            first, second = two_parts.split(inverse_transposed(s * beta, high, low))
-            warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
-            warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
+            two_parts.store_in_memory(gForward, inverse_transposed(s * beta, high, low), chunk, head)
             if FOR_GRADIENTS:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1))
-                first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
-                warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
-                warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+                two_parts.store_in_memory(gReverse, inverse_transposed(s * beta_rows, high, low), chunk, head)
             store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
             thread_block.sync(FENCED)  # all have read b and the tiles
 

@@ -88,13 +88,9 @@ def make(config: Config):
                 p_t = p_t * exp2(zeros(TILE) + b_cols - b_rows)
             s = warpgroup.causal(s, -1, 0.0)
             warpgroup.store(gReverse, INPUT(warpgroup.triu(p_t, 0, 0.0)), (chunk, head, 2 * CHUNK, 0), aligned=True)
-            first, second = two_parts.split(inverse_transposed(s * beta, high, low))
-            warpgroup.store(gForward, first, (chunk, head, 0, 0), aligned=True)
-            warpgroup.store(gForward, second, (chunk, head, CHUNK, 0), aligned=True)
+            two_parts.store_in_memory(gForward, inverse_transposed(s * beta, high, low), chunk, head)
             if FOR_GRADIENTS:
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * rank), head), cols=1))
-                first, second = two_parts.split(inverse_transposed(s * beta_rows, high, low))
-                warpgroup.store(gReverse, first, (chunk, head, 0, 0), aligned=True)
-                warpgroup.store(gReverse, second, (chunk, head, CHUNK, 0), aligned=True)
+                two_parts.store_in_memory(gReverse, inverse_transposed(s * beta_rows, high, low), chunk, head)
 
     return invert, smem

@@ -64,10 +64,16 @@ class GlaDecay(channel_decay.ChannelDecay):
     """The decays of GLA's kernel, which also stores the residual of q', its rounding error."""
 
     @inlined
-    def store_extra(self, q_residual, query, key, decay, strong):
-        """Store the residual of q', unless the chunk is strong: then its scores, or the keys for them, have this memory."""
+    def store_extra(self, residual, query, key, decay, strong):
+        """Store the residual of q', unless the chunk is strong."""
         if not strong:
-            store(q_residual, query - fp32(self.dtype(query)))
+            store(residual, query - fp32(self.dtype(query)))
+
+
+@inlined
+def halved_scores_part(tile):
+    """Where the scores of a halved chunk lie in a tile of the ring `scored`."""
+    return subtile(tile, CHUNK, 0, CHUNK, 0)
 
 
 @functools.cache
@@ -82,7 +88,7 @@ def make(config: Config):
     STORES_STATES = config.stores_states
     KEY_DIM, STAGE_COUNT, SETMAXNREG = config.key_dim, STAGES[config.key_dim], CONSUMERS == 1
     GATE_STAGES = STAGE_COUNT if IN_PLACE else 1
-    RESIDUAL_STAGES = STAGE_COUNT if IN_PLACE or KEY_DIM < WIDE_KEY_DIM else 1
+    SCORED_STAGES = STAGE_COUNT if IN_PLACE or KEY_DIM < WIDE_KEY_DIM else 1
     NEAR_AND_MORE = st(2 * CHUNK, KEY_DIM, INPUT, width=config.key.width)
     STATE, WEIGHTS, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, INPUT), rt(16, CHUNK, fp32)
     WARPS, readers = warpgroup.WARPGROUP, CONSUMERS * warpgroup.WARPGROUP
@@ -97,7 +103,8 @@ def make(config: Config):
         v=ring(config.value, CONSUMERS, WARPS),
         g=ring(config.gate, GATE_STAGES, WARPS),
         p=ring(st(2 * CHUNK, CHUNK, INPUT), 1, readers, writers=WARPS),
-        q_residual=ring(config.key, RESIDUAL_STAGES, WARPS, writers=WARPS),
+        # what the scorer takes beside q' and k*: the residual of q'; of a strong chunk K*_i (QueryScoreTiles), or its scores
+        scored=ring(config.key, SCORED_STAGES, WARPS, writers=WARPS),
         out=st(CHUNK * CONSUMERS, COLUMNS, INPUT),
         gate_sums=ring(config.gate_sums, STAGE_COUNT, WARPS, writers=WARPS),
         state_decay=ring(config.state_decay, STAGE_COUNT, readers, writers=WARPS),
@@ -131,25 +138,25 @@ def make(config: Config):
         return subtile(to_start, START.length, j % 2)
 
     @inlined
-    def open_tiles(queries, keys, residual, sums, to_start):
+    def open_tiles(queries, keys, block_keys, sums, to_start):
         """The tiles of a strong chunk whose blocks have references."""
-        return QueryScoreTiles(queries, keys, residual, subtile(viewed(sums, NEAR_AND_MORE), CHUNK, 1), to_start)
+        return QueryScoreTiles(queries, keys, block_keys, subtile(viewed(sums, NEAR_AND_MORE), CHUNK, 1), to_start)
 
     @inlined
-    def factor_blocks(queries, keys, residual, sums, to_start, warp):
+    def factor_blocks(queries, keys, block_keys, sums, to_start, warp):
         """Decay the tokens of a strong chunk whose blocks have references."""
         if decay.has_references:
-            block_scores.factor(open_tiles(queries, keys, residual, sums, to_start), sums, warp)
+            block_scores.factor(open_tiles(queries, keys, block_keys, sums, to_start), sums, warp)
 
     @inlined
-    def score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j):
+    def score_blocks(queries, keys, scored, g, gate_sums, to_start, j):
         """The scores of a strong chunk whose blocks have references. Gives back what the preparer waits for, then decays
         queries to the start of the chunk."""
         if decay.has_references:
             warp = warpgroup.rank()
-            tiles = open_tiles(queries, keys, q_residual.wait(j), pick_sums(g, gate_sums, j), pick_start(to_start, j))
+            tiles = open_tiles(queries, keys, scored.wait(j), pick_sums(g, gate_sums, j), pick_start(to_start, j))
             scores = warpgroup.causal(block_scores.score(tiles, warp), 0, 0.0)
-            q_residual.release(j)
+            scored.release(j)
             release_sums(g, gate_sums, j)
             warpgroup.sync()  # all warps have multiplied
             block_scores.decay_to_start(tiles, warp)
@@ -208,7 +215,7 @@ def make(config: Config):
         """The outputs of a segment, and after the last one the state. Each of the `segments` of a sequence has thread blocks of
         its own. gInitialState: the state before each segment. `group` value heads share a key head; each is `blocks` blocks of
         columns wide. gStates: the state before each chunk, if it is stored."""
-        q, k, v, g, p, q_residual, out, gate_sums, state_decay, flag, to_start, biases, rates = smem.open()
+        q, k, v, g, p, scored, out, gate_sums, state_decay, flag, to_start, biases, rates = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, segments, heads)
         seq = seq_layout.segment_tokens(gCuSeqlens, sequence, length, segment, segments)
@@ -229,18 +236,18 @@ def make(config: Config):
                 norm.normalize(queries, warp)
                 norm.normalize(keys, warp)
                 norm.sync()
-                residual = q_residual.claim(j)
+                scored_tile = scored.claim(j)
                 if halved:
-                    scores = halved_scores.compute(queries, keys, residual, sums, residual, warp)
+                    scores = halved_scores.compute(queries, keys, scored_tile, sums, scored_tile, warp)
                     warpgroup.sync()
-                    warpgroup.store(subtile(residual, CHUNK, 0, CHUNK, 0), scores)
+                    warpgroup.store(halved_scores_part(scored_tile), scores)
                     warpgroup.sync()
                 if by_blocks:
-                    factor_blocks(queries, keys, residual, sums, pick_start(to_start, j), warp)
+                    factor_blocks(queries, keys, scored_tile, sums, pick_start(to_start, j), warp)
                 else:
-                    decay.factor_chunk_decays(queries, keys, residual, sums, b_last, warp, strong)
+                    decay.factor_chunk_decays(queries, keys, scored_tile, sums, b_last, warp, strong)
                 decay.store_state_decay(state_decay.claim(j), flag.claim(j), b_last, warp, strong, halved)
-                q_residual.publish(j)  # first: its fence is that of the queries and keys, too
+                scored.publish(j)  # first: its fence is that of the queries and keys, too
                 state_decay.publish(j)
                 flag.publish(j)
                 if not by_blocks:
@@ -259,17 +266,18 @@ def make(config: Config):
             for j in range(1 - STAGE_COUNT, n):
                 sum_gates(g, gGates, gate_sums, constants, seq, j + STAGE_COUNT - 1, head, warp)
                 if j >= 0:
-                    residual, strength, queries, keys = q_residual.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
+                    scored_tile, strength, queries, keys = scored.wait(j), decay.load_flag(flag.wait(j)), q.wait(j), k.wait(j)
                     flag.release(j)
                     if decay.halves and strength > 1:
-                        s = fp32(warpgroup.load(subtile(residual, CHUNK, 0, CHUNK, 0), WEIGHTS))
-                        q_residual.release(j)
+                        s = fp32(warpgroup.load(halved_scores_part(scored_tile), WEIGHTS))
+                        scored.release(j)
                     elif strength > 0:
-                        s = score_blocks(queries, keys, q_residual, g, gate_sums, to_start, j)
+                        s = score_blocks(queries, keys, scored, g, gate_sums, to_start, j)
                     else:
+                        residual = scored_tile
                         s = warpgroup.wait(warpgroup.mma_ABt(warpgroup.mm_ABt(queries, keys), residual, keys))
                         s = warpgroup.causal(s, 0, 0.0)  # in each branch: wgmma's registers would be joined behind them
-                        q_residual.release(j)
+                        scored.release(j)
                     q.release(j)
                     k.release(j)
                     weights, rounded = p.claim(j), INPUT(s)

@@ -244,6 +244,13 @@ class TwoParts:
         warpgroup.store(low_tile, low)
 
     @inlined
+    def store_in_memory(self, gX, x, chunk, head):
+        """A warpgroup stores a 64 x 64 matrix in the rows of a chunk and head, its high part above its low part."""
+        high, low = self.split(x)
+        warpgroup.store(gX, high, (chunk, head, 0, 0), aligned=True)
+        warpgroup.store(gX, low, (chunk, head, CHUNK, 0), aligned=True)
+
+    @inlined
     def mma_AB(self, acc, x, m):
         """acc + x m, pending, of a warpgroup's x in registers and a 64 x 64 matrix m in shared memory, both of them in two
         parts. The product of both low parts is left out."""
