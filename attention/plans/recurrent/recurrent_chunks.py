@@ -139,68 +139,80 @@ def plan_token_decay(
     {"gInitialState": , "gFinalState": }, if outputs are divided by a normalizer. formula: that of gates which the kernel
     computes; None for gates in memory. scratch: the allocator of the caller's plan, if that has other launches. chunk_states:
     the array to store the states before all chunks in, by SequenceLayout.chunk_index."""
-    batch, length, heads, key_heads, columns, sequences = problem(
-        "batch", "seqlen", "heads", "heads_k", "value_dim", "sequences"
-    )
+    heads, key_heads, columns = problem("heads", "heads_k", "value_dim")
     arrays, scratch = _broadcast_arrays(problem, arrays, bool(vector_bytes)), scratch or ScratchAllocator(problem)
-    width, group = -(-columns // chunk_hopper.COLUMNS), heads // key_heads
+    width = -(-columns // chunk_hopper.COLUMNS)
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
     states: Arrays = {"states": chunk_states} if chunk_states else {}
-    result = intern_value(
+    config = choose_config(problem, gate, _choose_outputs(arrays, normalizer, chunk_states), vector_bytes, width)
+    if _runs_in_clusters(problem, config, arrays, width):
+        return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
+    local_states = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
+    segments = local_states.form.shape[2] if local_states else count_segments(problem, config, width)
+    if segments == 1:
+        arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
+        if not vector_bytes and mamba2_shared_heads_hopper.supports(config, heads // key_heads * width):
+            return [_scan_shared_heads(problem, config, arrays | states, width)], scratch.shapes
+    steps: list[Step] = []
+    if segments > 1 and not local_states:
+        gate_of_states = _choose_gate(arrays, dt_options, False, formula)
+        steps += _scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch)
+    composes_first = segments > TOKEN_COSTS.composed_in_scan
+    if composes_first:
+        steps.append(_compose_initial_states(problem, arrays, segments, scratch))
+    if normalizer is not None:
+        z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
+        steps.append(_scan_normalizer(problem, z_config, arrays, normalizer, scale, scratch))
+    states_per_sequence = segments if composes_first else 1
+    steps.append(launch_scan(problem, config, width, segments, segments, arrays | states, scale, states_per_sequence))
+    return steps, scratch.shapes
+
+
+def _choose_outputs(arrays: Arrays, normalizer: Arrays | None, chunk_states: Operand | None) -> ScanOutputs:
+    """What a scan of these arrays computes. normalizer, chunk_states: as in plan_token_decay."""
+    return intern_value(
         ScanOutputs,
         skip=arrays.get("gD") is not None,
         normalized=normalizer is not None,
         silu=arrays.get("gZ") is not None,
         stores_states=chunk_states is not None,
     )
-    config = choose_config(problem, gate, result, vector_bytes, width)
-    if serves_clusters(config, arrays):
-        chunks, processors = length // CHUNK, machine(problem.device).processors
-        returns_sum = not gate.kind and bool(arrays.get("gFinalState"))
-        if prefers_clusters(sequences * heads * width, chunks, processors, returns_sum):
-            return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
-    local_states_operand = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
-    segments = local_states_operand.form.shape[2] if local_states_operand else count_segments(problem, config, width)
-    if segments == 1:
-        arrays = {name: x for name, x in arrays.items() if name not in ("gLocalStates", "gTotalDecays")}
-    if segments == 1 and not vector_bytes and mamba2_shared_heads_hopper.supports(config, group * width):
-        return [_scan_shared_heads(problem, config, arrays | states, width)], scratch.shapes
-    steps = []
 
-    def launch(config, width: int, segments: int, scanned_segments: int, arrays: Arrays, states_per_sequence: int = 1) -> Step:
-        return launch_scan(problem, config, width, segments, scanned_segments, arrays, scale, states_per_sequence)
 
-    if segments > 1 and not local_states_operand:
-        gate_of_states = _choose_gate(arrays, dt_options, False, formula)
-        steps += _scan_local_states(problem, arrays, vector_bytes, gate_of_states, segments, segments - 1, scratch)
-    initial_state, states_per_sequence = arrays.get("gInitialState"), 1
-    if segments > TOKEN_COSTS.composed_in_scan:
-        local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
-        sequence_states, states_per_sequence = initial_state, segments
-        initial_state = scratch(sequences * segments, heads, columns, problem.extents["key_dim"])
-        steps.append(
-            compose_segments(
-                problem,
-                segments,
-                (columns, problem.extents["key_dim"]),
-                False,
-                gInitialState=sequence_states,
-                gSegmentStates=initial_state,
-                **local_states,
-            )
-        )
-    if normalizer is not None:
-        normalizers = scratch(batch, length, heads)
-        z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
-        normalizer_arrays = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
-        normalizer_arrays["gFinalState"] = z_last and z_last.spread(2, 1)
-        z_config = choose_config(problem, gate, intern_value(ScanNormalizer), vector_bytes, 1)
-        steps.append(launch(z_config, 1, 1, 1, arrays | normalizer_arrays))
-        arrays["gNormalizer"] = normalizers
-    arrays |= {"gInitialState": initial_state} | states
-    steps.append(launch(config, width, segments, segments, arrays, states_per_sequence))
-    return steps, scratch.shapes
+def _runs_in_clusters(problem: Problem, config: Any, arrays: Arrays, width: int) -> bool:
+    """Is chunk_cluster_hopper.py's kernel faster than that of this configuration, and serves the call?"""
+    if not serves_clusters(config, arrays):
+        return False
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    returns_sum = not config.gate.kind and bool(arrays.get("gFinalState"))
+    chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
+    return prefers_clusters(sequences * heads * width, chunks, processors, returns_sum)
+
+
+def _compose_initial_states(problem: Problem, arrays: Arrays, segments: int, scratch: ScratchAllocator) -> Step:
+    """The launch that computes the states before all segments from the local states in `arrays`, which it takes the place of
+    there."""
+    heads, columns, key_dim, sequences = problem("heads", "value_dim", "key_dim", "sequences")
+    local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
+    sequence_states = arrays.get("gInitialState")
+    arrays["gInitialState"] = scratch(sequences * segments, heads, columns, key_dim)
+    composed = {"gInitialState": sequence_states, "gSegmentStates": arrays["gInitialState"]}
+    return compose_segments(problem, segments, (columns, key_dim), False, **composed, **local_states)
+
+
+def _scan_normalizer(
+    problem: Problem, config: Any, arrays: Arrays, normalizer: Arrays, scale: float, scratch: ScratchAllocator
+) -> Step:
+    """The launch that computes the numbers by which outputs are divided. Adds them to `arrays`. normalizer: as in
+    plan_token_decay."""
+    normalizers = scratch(*problem("batch", "seqlen", "heads"))
+    z_first, z_last = normalizer["gInitialState"], normalizer["gFinalState"]
+    normalizer_arrays = {"gO": normalizers, "gInitialState": z_first and z_first.spread(2, chunk_hopper.COLUMNS)}
+    normalizer_arrays["gFinalState"] = z_last and z_last.spread(2, 1)
+    step = launch_scan(problem, config, 1, 1, 1, arrays | normalizer_arrays, scale)
+    arrays["gNormalizer"] = normalizers
+    return step
 
 
 def plan_segment_states(
