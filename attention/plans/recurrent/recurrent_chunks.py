@@ -145,7 +145,9 @@ def plan_token_decay(
     scale_at_end = not (vector_bytes or FOLDED_SCALES[0] <= scale <= FOLDED_SCALES[1])
     gate = _choose_gate(arrays, dt_options, scale_at_end, formula)
     states: Arrays = {"states": chunk_states} if chunk_states else {}
-    config = choose_config(problem, gate, _choose_outputs(arrays, normalizer, chunk_states), vector_bytes, width)
+    has_d, has_z = (arrays.get(name) is not None for name in ("gD", "gZ"))
+    flags = {"skip": has_d, "normalized": normalizer is not None, "silu": has_z, "stores_states": chunk_states is not None}
+    config = choose_config(problem, gate, intern_value(ScanOutputs, **flags), vector_bytes, width)
     if _runs_in_clusters(problem, config, arrays, width):
         return [_scan_in_clusters(problem, config, arrays, width, scale)], scratch.shapes
     local_states = arrays.get("gLocalStates")  # if the caller has computed these, there is no first pass
@@ -169,24 +171,13 @@ def plan_token_decay(
     return steps, scratch.shapes
 
 
-def _choose_outputs(arrays: Arrays, normalizer: Arrays | None, chunk_states: Operand | None) -> ScanOutputs:
-    """What a scan of these arrays computes. normalizer, chunk_states: as in plan_token_decay."""
-    return intern_value(
-        ScanOutputs,
-        skip=arrays.get("gD") is not None,
-        normalized=normalizer is not None,
-        silu=arrays.get("gZ") is not None,
-        stores_states=chunk_states is not None,
-    )
-
-
 def _runs_in_clusters(problem: Problem, config: Any, arrays: Arrays, width: int) -> bool:
     """Is chunk_cluster_hopper.py's kernel faster than that of this configuration, and serves the call?"""
     if not serves_clusters(config, arrays):
         return False
     length, heads, sequences = problem("seqlen", "heads", "sequences")
     returns_sum = not config.gate.kind and bool(arrays.get("gFinalState"))
-    chunks, processors = length // chunk_hopper.CHUNK, machine(problem.device).processors
+    chunks, processors = length // CHUNK, machine(problem.device).processors
     return prefers_clusters(sequences * heads * width, chunks, processors, returns_sum)
 
 
