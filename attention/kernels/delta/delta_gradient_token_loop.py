@@ -24,12 +24,13 @@ from dataclasses import dataclass
 from numba import cuda
 from numpy import float32, int32
 
-from ops import block, col_sum, divmod, exp, fma, load, load_number, store, tile_sum, zeros
+from ops import col_sum, divmod, exp, fma, load, load_number, store, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
+from ...parts.recurrent.state_decays import StateRows
 from ...parts.recurrent.tokens import SequenceLayout
 from ..recurrent.linear_token_loop import CTAS_PER_SM, LARGEST_KEY_DIMS, MAX_WARP_KEY_DIM, WARP_COLUMNS, WARPS
 
@@ -85,18 +86,10 @@ def make(config: Config):
     DECAY, SPLITS_ROWS, seq_layout = config.decay, config.splits_rows, SequenceLayout(config.varlen)
     ERRORS, VALUES, QUERIES = (config.walk == walk for walk in WALKS[:3])
     TRANSPOSED, REVERSED = config.walk in ("queries", "keys"), config.walk in ("values", "keys")
-    STATE = rt(config.warp_rows, WARP_COLUMNS, fp32)
+    STATE, state_rows = rt(config.warp_rows, WARP_COLUMNS, fp32), StateRows(SPLITS_ROWS)
     ROWS, COLS = STATE.col_vec, STATE.row_vec
     KEYS = COLS if TRANSPOSED else ROWS  # a number for each channel of the keys
     smem = shared(sums=sv(WARP_COLUMNS * WARPS, fp32), products=sv(4 * WARPS, fp32))
-
-    @inlined
-    def sum_over_warps(x, scratch):
-        """The sum of x over the warps that have rows of the same state."""
-        if SPLITS_ROWS:
-            return block.reduce_sum(x, scratch)
-        else:
-            return x
 
     @inlined
     def load_decay(gDecay, batch, token, head, channel):
@@ -138,7 +131,7 @@ def make(config: Config):
                 if ERRORS:
                     s = s * decay
                     v = load(gV, COLS, (batch, t, head, value), aligned=True)
-                    e = v - sum_over_warps(col_sum(s * k), sums)
+                    e = v - state_rows.sum(col_sum(s * k), sums)
                     s = fma(k, beta * e, s)
                     if row == 0:
                         store(gErrors, e, (batch, t, head, value), aligned=False)
@@ -146,7 +139,7 @@ def make(config: Config):
                     q = load(gQ, KEYS, (batch, t, key_head, channel), aligned=True)
                     dout = load(gDOut, COLS, (batch, t, head, value), aligned=True)
                     s = fma(q * scale, dout, s)
-                    du = sum_over_warps(col_sum(s * k), sums)
+                    du = state_rows.sum(col_sum(s * k), sums)
                     s = fma(k, -beta * du, s) * decay
                     if row == 0:
                         store(gDU, du, (batch, t, head, value), aligned=False)
@@ -155,11 +148,11 @@ def make(config: Config):
                     s = s * decay
                     e = load(gErrors, ROWS, (batch, t, head, value), aligned=True)
                     du = load(gDU, ROWS, (batch, t, head, value), aligned=True)
-                    dk = sum_over_warps(col_sum(s * du), sums) * -beta
+                    dk = state_rows.sum(col_sum(s * du), sums) * -beta
                     s = fma(e * beta, k, s)
                     dout = load(gDOut, ROWS, (batch, t, head, value), aligned=True)
-                    dq = sum_over_warps(col_sum(s * dout), sums) * scale
-                    dbeta = sum_over_warps(tile_sum(du * e), products)
+                    dq = state_rows.sum(col_sum(s * dout), sums) * scale
+                    dbeta = state_rows.sum(tile_sum(du * e), products)
                     if row == 0:
                         store(gDK, dk, (batch, t, read, channel), aligned=False)
                         store(gDQ, dq, (batch, t, head, channel), aligned=False)
@@ -169,7 +162,7 @@ def make(config: Config):
                     q = load(gQ, KEYS, (batch, t, key_head, channel), aligned=True)
                     s = fma(load(gDOut, ROWS, (batch, t, head, value), aligned=True), q * scale, s)
                     e = load(gErrors, ROWS, (batch, t, head, value), aligned=True)
-                    dk = sum_over_warps(col_sum(s * e), sums) * beta
+                    dk = state_rows.sum(col_sum(s * e), sums) * beta
                     du = load(gDU, ROWS, (batch, t, head, value), aligned=True)
                     s = fma(du * -beta, k, s) * decay
                     if row == 0:

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 
 from numba import cuda
 
-from ops import block, col_sum, divmod, exp, fma, load, rsqrt, store, tile_max, tile_sum, zeros
+from ops import col_sum, divmod, fma, load, rsqrt, store, tile_sum, zeros
 from tiles import bf16, fp32, inlined, rt, shared, sv
-from tiles.launching.arguments import ENDS, FLOAT, INT, array, record
+from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
 from ...parts.recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ...parts.recurrent.l2norm import L2NORM_EPSILON
 from ...parts.recurrent.results import NORMALIZER_EPSILON
+from ...parts.recurrent.state_decays import STATE_DECAYS, StateRows
 from ...parts.recurrent.tokens import SequenceLayout
 
 WARPS = 4  # of a block
@@ -124,57 +125,20 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
-    DECAY, DELTA, NORMALIZE = config.decay, config.delta, config.normalize
+    DELTA, NORMALIZE = config.delta, config.normalize
     SINGLE, SPLITS_ROWS, seq_layout = config.single, config.splits_rows, SequenceLayout(config.varlen)
     REVERSED, GROUPS_QUERIES, BETA, L2NORM = config.reversed, config.groups_queries, config.beta, config.l2norm
-    FORMULA, HAS_FORMULA = config.formula or GateFormula(), config.formula is not None
-    PARAMS = record() if config.formula is None else record(gA=array(2), gDtBias=array(2))
-    STATE = rt(config.rows, config.columns, fp32)
+    STATE, rows = rt(config.rows, config.columns, fp32), StateRows(config.splits_rows)
+    state_decay = STATE_DECAYS[config.decay](STATE, config.formula)
+    PARAMS = state_decay.params()
     KEYS, VALUES = STATE.col_vec, STATE.row_vec
     smem = shared(sums=sv(config.columns * config.warps, fp32), products=sv(4 * config.warps, fp32))
-
-    @inlined
-    def sum_over_warps(x, scratch):
-        """The sum of x over the warps that have rows of the same state."""
-        if SPLITS_ROWS:
-            return block.reduce_sum(x, scratch)
-        else:
-            return x
-
-    @inlined
-    def load_rate(params, head):
-        """exp(A_log) of a head for gates of a formula."""
-        if HAS_FORMULA:
-            return FORMULA.load_rate(params.gA, head)
-        else:
-            return 0.0
-
-    @inlined
-    def load_bias(params, vector, head, first):
-        """dt_bias of a head for gates of a formula, as a vector from row or column `first` on."""
-        if HAS_FORMULA:
-            return load(params.gDtBias, vector, (head, first))
-        else:
-            return 0.0
-
-    @inlined
-    def load_decay(gDecay, params, rate, batch, token, head, row, column):
-        """The factor by which a state decays, exp(decay). One for each token is loaded as a vector of columns, whose elements
-        are the same."""
-        if DECAY == "channel":
-            g = load(gDecay, KEYS, (batch, token, head, row), aligned=True)
-            return exp(FORMULA.compute(g, rate, load_bias(params, KEYS, head, row)))
-        elif DECAY == "token":
-            g = load(gDecay, VALUES, (batch, token, head, column), aligned=False)
-            return exp(FORMULA.compute(g, rate, load_bias(params, VALUES, head, column)))
-        else:
-            return 1.0
 
     @inlined
     def normalize_rows(x, scratch):
         """A query or key divided by its L2 norm, if the configuration says so."""
         if L2NORM:
-            return x * rsqrt(sum_over_warps(tile_sum(x * x), scratch) + L2NORM_EPSILON)
+            return x * rsqrt(rows.sum(tile_sum(x * x), scratch) + L2NORM_EPSILON)
         else:
             return x
 
@@ -201,12 +165,12 @@ def make(config: Config):
             s = load(gInitialState, STATE, (sequence, head, row, column), aligned=SINGLE)
             if NORMALIZE:
                 z = load(gInitialZ, KEYS, (sequence, head, row))
-            rate = load_rate(params, head)
+            rate = state_decay.load_rate(params, head)
             for i in range(first, end):
                 t = first + end - 1 - i if REVERSED else i
                 k = normalize_rows(load(gK, KEYS, (batch, t, query_head, row), aligned=True), products)
                 v = load(gV, VALUES, (batch, t, value_head, column), aligned=True)
-                decay = load_decay(gDecay, params, rate, batch, t, head, row, column)
+                decay = state_decay.load(gDecay, params, rate, batch, t, head, row, column)
                 beta = BETA.compute(load(gBeta, VALUES, (batch, t, head, column), aligned=False)) if DELTA else 0.0
                 q = normalize_rows(load(gQ, KEYS, (batch, t, query_head, row), aligned=True), products)
                 if REVERSED:
@@ -214,16 +178,16 @@ def make(config: Config):
                 else:
                     s = s * decay
                 if DELTA:
-                    v = beta * v - beta * sum_over_warps(col_sum(s * k), sums)
+                    v = beta * v - beta * rows.sum(col_sum(s * k), sums)
                 s = fma(k, v, s)
-                o = sum_over_warps(col_sum(s * q), sums)
+                o = rows.sum(col_sum(s * q), sums)
                 if REVERSED:
                     s = s * decay
                 else:
                     o = scale * o
                 if NORMALIZE:
-                    z = z * (tile_max(decay) if DECAY == "token" else decay) + k
-                    o = o / (scale * sum_over_warps(tile_sum(z * q), products) + NORMALIZER_EPSILON)
+                    z = state_decay.decay_keys(z, decay) + k
+                    o = o / (scale * rows.sum(tile_sum(z * q), products) + NORMALIZER_EPSILON)
                 if row == 0:
                     store(gOut, o, (batch, t, head, column), aligned=False)
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
