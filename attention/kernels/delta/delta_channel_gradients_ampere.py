@@ -41,11 +41,11 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
 
-from ...parts.delta.delta_chunks import PANEL, DeltaChunkConfig, chunk_fields
+from ...parts.delta.delta_chunks import PANEL, DeltaChunkConfig, ValuePanels, chunk_fields
 from ...parts.recurrent.channel_chunks import FENCED, ROWS, ChunkChannels
 from ...parts.recurrent.channel_pairs import FAR, PAIRS, DeltaPairs, DeltaPairTiles
 from ...parts.recurrent.gates import COL_VEC
-from ...parts.recurrent.tokens import CHUNK, SequenceLayout
+from ...parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout
 
 GROUPS = 4  # warpgroups, each with a quarter of the channels
 WARPS = WARPGROUP * GROUPS  # of a block
@@ -84,7 +84,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, VECTOR_BYTES, STAGES, WITH_GATES = config.dtype, config.vector_bytes, config.stages, config.with_gates
     channels, seq_layout = ChunkChannels(config.key_dim, GROUPS), SequenceLayout(config.varlen)
-    PART, OUT, VARLEN = channels.half, channels.rows, config.varlen
+    PART, OUT, VARLEN, value_panels = channels.half, channels.rows, config.varlen, ValuePanels(VECTOR_BYTES)
     pairs, ERRORS = DeltaPairs(channels, INPUT, WITH_GATES), rt(ROWS, PANEL, INPUT)
     OUTPUT, OUTPUT_BYTES = (fp32, True) if config.unrounded else (INPUT, VECTOR_BYTES)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=PART * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
@@ -100,14 +100,6 @@ def make(config: Config):
         w=st(2 * CHUNK, CHUNK, INPUT, width=NARROW),
         carried=sv(WARPS * PART, fp32),
     )
-
-    @inlined
-    def fill(do, errors, s, gDOut, gErrors, gStates, panel, panels, batch, token, head, chunk):
-        """Start to copy a panel of a chunk's values, if there are so many."""
-        col = int32(PANEL * panel)
-        do.fill(panel, gDOut, (batch, token, head, col), 1, 3, panels, VECTOR_BYTES)
-        errors.fill(panel, gErrors, (chunk, head, 0, col), end=panels)
-        s.fill(panel, gStates, (chunk, head, int32(2 * col), 0), end=panels)
 
     @inlined
     def decay_products(dq, dk_read, dk_write, dots, tiles, carried, beta, scale):
@@ -147,13 +139,15 @@ def make(config: Config):
         pair_half = quarter - 2 * computes_g
         padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
+        pipelines, arrays = (do, errors, s), (douts, gErrors, gStates)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
+            place = ChunkPlace(chunk, head, sequence, token, seq)
             k.fill(j, keys, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
             q.fill(j, queries, (seq.batch, token, key_head, 0), 1, 3, n, VECTOR_BYTES)
             for panel in range(STAGES - 1):
-                fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                value_panels.fill(pipelines, arrays, panel, panels, place)
             channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head))
 
             # the parts of gradients that come from states, and the scores dP and G, by panels of values
@@ -162,12 +156,12 @@ def make(config: Config):
             for panel in range(panels):
                 if STAGES == 1:
                     thread_block.sync(FENCED)
-                    fill(do, errors, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                    value_panels.fill(pipelines, arrays, panel, panels, place)
                 do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the previous panel
                 error_tile, states = errors.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     fill_panel = int32(panel + STAGES - 1)
-                    fill(do, errors, s, douts, gErrors, gStates, fill_panel, panels, seq.batch, token, head, chunk)
+                    value_panels.fill(pipelines, arrays, fill_panel, panels, place)
                 e_tile = subtile(error_tile, CHUNK, 0)
                 e_rows, z_rows = subtile(e_tile, ROWS, rank), subtile(subtile(error_tile, CHUNK, 1), ROWS, rank)
                 pair_tile = subtile(e_tile, FAR, pair_half)

@@ -25,9 +25,9 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ...parts.delta.delta_chunks import PANEL, WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, chunk_fields
+from ...parts.delta.delta_chunks import PANEL, WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, ValuePanels, chunk_fields
 from ...parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
-from ...parts.recurrent.tokens import CHUNK, SequenceLayout
+from ...parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout
 
 HALVES = 2  # of the channels of the keys: one for each warpgroup
 WARPS = WARPGROUP * HALVES  # of a block
@@ -70,7 +70,7 @@ def make(config: Config):
     seq_layout, decay = SequenceLayout(config.varlen), ChunkDecay(config.gated)
     OUT, OUTPUT = rt(WARP_COLUMNS, HALF, fp32), array(4, fp32 if config.unrounded else INPUT)
     OUT_BYTES = True if config.unrounded else VECTOR_BYTES
-    ROWS, KEY_ROWS = rt(WARP_COLUMNS, PANEL, INPUT), rt(WARP_COLUMNS, HALF, INPUT)
+    ROWS, KEY_ROWS, value_panels = rt(WARP_COLUMNS, PANEL, INPUT), rt(WARP_COLUMNS, HALF, INPUT), ValuePanels(VECTOR_BYTES)
     TRANSPOSED = rt(WARP_COLUMNS, CHUNK, INPUT)
     KEY, STATE = (st(rows, config.key_dim, INPUT, width=HALF * INPUT.itemsize) for rows in (CHUNK, 2 * PANEL))
     smem = shared(
@@ -82,14 +82,6 @@ def make(config: Config):
         p=st(CHUNK, CHUNK, INPUT),
         g=st(CHUNK, CHUNK, INPUT),
     )
-
-    @inlined
-    def fill(do, e, s, gDOut, gErrors, gStates, panel, panels, batch, token, head, chunk):
-        """Start to copy a panel of a chunk's values, if there are so many."""
-        col = int32(PANEL * panel)
-        do.fill(panel, gDOut, (batch, token, head, col), 1, 3, panels, VECTOR_BYTES)
-        e.fill(panel, gErrors, (chunk, head, 0, col), end=panels)
-        s.fill(panel, gStates, (chunk, head, int32(2 * col), 0), end=panels)
 
     @inlined
     def load_rows(tile, index):
@@ -113,25 +105,27 @@ def make(config: Config):
         n, half, rank = seq.num_chunks(), warpgroup.id(), warpgroup.rank()
         warp, row = int32(WARPGROUP * half + rank), int32(WARP_COLUMNS * rank)
         queries, keys, douts = truncate(gQ, 1, seq.end), truncate(gK, 1, seq.end), truncate(gDOut, 1, seq.end)
+        pipelines, arrays = (do, e, s), (douts, gErrors, gStates)
         for j in seq_layout.chunks_of_block(part, n, parts):
             token = seq.chunk_start(j)
             chunk = seq_layout.chunk_index(token, sequence, length)
+            place = ChunkPlace(chunk, head, sequence, token, seq)
             at = seq.batch, token, key_head, 0
             k.fill(j, keys, at, 1, 3, n, VECTOR_BYTES)
             q.fill(j, queries, at, 1, 3, n, VECTOR_BYTES)
             for panel in range(STAGES - 1):
-                fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                value_panels.fill(pipelines, arrays, panel, panels, place)
             scores, dq, dk_write, dk_read = zeros(TILE), zeros(OUT), zeros(OUT), zeros(OUT)
             dbeta, state_dot = zeros(COL_VEC), float32(0)
             for panel in range(panels):
                 if STAGES == 1:
                     thread_block.sync()
-                    fill(do, e, s, douts, gErrors, gStates, panel, panels, seq.batch, token, head, chunk)
+                    value_panels.fill(pipelines, arrays, panel, panels, place)
                 do_rows = subtile(do.wait(panel), WARP_COLUMNS, rank)  # its barrier: all warps have read the previous panel
                 errors, states = e.wait(panel), s.wait(panel)
                 if STAGES > 1:
                     fill_panel = int32(panel + STAGES - 1)
-                    fill(do, e, s, douts, gErrors, gStates, fill_panel, panels, seq.batch, token, head, chunk)
+                    value_panels.fill(pipelines, arrays, fill_panel, panels, place)
                 e_tile = subtile(errors, CHUNK, 0)
                 e_rows = subtile(e_tile, WARP_COLUMNS, rank)
                 z_rows = subtile(subtile(errors, CHUNK, 1), WARP_COLUMNS, rank)

@@ -215,6 +215,23 @@ class ChunkDecay:
 
 
 @static
+class ValuePanels:
+    """What the Ampere kernels of gradients read of a chunk's values, PANEL columns at a time: dO, E above Z, and S^T above
+    dS^T. vector_bytes: of a copy of dO."""
+
+    vector_bytes: int
+
+    @inlined
+    def fill(self, pipelines, arrays, panel, panels, place):
+        """Start to copy a panel of the chunk at a ChunkPlace, if there are so many. arrays: of the three, dO up to the end of
+        its sequence."""
+        (do, errors, s), (gDOut, gErrors, gStates), col = pipelines, arrays, int32(PANEL * panel)
+        do.fill(panel, gDOut, (place.seq.batch, place.token, place.head, col), 1, 3, panels, self.vector_bytes)
+        errors.fill(panel, gErrors, (place.chunk, place.head, 0, col), end=panels)
+        s.fill(panel, gStates, (place.chunk, place.head, int32(2 * col), 0), end=panels)
+
+
+@static
 class TwoParts:
     """Numbers as the sum of two of a dtype, `high` and `low`."""
 
