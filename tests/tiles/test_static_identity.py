@@ -4,7 +4,6 @@ import functools
 import os
 import subprocess
 import sys
-import textwrap
 import time
 import weakref
 from collections import OrderedDict
@@ -135,7 +134,7 @@ def test_an_equal_lambda_finds_the_kernel(monkeypatch):
     assert keys[0] == keys[1] != keys[2] and None not in keys
 
 
-def test_another_process_finds_it_on_disk(tmp_path):
+def test_another_process_finds_it_on_disk(module, tmp_path, capsys):
     source = """
         from numba import cuda
         from numba.cuda import types
@@ -159,13 +158,13 @@ def test_another_process_finds_it_on_disk(tmp_path):
         for k in (2.0, 2.0, 3.0):
             print(digest.key(make(Score(lambda t: t * k)), (array, array), "sm_90a"))
     """
-    (tmp_path / "subject.py").write_text(textwrap.dedent(source))
-    actual = []
-    for seed in "12":
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, tmp_path / "subject.py"], capture_output=True, text=True, env=env, timeout=100)
-        assert run.returncode == 0, run.stderr
-        actual.append(run.stdout.split())
+    module(source, "subject")
+    actual = [capsys.readouterr().out.split()]
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # of texts, another one than here
+    env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    run = subprocess.run([sys.executable, "-c", "import subject"], capture_output=True, text=True, env=env, timeout=100)
+    assert run.returncode == 0, run.stderr
+    actual.append(run.stdout.split())
     assert actual[0] == actual[1] and actual[0][0] == actual[0][1] != actual[0][2] and "None" not in actual[0]
 
 
