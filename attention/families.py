@@ -8,6 +8,7 @@ from typing import NamedTuple
 from tiles.calls.schema import Problem
 from tiles.launching.arrays import ALIGNMENT
 from tiles.launching.devices import machine
+from tiles.launching.tensor_maps import STRIDE_END
 
 FAMILIES = AMPERE_FAMILY, HOPPER_FAMILY = "sm_80", "sm_90"
 
@@ -73,8 +74,14 @@ def require_hopper(problem: Problem) -> None:
     if not problem.by_tma:
         raise ValueError(
             f"attention.{problem.member}: takes addresses and positive strides that are multiples of {ALIGNMENT} bytes: "
-            f"{_strides(problem)}"
+            f"{_strides(problem)}; pass a copy of {', '.join(_beyond_tma(problem))}"
         )
+
+
+def _beyond_tma(problem: Problem) -> list[str]:
+    """The names of the tiles that TMA cannot address."""
+    bits = {name: problem.bits.get(name, 0) for name in problem.schema.tiles}
+    return [name for name, x in bits.items() if not 0 <= x < STRIDE_END or x % ALIGNMENT]
 
 
 def _strides(problem: Problem) -> str:

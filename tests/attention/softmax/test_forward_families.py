@@ -156,7 +156,8 @@ def test_a_family_that_does_not_run_there(capability, family, words, monkeypatch
     ("capability", "vector_bytes", "words"),
     [((8, 9), 16, "^attention.forward: runs on Hopper; the arrays lie on .*: pass arrays in host memory, or"),
      ((9, 0), 8, "^attention.forward: takes addresses .* 8"),
-     (None, 8, "^attention.forward: takes addresses and positive strides.*{'k': 8}"), ((9, 0), 16, None), (None, 16, None)],
+     (None, 8, "^attention.forward: takes addresses and positive strides.*{'k': 8}; pass a copy of k$"),
+     ((9, 0), 16, None), (None, 16, None)],
 )  # fmt: skip
 def test_what_is_for_hopper_only(capability, vector_bytes, words, monkeypatch):
     problem = problem_on(capability, monkeypatch, vector_bytes)
