@@ -200,13 +200,15 @@ def hedgehog(
 
     where m[i] is the largest q[i] . k[j] of the first line. S (B, H, 2 F, Dv) and z (B, H, 2 F) are the sums of f(k) v^T and
     of f(k) over the keys in the blocks that are older ones for the next token. q, k: (B, S, H, D); v: (B, S, H, Dv);
-    maps: (H, D, F); alphas, betas: (H,).
+    maps: (H, D, F); alphas, betas: (H,). Value heads may share key heads and their maps.
     """
     v, axes, real = host(v), np.argsort(ORDER[layout]), np.float32 if low else np.float64
     round_operand = _rounding_to(v.dtype, low)
     q, k, values = (host(x).transpose(axes).astype(real) for x in (q, k, v))
     alphas, betas = (host(x).astype(real)[:, None] for x in (alphas, betas))
-    q_features, k_features = (_hedgehog_features(x, host(M).astype(real), round_operand) for x, M in ((q, q_map), (k, k_map)))
+    features = [_hedgehog_features(x, host(M).astype(real), round_operand) for x, M in ((q, q_map), (k, k_map))]
+    group = values.shape[2] // q.shape[2]
+    q, k, q_features, k_features = (x.repeat(group, 2) for x in (q, k, *features))
     values = np.concatenate([values, np.ones_like(values[..., :1])], -1)  # the last column of S is z
     S = np.zeros((len(values), values.shape[2], k_features.shape[-1], values.shape[-1]), real)
     out = np.empty(values.shape, real)
