@@ -390,3 +390,10 @@ def test_a_circle_of_rooms_is_found(small):
     reach(edges(small)[0])
     with pytest.raises(ValueError, match="cycle"):
         reach(between_rooms(edges(small)[0], "ops"))
+
+
+def test_ci_finds_the_command_of_the_tests():
+    """.ci/run takes it from README, by its end."""
+    end = re.search(r"grep -m1 '(.*)\$' README.md", (ROOT / ".ci/run").read_text()).group(1)
+    commands = [line for line in (ROOT / "README.md").read_text().splitlines() if line.endswith(end)]
+    assert commands and commands[0].startswith("python3 -m venv .venv && ")
