@@ -199,7 +199,7 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     segments = count_walk_segments(launches.blocks, chunks, processors)
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * processors
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
-    consumers = int(choose_consumers(head_sequences, launches.width, chunks, processors))  # a number of a table, whatever the length
+    consumers = int(choose_consumers(head_sequences, launches.width, chunks, processors))  # a key of a table
     costs, walk_blocks = CHANNEL_COSTS[consumers], launches.blocks // consumers
     schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch, min_gain=min_gain)
     fills_gpu = fills(launches.blocks, chunks, processors)
