@@ -199,7 +199,7 @@ def test_a_test_notices_or_does_not(small, monkeypatch, capsys):
     monkeypatch.setattr(run, "own_tests", lambda path: ("tests/tiles/test_some.py",))
     data = (small / "tiles/some.py").read_bytes()
     actual = {m.name.rpartition("::")[2]: m for m in mutations(SourceFile("tiles/some.py", data))}
-    runner = run.Runner(limit=60, root=small)
+    runner = run.Runner(root=small)
     try:
         assert runner.fate(actual["never#1"])[:2] == ("tests/tiles/test_some.py::test_least", "own")
         assert runner.fate(actual["<=for<#1"])[:2] == ("", "")
