@@ -77,7 +77,7 @@ ARGUMENT_HINTS = (
     ("act_fn act", "activation"),
     ("return_state output_final_states", "return_final_states"),
     ("initial_state", "initial_states"),
-    ("layer_idx", "layer", "not an argument: each layer has a cache of its own, layer.new_cache(batch_size)"),
+    ("layer_idx", "layer", "not an argument: each layer that is given a cache has one of its own, layer.new_cache(batch_size)"),
     ("mode chunk_size use_mem_eff_path fuse_norm", "not an argument: shapes and dtypes say which kernels run"),
     ("use_output_gate", "use_gate"),
     ("past_key_values past_key_value use_cache", "cache=, which layer.new_cache(batch_size) makes"),

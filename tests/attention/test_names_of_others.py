@@ -80,7 +80,7 @@ def test_every_public_function_answers(function):
         ("Mamba2", "n_heads", "here that is headdim=, the columns of a head"),
         ("Mamba2", "chunk_size", "here that is not an argument: shapes and dtypes say which kernels run"),
         ("GatedDeltaNet", "mode", "here that is not an argument: shapes and dtypes say which kernels run"),
-        ("GatedDeltaNet", "layer_idx", "here that is not an argument: each layer has a cache of its own"),
+        ("GatedDeltaNet", "layer_idx", "here that is not an argument: each layer that is given a cache has one of its own"),
         ("KimiDeltaAttention", "safe_gate", "here that is lower_bound=, the lowest gate"),
         ("GatedLinearAttention", "use_output_gate", "here that is use_gate"),
     ],

@@ -16,7 +16,7 @@ from .gates import FLOOR
 from .tokens import CHUNK
 
 TOKEN_GROUP = 16  # tokens whose sums a warp overwrites at once
-FIRST_SHARE = 1 / 5  # of what sums may fall within TOKEN_GROUP tokens, which the first one may fall by
+FIRST_TOKEN_SHARE = 1 / 5  # of what sums may fall within TOKEN_GROUP tokens, which the first one may fall by
 RATE = rt(16, 16, fp32).row_vec  # a vector for one number of a head: over a loop it takes a register less than the number
 
 
@@ -33,7 +33,7 @@ class ChannelGates:
     @property
     def least(self):
         """The least gate that counts as it is, None if there is none below."""
-        return FLOOR if self.fall is None else -self.fall * FIRST_SHARE
+        return FLOOR if self.fall is None else -self.fall * FIRST_TOKEN_SHARE
 
     @property
     def biases(self):

@@ -1,12 +1,12 @@
 """A chunk state that a consumer holds transposed, S^T: 64 value columns x Dk. U and O are then transposed as well, and the
 product of one step, rounded, is the left operand of the next one without leaving the registers."""
 
-from numpy import float32, int32
+from numpy import float32
 
-from ops import col_index, columns, equal, store_wait, subtile, tma_store, warpgroup, where, zeros
+from ops import col_index, columns, equal, subtile, warpgroup, where, zeros
 from tiles import dtype, fp32, inlined, rt, static
 
-from .tokens import CHUNK, COLUMNS, SequenceLayout
+from .tokens import CHUNK, SequenceLayout
 
 
 @static
@@ -62,19 +62,3 @@ class TransposedState:
             self.seq_layout.store_rows(gO, warpgroup.load(tile, self.values), seq, token, head, block)
         else:
             warpgroup.tma_store(gO, (seq.batch, token, head, block), tile)
-
-    @inlined
-    def send_output(self, gO, outputs, j, seq, head, block, tiles_before=0):
-        """Store the transposed outputs of the j-th chunk, which the consumer has published as tile j + tiles_before of the ring
-        `outputs`, and release the tile. block: of as many columns as a tile has. Another warpgroup than the consumer calls
-        this."""
-        tile, token = outputs.wait(j + tiles_before), seq.chunk_start(j)
-        if self.seq_layout.varlen:
-            panels = tile.cols // COLUMNS
-            for panel in range(panels):
-                rows = warpgroup.load(subtile(tile, CHUNK, 0, COLUMNS, panel), self.values)
-                self.seq_layout.store_rows(gO, rows, seq, token, head, int32(panels * block + panel))
-        elif warpgroup.rank() == 0:
-            tma_store(gO, (seq.batch, token, head, block), tile)
-            store_wait()
-        outputs.release(j + tiles_before)

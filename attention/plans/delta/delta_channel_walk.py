@@ -199,14 +199,14 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     segments = count_walk_segments(launches.blocks, chunks, processors)
     resident_ctas = kda_transform_hopper.CTAS_PER_SM * processors
     min_gain = MIN_GAIN if segments == 1 else MIN_GAIN_BESIDE
-    consumers = int(choose_consumers(head_sequences, launches.width, chunks, processors))  # a key of a table
+    sizes = head_sequences, launches.width, chunks
+    consumers = int(choose_consumers(*sizes, processors))  # a key of a table
     costs, walk_blocks = CHANNEL_COSTS[consumers], launches.blocks // consumers
     schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch, min_gain=min_gain)
     fills_gpu = fills(launches.blocks, chunks, processors)
     if fills_gpu and not schedule.order.overlaps:
         return launches.walk_segments(schedule, segments)
-    segments_gain = gains_segments(head_sequences, launches.width, chunks, segments, consumers, processors)
-    if fills_gpu and (segments == 1 or not segments_gain):
+    if fills_gpu and (segments == 1 or not gains_segments(*sizes, segments, consumers, processors)):
         return launches.walk(schedule, 1, consumers=consumers)
     # The gates choose between a walk in segments, where sequences forget, and what is faster where they keep
     count, overlaps = launches.count_overlaps(segments)
