@@ -2,6 +2,7 @@
 
 A function is imported, and Numba with it, when it is first used: `import attention` alone costs nothing."""
 
+import re as _re
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
 from runpy import run_path as _run_path
@@ -105,7 +106,14 @@ else:
                 with _importable["uncollected"]():
                     function = globals()[name] = getattr(_import_module(f".{module}", __name__), name)
                 return function
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_homes(name)}")
+
+    def _homes(name: str) -> str:
+        """Which modules of attention.compat have another library's function of this name, for an error; "" if none."""
+        definition = _re.compile(rf"^(def {name}\(|{name} = )", _re.MULTILINE)
+        modules = [] if name.startswith("_") else sorted((_Path(__file__).parent / "compat").glob("*.py"))
+        homes = [f"attention.compat.{path.stem}" for path in modules if definition.search(path.read_text("utf-8"))]
+        return f"; {' and '.join(homes)} {'has' if len(homes) == 1 else 'have'} it" if homes else ""
 
 
 def __dir__() -> list[str]:

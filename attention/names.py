@@ -1,5 +1,5 @@
 """The names that other libraries use for arguments of ours: a table. When a public function gets an argument that it does not
-have, its TypeError says the name to use instead."""
+have, its TypeError says the name to use instead; when it lacks one, what its docstring says of it."""
 
 from __future__ import annotations
 
@@ -102,8 +102,9 @@ HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in nam
 
 
 def suggests_argument_names(function: F, defaults: Mapping[str, Any] = DEFAULTS) -> F:
-    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it. A correct call pays for one
-    more Python call, and for no check. defaults: see flatten_signature."""
+    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it; about a missing argument, or one
+    too many without a name, what binding_hint knows. A correct call pays for one more Python call, and for no check. defaults:
+    see flatten_signature."""
 
     signature = flatten_signature(function, defaults)
 
@@ -111,12 +112,16 @@ def suggests_argument_names(function: F, defaults: Mapping[str, Any] = DEFAULTS)
     def call(*args, **options):
         try:
             return function(*args, **options)
-        except TypeError:
+        except TypeError as error:
             name = next((name for name in options if name not in signature.parameters), None)
-            if name is None:
-                raise
-            hint = argument_hint(name, [*signature.parameters])
-            message = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+            if name is not None:
+                message = f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
+                hint = argument_hint(name, [*signature.parameters])
+            else:
+                message, was_called = str(error), error.__traceback__.tb_next is not None
+                hint = "" if was_called else binding_hint(message, signature, inspect.getdoc(function) or "")
+                if not hint:
+                    raise
             raise TypeError(f"{message}; {hint}" if hint else message) from None
 
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -148,3 +153,14 @@ def argument_hint(name: str, parameters: list[str]) -> str:
             return f"here that is {hint}"
     similar = difflib.get_close_matches(name, parameters, 1, 0.75)
     return f"did you mean {similar[0]}?" if similar else ""
+
+
+def binding_hint(message: str, signature: inspect.Signature, docstring: str) -> str:
+    """What Python's message about a call that does not fit the signature leaves out: the first sentence that the docstring has
+    about a missing argument, or which arguments have names; "" if there is nothing to say."""
+    if missing := re.search(r" missing .*?: '(\w+)'", message):
+        names, end = rf"(?:\w+, )*{missing[1]}(?:, \w+)*", r"(?:(?<=\S)\.(?:\s|$)|\n\n)"
+        meaning = re.search(rf"(?:^|[\s.;])({names}: .+?){end}", docstring, re.DOTALL)
+        return " ".join(meaning[1].split()) if meaning else ""
+    named = [name for name, x in signature.parameters.items() if x.kind is x.KEYWORD_ONLY]
+    return f"the others have names, such as {named[0]}=" if named and " positional argument" in message else ""

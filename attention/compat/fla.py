@@ -32,7 +32,7 @@ from typing import Any
 
 import attention
 
-from .arguments import drop_none, refuse
+from .arguments import ERRORS, drop_none, refuse, rename_arguments
 
 __all__ = [
     "chunk_delta_rule",
@@ -281,10 +281,15 @@ def _call(
     state_v_first: bool = False,
     **fixed_options: Any,
 ) -> tuple[Any, Any]:
+    """(o, state) of one of our functions, or (o, None) unless `final`. Errors name flash-linear-attention's arguments."""
     if state_v_first and initial_state is not None:
         initial_state = initial_state.swapaxes(-1, -2)
     options = drop_none(scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens, layout="bhsd" if head_first else None)
-    result = function(*arrays, **options, **fixed_options, return_state=bool(final))
+    try:
+        result = function(*arrays, **options, **fixed_options, return_state=bool(final))
+    except ERRORS as error:
+        rename_arguments(error, {"decay": "g"})
+        raise
     if not final:
         return result, None
     o, state = result

@@ -230,7 +230,9 @@ def convert_score_options(
     alibi_slopes: Any = None,
     deterministic: bool = False,
 ) -> dict[str, Any]:
-    """forward's options for these arguments; a negative end of window_size is an open one."""
+    """forward's options for these arguments; a negative end of window_size is an open one. TypeError: it is no pair."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(f"window_size: must be (left, right), -1 where it is open: {window_size=}")
     left, right = (None if end is None or end < 0 else end for end in window_size)
     window = None if left is right is None else (left, right)
     options = drop_none(scale=softmax_scale, causal=causal or None, window=window, softcap=softcap or None, alibi=alibi_slopes)

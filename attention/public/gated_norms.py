@@ -33,8 +33,9 @@ GATED_NORM_BACKWARD = Schema("gated_rms_norm_backward", "    dout  (batch, seqle
 
 def check_options(eps: Any, activation: Any, norm_before_gate: Any) -> tuple[float, str, bool]:
     """(eps, activation, norm_before_gate) of a call. ValueError, TypeError: one of them has no such value or type."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: must be one of {ACTIVATIONS}: {activation=}")
+    if activation not in (*ACTIVATIONS, "swish"):
+        raise ValueError(f'activation: must be "silu" (also called swish) or "sigmoid": {activation=}')
+    activation = "silu" if activation == "swish" else activation
     return cast(float, check_positive("eps", eps)), activation, check_flag("norm_before_gate", norm_before_gate)
 
 

@@ -45,10 +45,10 @@ SHORT_CONV_BACKWARD = Schema(
 
 
 def check_activation(activation: Any) -> str | None:
-    """The activation itself, if it is None or "silu". ValueError: it is neither."""
-    if activation is not None and activation != "silu":
+    """None, or "silu", which is also called "swish". ValueError: it is neither."""
+    if activation not in (None, "silu", "swish"):
         raise ValueError(f'activation: must be None or "silu" (also called swish): {activation=}')
-    return activation
+    return activation and "silu"
 
 
 @suggests_argument_names
@@ -83,7 +83,7 @@ def short_conv(
     | ---------------------------------- | -------------------------------------- | ---------------------------------------- |
     | x (B, S, C)                        | x (B, C, S), either axis contiguous    | the same                                 |
     | weight (C, W)                      | the same                               | weight (C, 1, W)                         |
-    | activation=None or "silu"          | None, "silu", "swish"                  | the same as causal_conv1d                |
+    | activation=None, "silu", "swish"   | the same                               | the same                                 |
     | initial_state, state (B, C, W - 1) | initial_states, final_states_out: same | cache (B, C, W): its first column is one |
     |                                    |                                        | more token, which nothing needs          |
     | cu_seqlens                         | seq_idx                                | the same                                 |

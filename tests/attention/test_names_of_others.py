@@ -3,10 +3,12 @@
 import inspect
 import re
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 import attention
-from attention.names import ARGUMENT_HINTS, HINTS_BY_NAME
+from attention.names import ARGUMENT_HINTS, HINTS_BY_NAME, suggests_argument_names
 from attention.options import AttentionArguments
 from attention.public.linear_family import LinearArguments
 
@@ -60,6 +62,51 @@ def test_slips():
     assert said(attention.forward, "casual") == "; did you mean causal?"
     assert said(attention.decode, "lenghts") == "; did you mean lengths?"
     assert said(attention.forward, "xyz") == ""
+
+
+def test_a_missing_argument_is_what_the_docstring_says_of_it():
+    q = np.zeros((1, 4, 2, 16), ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"^decode\(\) missing 1 .*: 'lengths'; lengths: \(B\), int32 or int64, on q's"):
+        attention.decode(q, q, q)
+    with pytest.raises(TypeError, match=r"^delta_rule\(\) missing 1 .*: 'beta'; beta: \(B, S, H\)$"):
+        attention.delta_rule(q, q, q)
+    with pytest.raises(TypeError, match=r"^mla_decode\(\) missing 1 .*: 'scale'; scale: scores are scale q . k$"):
+        attention.mla_decode(q, q, lengths=q)
+    with pytest.raises(TypeError, match=r"^lightning\(\) missing 1 required positional argument: 'layers'$"):  # nothing to say
+        attention.lightning(q, q, q, 1)
+
+
+def test_options_have_names():
+    q = np.zeros((1, 4, 2, 16), ml_dtypes.bfloat16)
+    with pytest.raises(TypeError, match=r"^forward\(\) takes 3 .* but 4 were given; the others have names, such as bias=$"):
+        attention.forward(q, q, q, True)
+
+
+def test_an_error_inside_a_call_stays_as_it_is():
+    def lacks():
+        raise TypeError("f() missing 1 required positional argument: 'q'")
+
+    def function(q):
+        """q: (B, S)."""
+        return lacks()
+
+    with pytest.raises(TypeError, match="argument: 'q'$"):
+        suggests_argument_names(function)(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "homes"),
+    [
+        ("flash_attn_func", "attention.compat.flash_attn and attention.compat.flash_attn_interface have it"),
+        ("scaled_dot_product_attention", "attention.compat.sdpa has it"),
+        ("fused_recurrent_kda", "attention.compat.fla has it"),
+    ],
+)
+def test_functions_of_other_libraries_have_homes(name, homes):
+    with pytest.raises(AttributeError, match=f"^module 'attention' has no attribute '{name}'; {homes}$"):
+        getattr(attention, name)
+    with pytest.raises(AttributeError, match="^module 'attention' has no attribute 'fwd'$"):
+        attention.fwd  # noqa: B018
 
 
 OTHERS = "block_lists", "dropout_mask", "register_torch_ops"  # take options of another's, few arrays, nothing

@@ -233,7 +233,8 @@ INVALID = [
     (
         dict(q=zeros(("batch", "seqlen_q", "key_dim"), bf16)),
         V,
-        "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16); if the batch is missing, pass q[None]",
+        "q: must have the axes B, S, H, Dk: q.shape=(2, 5, 16); if the batch is missing, pass q[None], or with a single head "
+        "q[:, :, None]",
     ),
     (dict(layout="bhsd", q=zeros(("batch", "seqlen_q"), bf16)), V, "q: must have the axes B, H, S, Dk: q.shape=(2, 5)"),
     (dict(k=zeros(("batch", "seqlen_k", "heads_k"), bf16)), V, "k: must have the axes B, S, Hk, Dk: k.shape=(2, 7, 3)"),
@@ -265,12 +266,12 @@ INVALID = [
         "q: dtype must be one of ('bfloat16', 'float16'): q.dtype='float32'; convert it: x.astype(",
     ),
     (dict(k=zeros(K, ">f2")), T, "k: dtype must be one of ('bfloat16', 'float16'): k.dtype='>f2'"),
-    (dict(k=zeros(K, f16)), T, "k: dtype must be q's: k.dtype='float16', q.dtype='bfloat16'"),
+    (dict(k=zeros(K, f16)), T, "k: dtype must be q's: k.dtype='float16', q.dtype='bfloat16'; convert one of them"),
     (dict(decay=zeros(HEADS, float)), T, f"decay: {REAL}: decay.dtype='float64'; convert it: x.astype(np.float32), or"),
     (dict(start=zeros(STATE, bf16)), T, "start: dtype must be one of ('float32',): start.dtype='bfloat16'; convert it"),
     (dict(cu_seqlens=zeros(ENDS)), T, "cu_seqlens: dtype must be one of ('int32', 'int64'): cu_seqlens.dtype='float32'"),
     (dict(k=zeros(K, bf16, batch=3)), V, "k: batch must equal q's: k.shape=(3, 7, 3, 16), q.shape=(2, 5, 6, 16)"),
-    (dict(k=zeros(K, bf16, key_dim=8)), V, "k: key_dim must equal q's: k.shape=(2, 7, 3, 8), q.shape=(2, 5, 6, 16)"),
+    (dict(k=zeros(K, bf16, key_dim=8)), V, "k: key_dim must equal q's: k.shape=(2, 7, 3, 8), q.shape=(2, 5, 6, 16); its axes"),
     (dict(decay=zeros(HEADS, heads=3)), V, "decay: heads must equal q's: decay.shape=(3,), q.shape=(2, 5, 6, 16)"),
     (
         dict(decay=zeros(DECAY, heads=96)),
@@ -288,7 +289,12 @@ INVALID = [
         V,
         "state: value_dim must equal start's: state.shape=(2, 6, 16, 9)",
     ),
-    (dict(scores=zeros(DECAY)), V, "scores: heads must equal q's: scores.shape=(2, 5, 6), q.shape=(2, 5, 6, 16)"),
+    (
+        dict(scores=zeros(DECAY)),
+        V,
+        "scores: heads must equal q's: scores.shape=(2, 5, 6), q.shape=(2, 5, 6, 16); its axes are B, H, S, and "
+        "scores.swapaxes(1, 2) has them",
+    ),
     (
         dict(cu_seqlens=zeros(ENDS, np.int32)),
         V,

@@ -258,8 +258,10 @@ class Schema:
                         raise ValueError(f"{name}: must have one element{_where(axes)}: {name}.shape={shape}")
                     other = holders[axis]
                     shapes = f"{name}.shape={shape}, {other}.shape={forms[other].shape}"
-                    joined = _joined_axes_remedy(name, shape, row, rows[name].get(len(shape) + 1), extents)
-                    raise ValueError(f"{name}: {self.axis_title(axis_name)} must equal {other}'s: {shapes}{joined}")
+                    known = {one: extents[one] for one in extents if holders.get(one) != name}
+                    remedy = _joined_axes_remedy(name, shape, row, rows[name].get(len(shape) + 1), extents)
+                    remedy = remedy or self._swap_remedy(name, axes, shape, known, is_tile)
+                    raise ValueError(f"{name}: {self.axis_title(axis_name)} must equal {other}'s: {shapes}{remedy}")
             if is_tile and strides[-1] != itemsize and shape[-1] > 1 and form.extent:
                 _refuse_strides(name, form, "last axis must be contiguous")
             if not is_tile and min(strides, default=0) < 0 and min(form.steps, default=0) < 0:
@@ -322,10 +324,25 @@ class Schema:
         expected = "; or ".join(map(self.symbols_of, choices.values()))
         raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
 
+    def _swap_remedy(self, name: str, axes: Axes, shape: tuple[int, ...], known: Mapping[str, int], is_tile: bool) -> str:
+        """What the axes are of an array with a wrong extent, and a swap of two by which all extents fit. Of a tile the last axis
+        stays, as it must be contiguous."""
+        if len(axes) < 2:
+            return ""
+
+        def fits(first: int, second: int) -> bool:
+            order = [second if place == first else first if place == second else place for place in range(len(axes))]
+            return all([known.get(axis, shape[place]) == shape[place] for axis, place in zip(axes, order)])
+
+        swaps = [pair for pair in itertools.combinations(range(len(axes) - is_tile), 2) if fits(*pair)]
+        cure = f", and {name}.swapaxes{swaps[0]} has them" if swaps else ""
+        return f"; its axes are {self.symbols_of(axes)}{cure}"
+
     def _refuse_dtype(self, argument: Argument, array_dtype: str, first: str, dtype: str) -> NoReturn:
         name = argument.name
         if array_dtype in argument.dtypes:
-            raise TypeError(f"{name}: dtype must be {first}'s: {name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}")
+            dtypes = f"{name}.dtype={array_dtype!r}, {first}.dtype={dtype!r}"
+            raise TypeError(f"{name}: dtype must be {first}'s: {dtypes}; convert one of them")
         remedy = self.remedies.get(array_dtype if argument.holds in TILES else name, "")
         if argument.holds == "tile" and array_dtype in ("float32", "float64"):
             remedy = WIDE_REMEDY
@@ -431,7 +448,8 @@ def _axes_remedy(name: str, choices: Mapping[int, Axes], shape: tuple[int, ...],
         scores = {place: matches(longer[:place] + longer[place + 1 :], shape) for place in range(rank)}
         best = max(scores, key=lambda place: (scores[place], not place, not along_sequence(longer[place])), default=0)
         if not scores.get(best):  # nothing is known, as of a first argument
-            return f"; if the batch is missing, pass {name}[None]" if best in scores and longer[0] == "batch" else ""
+            one_head = f", or with a single head {name}[:, :, None]" if longer[2:3] == ("heads",) else ""
+            return f"; if the batch is missing, pass {name}[None]{one_head}" if best in scores and longer[0] == "batch" else ""
         return f"; {name}[{':, ' * best}None] has them" if scores[best] > 0 else ""
     if axes := choices.get(rank - 1):
         for place in (*range(1, rank), 0):

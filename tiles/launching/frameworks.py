@@ -398,6 +398,9 @@ def _find_kind(x: Any, name: str) -> Framework:
         return _INTERFACE
     if hasattr(cls, "__dlpack__") and hasattr(cls, "__dlpack_device__"):
         return _DLPACK
+    if isinstance(x, (list, tuple)):
+        cure = "make an array of it: torch.tensor(..), np.array(..)"
+        raise TypeError(f"{name}: must be an array, not a {cls.__name__}: {name}={x!r:.60}; {cure}")
     class_name = f"{cls.__module__}.{cls.__qualname__}"
     message = f"{name}={x!r:.60}; NumPy's, torch's, CuPy's, JAX's and Numba's are"
     raise TypeError(f"{name}: must be an array with __cuda_array_interface__ or __dlpack__, not {class_name}: {message}")

@@ -58,7 +58,7 @@ def check_width(problem: Problem) -> None:
     """ValueError: no kernel serves the width of the weights, or so long a sequence."""
     width, length = problem("width", "seqlen")
     if width not in WIDTHS:
-        raise problem.error("weight", f"width must be from {WIDTHS[0]} to {WIDTHS[-1]}: {width}", "weight")
+        raise problem.error("weight", f"width must be from {WIDTHS[0]} to {WIDTHS[-1]}: {width=}", "weight")
     if length >= 2**31:
         raise problem.error("x", "sequence must be shorter than 2**31", "x")
 

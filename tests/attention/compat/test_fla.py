@@ -166,6 +166,12 @@ def test_states_of_normalized_attention_go_on(calls, draw):
         np.testing.assert_allclose(x, y, rtol=1e-9)
 
 
+def test_errors_name_its_arguments(draw):
+    q = draw((1, 3, 2, 16)).astype(np.float16)
+    with pytest.raises(ValueError, match=r"^g: must not be above 0: g\[0, 0, 0\]=0.5, g.shape=\(1, 3, 2\)"):
+        fla.chunk_gated_delta_rule(q, q, q, np.full((1, 3, 2), 0.5, np.float32), np.ones((1, 3, 2), np.float32))
+
+
 def test_packed_sequences_and_rates_of_heads(calls, draw):
     q, k, v, ends = draw((1, 7, H, DK)), draw((1, 7, H, DK)), draw((1, 7, H, DV)), np.array([0, 3, 7])
     rates = np.array([-0.1, -0.5])

@@ -61,6 +61,14 @@ def test_signatures(home):
 
 
 @BOTH
+@pytest.mark.parametrize("window_size", [8, (8,), None])
+def test_window_size_is_a_pair(module, window_size, draw):
+    x = draw((2, 5, 4, 8))
+    with pytest.raises(TypeError, match=r"^window_size: must be \(left, right\), -1 where it is open: window_size="):
+        module.flash_attn_func(x, x, x, window_size=window_size)
+
+
+@BOTH
 @pytest.mark.parametrize("ends", [(-1, -1), (2, -1), (-1, 1), (2, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_scores(module, ends, causal, calls, draw):

@@ -135,8 +135,15 @@ def test_gradients_that_are_asked_for(place):
         np.testing.assert_array_equal(x, place.get(y))
 
 
+def test_swish_is_silu():
+    args = {name: x for name, x in case(64).items() if name != "dout"}
+    swish, silu = (attention.gated_rms_norm(**args | {"activation": name}) for name in ("swish", "silu"))
+    np.testing.assert_array_equal(swish, silu)
+
+
 @pytest.mark.parametrize(("change", "error", "words"), [
-    (dict(activation="gelu"), ValueError, r"^activation: must be one of \('silu', 'sigmoid'\): activation='gelu'"),
+    (dict(x=np.zeros((1, 5, 64), bf16)), ValueError, r"pass x\[None\], or with a single head x\[:, :, None\]$"),
+    (dict(activation="gelu"), ValueError, "^activation: must be .* or \"sigmoid\": activation='gelu'"),
     (dict(eps=0.0), ValueError, "^eps: must be positive"),
     (dict(norm_before_gate=1), TypeError, "^norm_before_gate: must be a bool"),
     (dict(x=np.zeros((1, 5, 2, 48), bf16), gate=None), ValueError, "^(weight|x): "),

@@ -240,7 +240,7 @@ def test_random_problems_on_the_card(problem):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"weight": np.zeros((32, 5), f32), "initial_state": None}, r"weight: width must be from 2 to 4: 5: weight.shape="),
+        ({"weight": np.zeros((32, 5), f32), "initial_state": None}, "weight: width must be from 2 to 4: width=5: weight.sh"),
         ({"weight": np.zeros((31, 4), f32)}, "weight: channels must equal x's"),
         ({"bias": np.zeros(31, f32)}, "bias: channels must equal x's"),
         ({"initial_state": np.zeros((1, 32, 4), f32)}, r"initial_state: window must be 3: initial_state.shape=\(1, 32, 4\)"),
@@ -255,6 +255,12 @@ def test_errors(change, message):
     args = {name: x for name, x in case(5).items() if name not in ("dout", "dstate")}
     with pytest.raises((TypeError, ValueError), match=message):
         attention.short_conv(**args | change)
+
+
+def test_swish_is_silu():
+    args = {name: x for name, x in case(5).items() if name not in ("dout", "dstate")}
+    swish, silu = (attention.short_conv(**args | {"activation": name}) for name in ("swish", "silu"))
+    np.testing.assert_array_equal(np.asarray(swish[0]), np.asarray(silu[0]))
 
 
 def test_errors_of_gradients():

@@ -81,7 +81,7 @@ INVALID = [
     (dict(aux=(AROUND,)), T, "aux: is what mask= or score= reads, and this call has neither; its arrays have the shapes (7,)"),
     (dict(mask=sees, aux=(None,)), T, "aux: must be up to 8 arrays: 1 of ['NoneType']"),
     (dict(mask=lambda b, h, i, j, *aux: j <= i, aux=(AROUND,) * 9), T, "aux: must be up to 8 arrays: 9 of ['ndarray', "),
-    (dict(mask=sees, aux=([5],)), T, "aux0: must be an array with __cuda_array_interface__ or __dlpack__, not builtins.list"),
+    (dict(mask=sees, aux=([5],)), T, "aux0: must be an array, not a list: aux0=[5]; make an array of it: torch.tensor(..)"),
     (dict(dropout=0.1, seed=7.5), T, "seed: must be an integer, or an array of one: seed=7.5"),
     (dict(dropout=0.1, seed="7"), T, "seed: must be an integer, or an array of one: seed='7'"),
     (dict(mask=sees, aux=(1.0 * AROUND,)), T, "aux0: dtype must be one of ('bool', 'int8', "),
