@@ -102,8 +102,8 @@ HINTS_BY_NAME = {name: hints for names, *hints in ARGUMENT_HINTS for name in nam
 
 
 def suggests_argument_names(function: F, defaults: Mapping[str, Any] = DEFAULTS) -> F:
-    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it; about a missing argument, or one
-    too many without a name, what binding_hint knows. A correct call pays for one more Python call, and for no check. defaults:
+    """Decorator: a TypeError about an unknown argument also says what argument_hint knows of it, one about arguments that are
+    missing or have no names what binding_hint knows. A correct call pays for one more Python call, and for no check. defaults:
     see flatten_signature."""
 
     signature = flatten_signature(function, defaults)

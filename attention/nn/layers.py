@@ -11,9 +11,9 @@ from torch import nn
 
 import attention
 
-from ..options import check_positive
 from ..parts.short_conv import WIDTHS
 from ..plans.recurrent.gated_norm import serves
+from ..public.gated_norms import check_options
 from ..public.short_convolution import check_activation
 
 GATES = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -102,13 +102,11 @@ class GatedRMSNorm(nn.Module):
         device: Any = None,
     ):
         super().__init__()
-        if activation not in GATES:
-            raise ValueError(f"activation: must be one of {tuple(GATES)}: {activation=}")
+        self.eps, self.activation, self.norm_before_gate = check_options(eps, activation, norm_before_gate)
+        self.groups = groups
         check_counts(dim=dim, groups=groups)
         if dim % groups:
             raise ValueError(f"groups: must divide dim: {groups=}, {dim=}")
-        check_positive("eps", eps)
-        self.eps, self.activation, self.norm_before_gate, self.groups = eps, activation, norm_before_gate, groups
         self.weight = nn.Parameter(torch.ones(dim, dtype=dtype, device=device))
 
     def reset_parameters(self) -> None:

@@ -87,7 +87,7 @@ def test_an_error_inside_a_call_stays_as_it_is():
         raise TypeError("f() missing 1 required positional argument: 'q'")
 
     def function(q):
-        """q: (B, S)."""
+        """The result of lacks, whose error is not about a call of this. q: (B, S)."""
         return lacks()
 
     with pytest.raises(TypeError, match="argument: 'q'$"):
