@@ -325,8 +325,8 @@ class Schema:
         raise ValueError(f"{name}: must have the axes {expected}: {name}.shape={tuple(shape)}{remedy}")
 
     def _swap_remedy(self, name: str, axes: Axes, shape: tuple[int, ...], known: Mapping[str, int], is_tile: bool) -> str:
-        """What the axes are of an array with a wrong extent, and the swap of two that makes all extents right. A tile keeps its last
-        axis, as it must be contiguous."""
+        """What the axes of an array with a wrong extent are, and the swap of two of them that makes all extents right. The last
+        axis of a tile is not swapped, as it must be contiguous."""
         if len(axes) < 2:
             return ""
 
