@@ -146,9 +146,9 @@ def delta_rule(
 
     On Hopper sequences are processed in chunks of 64 tokens, on tensor cores. A few long sequences with Dk up to 128 take two
     passes: the first computes everything that does not depend on the state, for all chunks at once, in scratch memory. Or they
-    are cut into segments of chunks, which are processed at the same time (docs/linear_kernels.md). Inputs whose addresses or strides
-    are not multiples of 16 bytes are copied first. With decays of channels, chunks in which a channel decays by more than
-    exp(-119), or exp(-15) for float16, take up to 2.6 times as long as others (docs/speed.md).
+    are cut into segments of chunks, which are processed at the same time (docs/linear_kernels.md). Inputs whose addresses or
+    strides are not multiples of 16 bytes are copied first. With decays of channels, chunks in which a channel decays by more
+    than exp(-119), or exp(-15) for float16, take up to 2.6 times as long as others (docs/speed.md).
 
     Calls on other GPUs, and those whose `out` has other addresses or strides, use mma.sync and cp.async, in two passes, too;
     their scratch memory is 25 KiB for each chunk of a head, 73 for Dk 128 with decays of channels. Dk above 128 is computed
