@@ -2,7 +2,8 @@
 (parts/delta/delta_chunks.py has the equations): the vectors of its tokens, L^T and P. A beta counts as LEAST_BETA if it is
 less, as delta_segment_gradients_hopper.py divides by it.
 
-A warpgroup has a chunk of a head. delta_chains_hopper.py, whose steps wait for one another, then finds everything in memory."""
+A warpgroup has a chunk of one value head, or of two that share a key head: these have the products with its keys in common.
+delta_chains_hopper.py, whose steps wait for one another, then finds everything in memory."""
 
 import functools
 import itertools
@@ -14,7 +15,7 @@ from numpy import int32
 
 from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE
-from tiles import ring, shared
+from tiles import fp32, ring, shared, st, sv
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
@@ -23,80 +24,98 @@ from ...parts.delta.delta_chunks import LEAST_BETA, TwoParts
 from ...parts.delta.delta_config import DeltaConfig, delta_sizes
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout
 
-CTAS_PER_SM = 4
+CTAS_PER_SM = {1: 4, 2: 3}  # by the value heads of a block
+VECTOR_WARPS = 2  # for a value head: one stores decays, the other beta
 
 
 @dataclass(frozen=True)
 class Config(DeltaConfig):
-    """A kernel's configuration, whose fields are those of DeltaConfig."""
+    """A kernel's configuration. value_heads: how many of those that share a key head a block has, at most one for 64 channels
+    of keys, as their solutions take the place of Q and K."""
 
+    value_heads: int = 1
     label, threads = "inverses", warpgroup.THREADS
+
+
+def possible_value_heads(key_dim: int, group: int) -> list[int]:
+    """How many value heads a block may have, where `group` share a key head. key_dim: the channels of keys, padded."""
+    return [heads for heads in CTAS_PER_SM if group % heads == 0 and heads * CHUNK <= key_dim]
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
-        yield from (Config(*size, gated) for size, gated in itertools.product(delta_sizes(everything), (False, True)))
+        for (key_dim, dtype), gated in itertools.product(delta_sizes(everything), (False, True)):
+            yield from (Config(key_dim, dtype, gated, heads) for heads in possible_value_heads(key_dim, max(CTAS_PER_SM)))
 
 
 @functools.cache
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     INPUT, KEY, SCORES, SINGLE = config.dtype, config.key, config.square, 0
+    HEADS, VECTORS = config.value_heads, config.vectors.spec.length
     seq_layout, chunk_vectors = SequenceLayout(), config.vectors
     solver = ChunkSolver(chunk_vectors, TwoParts(INPUT), LEAST_BETA[INPUT])
     smem = shared(
         q=ring(KEY, 1),
         k=ring(KEY, 1),
-        p=SCORES,
-        vectors=chunk_vectors.spec,
+        p=st(HEADS * CHUNK, CHUNK, INPUT),
+        vectors=sv(HEADS * VECTORS, fp32),
         high=LOWER_TRIANGLE,
         low=LOWER_TRIANGLE,
     )
 
-    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM[HEADS]), fastmath=True)
     def invert(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gSolutions: tiled(SCORES, rows=2),
         gScores: tiled(SCORES, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gCounts: SEMAPHORES, length: INT,
         chunks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has one of the `chunks` of a sequence, of one head. gSolutions: -L^T, high above low. gScores: P.
-        gCounts: set to 0, for each chunk two of each key head."""
+        """A block has one of the `chunks` of a sequence. gSolutions: -L^T, high above low. gScores: P. gCounts: set to 0, for
+        each chunk two of each key head."""
         q, k, p, vectors, high, low = smem.open()
-        index, head = divmod(cuda.blockIdx.x, heads)
+        index, first = divmod(cuda.blockIdx.x, heads // HEADS)
         sequence, j = divmod(index, chunks)
-        key_head, member = divmod(head, group)
+        first = int32(HEADS * first)
+        key_head, member = divmod(first, group)
         seq = seq_layout.sequence_tokens(0, sequence, length)
         token = seq.chunk_start(j)
         chunk = seq_layout.chunk_index(token, sequence, length)
         k.fill(SINGLE, gK, (seq.batch, token, key_head))
         q.fill(SINGLE, gQ, (seq.batch, token, key_head))
-        if warpgroup.rank() == 0:
-            solver.store_decays(vectors, gGates, seq, token, head)
-        elif warpgroup.rank() == 1:
-            solver.store_beta(vectors, gBeta, seq, token, head)
-            if member == 0:
-                gCounts[chunk, int32(2 * key_head)] = int32(0)
-                gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+        warp = warpgroup.rank()
+        if warp < VECTOR_WARPS * HEADS:
+            n, task = divmod(warp, VECTOR_WARPS)
+            own = subtile(vectors, VECTORS, n)
+            if task == 0:
+                solver.store_decays(own, gGates, seq, token, int32(first + n))
+            else:
+                solver.store_beta(own, gBeta, seq, token, int32(first + n))
+        if member == 0 and warp == 0:
+            gCounts[chunk, int32(2 * key_head)] = int32(0)
+            gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
         keys, queries = k.wait(SINGLE), q.wait(SINGLE)
         s, s_qk = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
         s = warpgroup.wait(s, newer=1)
         s_qk = warpgroup.wait(s_qk)
         warpgroup.sync()
-        s_qk = chunk_vectors.decay_scores(s_qk, vectors, scale)
-        warpgroup.store(p, INPUT(warpgroup.causal(s_qk, 0, 0.0)))
-        solution = solver.solve(s, vectors, (high, low))
-        first, second = solver.split_solution(solution, vectors)
-        # whose products are done
-        high_part, low_part = subtile(queries, CHUNK, 0, CHUNK, 0), subtile(keys, CHUNK, 0, CHUNK, 0)
-        warpgroup.store(high_part, first)
-        warpgroup.store(low_part, second)
-        warpgroup.sync()
-        if warpgroup.rank() == 0:
-            tma_store(gScores, (chunk, head), p)
-            tma_store(gVectors, (chunk, head), vectors)
-            tma_store(gSolutions, (chunk, head), high_part)
-            tma_store(gSolutions, (chunk, head, 1), low_part)
+        for n in range(HEADS):
+            scores = chunk_vectors.decay_scores(s_qk, subtile(vectors, VECTORS, n), scale)
+            warpgroup.store(subtile(p, CHUNK, n), INPUT(warpgroup.causal(scores, 0, 0.0)))
+        for n in range(HEADS):
+            own, head = subtile(vectors, VECTORS, n), int32(first + n)
+            first_part, second_part = solver.split_solution(solver.solve(s, own, (high, low)), own)
+            # whose products are done
+            high_part, low_part = subtile(queries, CHUNK, 0, CHUNK, n), subtile(keys, CHUNK, 0, CHUNK, n)
+            warpgroup.store(high_part, first_part)
+            warpgroup.store(low_part, second_part)
+            warpgroup.sync()
+            if warp == 0:
+                tma_store(gScores, (chunk, head), subtile(p, CHUNK, n))
+                tma_store(gVectors, (chunk, head), own)
+                tma_store(gSolutions, (chunk, head), high_part)
+                tma_store(gSolutions, (chunk, head, 1), low_part)
+        if warp == 0:
             store_wait()
 
     return invert, smem

@@ -74,6 +74,17 @@ def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int)
     return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
 
+def plan_inverses(problem: Problem, buffers: Arrays, padded_keys: int, gated: bool, scale: float) -> Step:
+    """The launch that computes everything that depends on no state, for all chunks at once."""
+    length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
+    module, chunks, group = delta_inverse_hopper, -(-length // CHUNK), heads // key_heads
+    value_heads = max(module.possible_value_heads(padded_keys, group))
+    config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, value_heads)
+    kernel = kernel_for(module, config, problem.device)
+    blocks = sequences * (heads // value_heads) * chunks
+    return kernel.bind_declared(blocks, buffers, length=length, chunks=chunks, heads=heads, group=group, scale=scale)
+
+
 def plan_delta_gradient_walk(
     problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays
 ) -> list[Step]:
@@ -139,7 +150,7 @@ def plan_delta_gradient_walk(
         else:
             buffers["gScores"] = chunk_scratch(CHUNK, CHUNK)
             steps = [
-                launch(delta_inverse_hopper, chunks_per_sequence, chunks=chunks_per_sequence, scale=scale),
+                plan_inverses(problem, buffers, padded_keys, gated, scale),
                 launch(delta_chains_hopper, CHAINS, sequences=sequences, **numbers),
             ]
         steps.append(launch(delta_segment_gradients_hopper, segments, gates, adds_heads, **numbers))

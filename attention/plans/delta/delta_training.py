@@ -8,10 +8,9 @@ from tiles.calls.plan import Step
 from tiles.calls.schema import Problem
 from tiles.launching.launch import kernel_for
 
-from ...kernels.delta import delta_chains_hopper, delta_chunk_states_hopper, delta_inverse_hopper
+from ...kernels.delta import delta_chains_hopper, delta_chunk_states_hopper
 from ...parts.delta.delta_chunks import KEY_DIMS
 from ...parts.delta.delta_gradient_config import OUTPUTS
-from ...parts.recurrent.tokens import CHUNK
 from ..recurrent.packed_tails import VALUE_RESULTS, plan_tails
 from ..recurrent.raw_inputs import prepare_rows
 from ..recurrent.recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
@@ -19,6 +18,7 @@ from ..recurrent.recurrent_chunks import Arrays, ScratchAllocator, intern_value
 from ..recurrent.recurrent_gradients import count_chunk_indices, spread_to_tokens
 from .delta_channel_chunks import plan_channel_outputs
 from .delta_chunks import swap_axes
+from .delta_gradient_walk import plan_inverses
 from .delta_records import record_buffers
 
 INPUTS = ("gQ", "gK"), ("gV",)
@@ -48,11 +48,11 @@ def plan_forward_with_record(
     if "scores" not in record:
         config = intern_value(delta_chunk_states_hopper.config_for, *sizes, is_varlen(problem), True)
         return [*copy_rows, *copy_tails, launch(delta_chunk_states_hopper, config, 1), *copy_back]
-    chunks, module = -(-length // CHUNK), delta_chains_hopper
+    module = delta_chains_hopper
     buffers["gCounts"] = scratch(count_chunk_indices(problem), key_heads * OUTPUTS, dtype="int32")
     config = intern_value(module.with_outputs, intern_value(module.Config, *sizes))
     return [
         *copy_rows,
-        launch(delta_inverse_hopper, intern_value(delta_inverse_hopper.Config, *sizes), chunks, chunks=chunks),
+        plan_inverses(problem, buffers, pad_key_dim(key_dim, KEY_DIMS), buffers["gGates"] is not None, scale),
         launch(module, config, module.BLOCKS, sequences=sequences, segments=1),
     ]

@@ -174,10 +174,12 @@ def test_packed_sequences_as_compiled(as_compiled):
     [("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 2)],
 )
 def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, decay, segments):
-    """The PTX of all kinds of kernels of chunks. (Hopper's walk in one segment: `test_packed_sequences_as_compiled`.)"""
+    """The PTX of all kinds of kernels of chunks, with two value heads a key head. (Hopper's walk in one segment:
+    `test_packed_sequences_as_compiled`.)"""
     as_compiled(arch)
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
-    check(OnInterpreter(), delta_case(length, decay, heads=1), family=None if arch == "sm_90a" else "sm_80")
+    args = delta_case(length, decay, heads=2, key_heads=1, key_dim=80) if arch == "sm_90a" else delta_case(length, decay, heads=1)
+    check(OnInterpreter(), args, family=None if arch == "sm_90a" else "sm_80")
 
 
 # ---- segments -----------------------------------------------------------------------------------------------------------
