@@ -15,7 +15,7 @@ from numpy import int32
 
 from ops import divmod, store_wait, subtile, tma_store, warpgroup
 from ops.for_attention.triangular_inverse import LOWER_TRIANGLE
-from tiles import fp32, ring, shared, st, sv
+from tiles import fp32, ring, shared, sv
 from tiles.launching.arguments import FLOAT, INT, SEMAPHORES, array, tiled
 from tiles.targets import Target
 
@@ -24,14 +24,15 @@ from ...parts.delta.delta_chunks import LEAST_BETA, TwoParts
 from ...parts.delta.delta_config import DeltaConfig, delta_sizes
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout
 
-CTAS_PER_SM = {1: 4, 2: 3}  # by the value heads of a block
+CTAS_PER_SM = 4
+VALUE_HEADS = 1, 2  # of a block
 VECTOR_WARPS = 2  # for a value head: one stores decays, the other beta
 
 
 @dataclass(frozen=True)
 class Config(DeltaConfig):
-    """A kernel's configuration. value_heads: how many of those that share a key head a block has, at most one for 64 channels
-    of keys, as their solutions take the place of Q and K."""
+    """A kernel's configuration. value_heads: how many of those that share a key head a block has, one for each 64 channels of
+    keys at most, as what it stores takes the place of Q and K."""
 
     value_heads: int = 1
     label, threads = "inverses", warpgroup.THREADS
@@ -39,14 +40,14 @@ class Config(DeltaConfig):
 
 def possible_value_heads(key_dim: int, group: int) -> list[int]:
     """How many value heads a block may have, where `group` share a key head. key_dim: the channels of keys, padded."""
-    return [heads for heads in CTAS_PER_SM if group % heads == 0 and heads * CHUNK <= key_dim]
+    return [heads for heads in VALUE_HEADS if group % heads == 0 and heads * CHUNK <= key_dim]
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
     """The configurations of both padded key dims, with decays and without, in bf16; fp16 too if `everything`."""
     if target.has_wgmma:
         for (key_dim, dtype), gated in itertools.product(delta_sizes(everything), (False, True)):
-            yield from (Config(key_dim, dtype, gated, heads) for heads in possible_value_heads(key_dim, max(CTAS_PER_SM)))
+            yield from (Config(key_dim, dtype, gated, heads) for heads in possible_value_heads(key_dim, max(VALUE_HEADS)))
 
 
 @functools.cache
@@ -59,13 +60,12 @@ def make(config: Config):
     smem = shared(
         q=ring(KEY, 1),
         k=ring(KEY, 1),
-        p=st(HEADS * CHUNK, CHUNK, INPUT),
         vectors=sv(HEADS * VECTORS, fp32),
         high=LOWER_TRIANGLE,
         low=LOWER_TRIANGLE,
     )
 
-    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM[HEADS]), fastmath=True)
+    @cuda.jit(launch_bounds=(config.threads, CTAS_PER_SM), fastmath=True)
     def invert(
         gQ: tiled(KEY, unit=1), gK: tiled(KEY, unit=1), gBeta: array(3), gGates: array(3), gSolutions: tiled(SCORES, rows=2),
         gScores: tiled(SCORES, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gCounts: SEMAPHORES, length: INT,
@@ -73,7 +73,7 @@ def make(config: Config):
     ):  # fmt: skip
         """A block has one of the `chunks` of a sequence. gSolutions: -L^T, high above low. gScores: P. gCounts: set to 0, for
         each chunk two of each key head."""
-        q, k, p, vectors, high, low = smem.open()
+        q, k, vectors, high, low = smem.open()
         index, first = divmod(cuda.blockIdx.x, heads // HEADS)
         sequence, j = divmod(index, chunks)
         first = int32(HEADS * first)
@@ -100,21 +100,25 @@ def make(config: Config):
         s_qk = warpgroup.wait(s_qk)
         warpgroup.sync()
         for n in range(HEADS):
-            scores = chunk_vectors.decay_scores(s_qk, subtile(vectors, VECTORS, n), scale)
-            warpgroup.store(subtile(p, CHUNK, n), INPUT(warpgroup.causal(scores, 0, 0.0)))
+            p = chunk_vectors.decay_scores(s_qk, subtile(vectors, VECTORS, n), scale)
+            warpgroup.store(subtile(queries, CHUNK, 0, CHUNK, n), INPUT(warpgroup.causal(p, 0, 0.0)))
+        warpgroup.sync()
+        if warp == 0:
+            for n in range(HEADS):
+                tma_store(gScores, (chunk, int32(first + n)), subtile(queries, CHUNK, 0, CHUNK, n))
+                tma_store(gVectors, (chunk, int32(first + n)), subtile(vectors, VECTORS, n))
         for n in range(HEADS):
             own, head = subtile(vectors, VECTORS, n), int32(first + n)
-            first_part, second_part = solver.split_solution(solver.solve(s, own, (high, low)), own)
-            # whose products are done
-            high_part, low_part = subtile(queries, CHUNK, 0, CHUNK, n), subtile(keys, CHUNK, 0, CHUNK, n)
-            warpgroup.store(high_part, first_part)
-            warpgroup.store(low_part, second_part)
+            high_part, low_part = solver.split_solution(solver.solve(s, own, (high, low)), own)
+            if warp == 0:
+                store_wait()  # for P in this place
+            warpgroup.sync()
+            warpgroup.store(subtile(queries, CHUNK, 0, CHUNK, n), high_part)
+            warpgroup.store(subtile(keys, CHUNK, 0, CHUNK, n), low_part)
             warpgroup.sync()
             if warp == 0:
-                tma_store(gScores, (chunk, head), subtile(p, CHUNK, n))
-                tma_store(gVectors, (chunk, head), own)
-                tma_store(gSolutions, (chunk, head), high_part)
-                tma_store(gSolutions, (chunk, head, 1), low_part)
+                tma_store(gSolutions, (chunk, head), subtile(queries, CHUNK, 0, CHUNK, n))
+                tma_store(gSolutions, (chunk, head, 1), subtile(keys, CHUNK, 0, CHUNK, n))
         if warp == 0:
             store_wait()
 

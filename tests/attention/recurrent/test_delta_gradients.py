@@ -178,8 +178,8 @@ def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, deca
     `test_packed_sequences_as_compiled`.)"""
     as_compiled(arch)
     monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
-    args = delta_case(length, decay, heads=2, key_heads=1, key_dim=80) if arch == "sm_90a" else delta_case(length, decay, heads=1)
-    check(OnInterpreter(), args, family=None if arch == "sm_90a" else "sm_80")
+    case, family = ({"heads": 2, "key_heads": 1, "key_dim": 80}, None) if arch == "sm_90a" else ({"heads": 1}, "sm_80")
+    check(OnInterpreter(), delta_case(length, decay, **case), family=family)
 
 
 # ---- segments -----------------------------------------------------------------------------------------------------------
