@@ -43,9 +43,10 @@ from ..recurrent.recurrent_chunks import (
 from ..recurrent.recurrent_gradients import count_chunk_indices, plan_gate_sums, spread_to_tokens, sum_heads
 from .delta_records import ONE_WALK, record_buffers
 
-# Microseconds on an H200 for a chunk of a head: in the walk, in the pass before it, in a step of a recurrence, in the kernel
-# that needs no state (time of a multiprocessor, which runs several at once); and for one more launch
-WALK, PASS, STEP, INVERSE, LAUNCH = 5.6, 3.5, 1.35, 2.3, 6.0
+# Microseconds on an H200 for a chunk of a head: in the walk, in the pass before it, in a step of a recurrence; for one more
+# launch; and for a thread block of delta_inverse_hopper.py, by its value heads
+WALK, PASS, STEP, LAUNCH = 5.6, 3.5, 1.35, 6.0
+INVERSES = {1: 7.0, 2: 12.1}
 MAX_ADDED_HEADS = 4  # the most value heads of a key head that add their gradients to its output, which rounds each sum
 CHAINS = delta_chains_hopper.BLOCKS * BOTH.count  # thread blocks of a head's recurrences
 
@@ -57,7 +58,8 @@ def choose_segments(head_sequences: int, chunks: int, processors: int) -> int:
     best = choose_walked_segments(head_sequences, chunks, processors)
     recurrences = math.ceil(CHAINS * head_sequences / processors) * chunks * STEP
     walk = _time_walk(head_sequences, chunks, processors, best)
-    segmented_time = LAUNCH + head_sequences * chunks / processors * INVERSE + recurrences + walk
+    inverses = head_sequences * chunks / (processors * delta_inverse_hopper.CTAS_PER_SM) * INVERSES[1]
+    segmented_time = LAUNCH + inverses + recurrences + walk
     unsegmented_time = math.ceil(head_sequences / processors) * (chunks + BLOCK_CHUNKS) * (WALK + PASS)
     return best if chunks >= 2 * MIN_SEGMENT_CHUNKS and segmented_time < unsegmented_time else 1
 
@@ -74,11 +76,24 @@ def _time_walk(head_sequences: int, chunks: int, processors: int, segments: int)
     return math.ceil(head_sequences * segments / processors) * (math.ceil(chunks / segments) + BLOCK_CHUNKS) * WALK
 
 
+@watched_function
+def choose_value_heads(head_chunks: int, key_dim: int, group: int, processors: int) -> int:
+    """How many value heads a thread block of the inverses has, so that they take the shortest time: a block of two does with
+    less work, but one of one is done sooner where all run at once. head_chunks: the chunks of all heads and sequences."""
+    at_once = processors * delta_inverse_hopper.CTAS_PER_SM
+
+    def time(value_heads: int) -> float:
+        return math.ceil(head_chunks / value_heads / at_once) * INVERSES[value_heads]
+
+    return min(delta_inverse_hopper.possible_value_heads(key_dim, group), key=time)
+
+
 def plan_inverses(problem: Problem, buffers: Arrays, padded_keys: int, gated: bool, scale: float) -> Step:
     """The launch that computes everything that depends on no state, for all chunks at once."""
     length, heads, key_heads, sequences = problem("seqlen", "heads", "heads_k", "sequences")
     module, chunks, group = delta_inverse_hopper, -(-length // CHUNK), heads // key_heads
-    value_heads = max(module.possible_value_heads(padded_keys, group))
+    processors = machine(problem.device).processors
+    value_heads = int(choose_value_heads(sequences * heads * chunks, padded_keys, group, processors))
     config = intern_value(module.Config, padded_keys, DTYPES[problem.dtype], gated, value_heads)
     kernel = kernel_for(module, config, problem.device)
     blocks = sequences * (heads // value_heads) * chunks

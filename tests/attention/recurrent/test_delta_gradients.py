@@ -169,6 +169,13 @@ def test_packed_sequences_as_compiled(as_compiled):
     check(OnInterpreter(), args | {"cu_seqlens": np.array([0, 3, 20], np.int32)})
 
 
+def set_segments(monkeypatch, segments):
+    """Cut sequences into so many segments; a thread block of inverses has as many value heads as it may."""
+    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
+    value_heads = delta_gradient_walk.delta_inverse_hopper.possible_value_heads
+    monkeypatch.setattr(delta_gradient_walk, "choose_value_heads", lambda _, *sizes: max(value_heads(*sizes[:2])))
+
+
 @pytest.mark.parametrize(
     ("arch", "length", "decay", "segments"),
     [("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 2)],
@@ -177,7 +184,7 @@ def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, deca
     """The PTX of all kinds of kernels of chunks, with two value heads a key head. (Hopper's walk in one segment:
     `test_packed_sequences_as_compiled`.)"""
     as_compiled(arch)
-    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
+    set_segments(monkeypatch, segments)
     case, family = ({"heads": 2, "key_heads": 1, "key_dim": 80}, None) if arch == "sm_90a" else ({"heads": 1}, "sm_80")
     check(OnInterpreter(), delta_case(length, decay, **case), family=family)
 
@@ -190,7 +197,7 @@ SEGMENTS = [(2, 129, "token", bf16), (3, 65, "head", np.float16)]
 def test_segments(place, monkeypatch, nothing_known, segments, length, decay, dtype):
     """Of unequal lengths, and more than there are chunks: dS goes from one to the next as if there were none. A beta of 0 has a
     gradient there, too."""
-    monkeypatch.setattr(delta_gradient_walk, "choose_segments", lambda *_: segments)
+    set_segments(monkeypatch, segments)
     args = delta_case(length, decay, key_dim=80, value_dim=80, key_heads=1, dtype=dtype)
     args["beta"][:, 5] = 0
     check(place, args)
@@ -213,6 +220,14 @@ def test_how_many_segments():
     assert delta_gradient_walk.choose_segments(32, 512, 132) == 4
     assert delta_gradient_walk.choose_segments(256, 32, 132) == 1
     assert delta_gradient_walk.choose_segments(2, 3, 132) == 1
+
+
+def test_how_many_value_heads():
+    """Two of a key head in a thread block of inverses where there are more of these than run at once."""
+    choose = delta_gradient_walk.choose_value_heads
+    assert choose(32 * 128, 128, 2, 132) == 2
+    assert choose(8 * 64, 128, 2, 132) == 1
+    assert choose(32 * 128, 128, 3, 132) == choose(32 * 128, 64, 2, 132) == 1
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
