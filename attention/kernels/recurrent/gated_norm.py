@@ -14,10 +14,10 @@ from tiles import bf16, fp16, fp32, shared, sv
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.targets import Target
 
-from ...parts.gated_rows import GROUPS, GroupedRows, SigmoidGate, SiluGate, SpreadRow
+from ...parts.gated_rows import GROUPS, MAX_WARPS, GroupedRows, SigmoidGate, SiluGate, SpreadRow
 
 GATES = {"silu": SiluGate(), "sigmoid": SigmoidGate()}
-SCRATCH = sv(16, fp32)  # for the sums of a block's warps
+SCRATCH = sv(4 * MAX_WARPS, fp32)  # for the sums of a block's warps
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,8 @@ def check(place, args):
         (96, 2, bf16, f32, {}),
         (512, 1, bf16, f16, {}),
         (1056, 2, bf16, f32, {"norm_before_gate": False}),
+        (2080, 1, bf16, f32, {}),
+        (8192, 1, bf16, bf16, {"norm_before_gate": False}),  # Bamba's: as many warps as a block may have
     ],
 )
 @pytest.mark.parametrize("by_head", [False, True])
