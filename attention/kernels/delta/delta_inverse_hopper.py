@@ -86,11 +86,11 @@ def make(config: Config):
         warp = warpgroup.rank()
         if warp < VECTOR_WARPS * HEADS:
             n, task = divmod(warp, VECTOR_WARPS)
-            own = subtile(vectors, VECTORS, n)
+            vector_tile = subtile(vectors, VECTORS, n)
             if task == 0:
-                solver.store_decays(own, gGates, seq, token, int32(first + n))
+                solver.store_decays(vector_tile, gGates, seq, token, int32(first + n))
             else:
-                solver.store_beta(own, gBeta, seq, token, int32(first + n))
+                solver.store_beta(vector_tile, gBeta, seq, token, int32(first + n))
         if member == 0 and warp == 0:
             gCounts[chunk, int32(2 * key_head)] = int32(0)
             gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
@@ -108,8 +108,8 @@ def make(config: Config):
                 tma_store(gScores, (chunk, int32(first + n)), subtile(queries, CHUNK, 0, CHUNK, n))
                 tma_store(gVectors, (chunk, int32(first + n)), subtile(vectors, VECTORS, n))
         for n in range(HEADS):
-            own, head = subtile(vectors, VECTORS, n), int32(first + n)
-            high_part, low_part = solver.split_solution(solver.solve(s, own, (high, low)), own)
+            vector_tile, head = subtile(vectors, VECTORS, n), int32(first + n)
+            high_part, low_part = solver.split_solution(solver.solve(s, vector_tile, (high, low)), vector_tile)
             if warp == 0:
                 store_wait()  # for P in this place
             warpgroup.sync()
