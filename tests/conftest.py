@@ -7,6 +7,8 @@ import sys
 import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of a GPU that several processes share
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("TILES_JOBS", "1")  # xdist's processes have the cores: to fork one of them costs memory and time
 os.environ.setdefault("TORCH_CUDAGRAPH_GC", "1")  # Numba's arrays among the garbage are freed, which would break a capture
 # The layers of transformers are compared with its own functions in torch. fla's, which replace them on a GPU, tune for minutes,
 # and refuse some versions of Triton.
@@ -27,7 +29,9 @@ def pytest_collection_finish():
     """What is imported now stays: to look through it again and again for garbage would take a fifth of all time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(6_000_000, 10, 10)  # a kernel compiled leaves 300 000 to a million objects
+    # A kernel compiled leaves 300 000 to a million objects. To look through six million takes some ten seconds. Twenty million
+    # are two to three gigabytes.
+    gc.set_threshold(20_000_000, 10, 10)
 
 
 def pytest_sessionfinish():

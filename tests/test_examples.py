@@ -58,7 +58,9 @@ def on_host(array):
 # where else they run, in turn; the others multiply by wgmma, which Hopper alone has
 ELSEWHERE = {"hello_tile": ["sm_80", "sm_120a"], "softmax": ["sm_89", "sm_100a"], "copy_tma": ["sm_120a"]}
 ELSEWHERE |= {"sliding_window": ["sm_80"]}
-TARGETS = [(name, "sm_90a") for name in EXAMPLES]
+# Levels between the first and the last are steps from one to the other.
+BETWEEN = LEVELS[1:-1]
+TARGETS = [pytest.param(name, "sm_90a", marks=[pytest.mark.release] * (name in BETWEEN)) for name in EXAMPLES]
 TARGETS += [pytest.param(name, arch, marks=pytest.mark.release) for name in EXAMPLES for arch in ELSEWHERE.get(name, [])]
 
 

@@ -66,11 +66,13 @@ def test_all_packages_are_inside(wheel):
     assert inside == {file.relative_to(ROOT).as_posix() for file in files}
 
 
+@pytest.mark.release  # .ci/smoke.py, too, uses what was installed from a wheel
 def test_attention_runs_from_it(site, tmp_path):
     places = run(sys.executable, "-c", USE, cwd=tmp_path, PYTHONPATH=str(site)).splitlines()
     assert places == [str(site / name / "__init__.py") for name in ("attention", "ops", "tiles")]
 
 
+@pytest.mark.release
 def test_the_doctor_comes_with_it(site, tmp_path):
     report = run(sys.executable, "-m", "tiles", "doctor", cwd=tmp_path, PYTHONPATH=str(site))
     assert "tiles works here" in report and str(site / "ops") in report

@@ -53,9 +53,17 @@ class Cases:
         return register
 
     def sweep(self, test):
-        """Runs a test for every case, in the strict order and by ten seeds."""
-        test = pytest.mark.parametrize("case", self.params)(test)
-        return pytest.mark.parametrize("seed", [None, *SEEDS])(test)
+        """Runs test(case, seed) for every case, in the strict order and by ten seeds. A seed is no test of its own, for which
+        pytest would need as long as most of them take."""
+
+        @pytest.mark.parametrize("case", self.params)
+        def in_every_order(case):
+            for seed in (None, *SEEDS):
+                print(f"{seed=}")  # pytest shows it if the case fails
+                test(case, seed)
+
+        in_every_order.__doc__ = test.__doc__
+        return in_every_order
 
 
 def arguments(kernel):

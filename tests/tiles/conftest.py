@@ -19,7 +19,6 @@ numbers = itertools.count()
 @pytest.fixture
 def collect():
     """collect() finds what garbage the test has made. What others left stays: to go through that takes three seconds."""
-    gc.collect(1)
     gc.freeze()
     return gc.collect
 

@@ -25,9 +25,10 @@ every_order = pytest.mark.parametrize("seed", ORDERS)
 
 
 @pytest.mark.parametrize("check", [f for name, f in vars(correct).items() if name.startswith("check_")])
-@every_order
-def test_correct_kernels(check, seed):
-    check(seed)
+def test_correct_kernels(check):
+    for seed in ORDERS[::2]:
+        print(f"{seed=}")
+        check(seed)
 
 
 # ---- named barriers: three players, each in its turn ---------------------------------------------------------------------
