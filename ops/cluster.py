@@ -8,7 +8,7 @@ other's shared memory. Rings with `blocks=n` share the tiles that TMA loads; see
     ...
     cluster.sync()                            # at the end: no block exits while a peer may still access its shared memory
 
-or, from one warp to those that wait for it, with barriers of the plan:
+or, from one warp to those that wait for it, with barriers of shared storage:
 
     cluster.store_async(theirs, x, cluster.map(full, peer))     # its bytes count on the peer's barrier
     cluster.signal(cluster.map(empty, peer))                    # one arrival there

@@ -1,6 +1,6 @@
 """The instructions without their guards, for experts and for the broken kernels of the tests.
 
-Here nothing fences, elects a thread or counts phases for you. A barrier or shared tile comes from the plan:
+Here nothing fences, elects a thread or counts phases for you. A barrier or shared tile comes from shared storage:
 `smem = shared(x=st(64, 64, bf16), full=barrier(1))`. The interpreter checks what these ops do all the same.
 """
 

@@ -126,7 +126,7 @@ def _check_open(pipe, j):
     if j < 0:
         raise warp.hazard(f"pipeline {pipe.name!r} has no tile {j}")
     if warp.block.shared_members is None or pipe.name not in warp.block.shared_members:
-        raise warp.hazard(f"{pipe} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
+        raise warp.hazard(f"{pipe} is used, and the kernel has not opened it: `q, k = smem.open()`", "storage")
     if warp.block.size != pipe.warps:
         raise warp.hazard(f"{pipe} is filled by a block of {warp.block.size} warps", "collective")
     return warp

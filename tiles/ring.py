@@ -1,6 +1,6 @@
 """Rings: pipeline stages that need no state.
 
-    k = ring(K, STAGES, readers=8)      on the host, in a plan of shared memory (shared.py)
+    k = ring(K, STAGES, readers=8)      on the host, in shared storage (shared.py)
     k.fill(j, gK, (batch, j, head))     producer: waits until slot j % stages is free, then copies by TMA
     tile = k.wait(j)                    consumer: the j-th tile, once it has arrived
     k.release(j)                        consumer: this warp is done with the j-th tile
@@ -182,7 +182,7 @@ def _slot(ring, j):
     if j < 0:
         raise current_warp().hazard(f"ring {ring.name!r} has no tile {j}")
     if block.shared_members is None or ring.name not in block.shared_members:
-        raise current_warp().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "plan")
+        raise current_warp().hazard(f"{ring} is used, and the kernel has not opened it: `q, k = smem.open()`", "storage")
     return block.shared_members[ring.name][j % ring.stages]
 
 

@@ -4,8 +4,8 @@ smem = shared(q=ring(Q, 2, readers=4), k=ring(K, STAGES, readers=8), full=barrie
 q, k, full = smem.open()                                                                  # in the kernel
 memory = smem.open()                                                                      # or so: memory.q, memory.k
 
-smem.per_warpgroup(2) is the plan of a block of two warpgroups, each of which opens a copy of its own. They are as two blocks,
-but sure to run on one multiprocessor, and to leave it together."""
+smem.per_warpgroup(2) is the storage of a block of two warpgroups, each of which opens a copy of its own. They are as two
+blocks, but sure to run on one multiprocessor, and to leave it together."""
 
 import copy
 from collections import namedtuple
@@ -28,7 +28,7 @@ STAGED = (ring, pipeline)
 
 @lru_cache(None)
 def memory_class(names):
-    """The class of named tuples that plans with items of these names open as."""
+    """The class of named tuples as which storage with items of these names opens."""
     return namedtuple("SharedMemory", names)
 
 
@@ -72,17 +72,17 @@ class shared:
             raise ValueError(f"shared: a ring is for all blocks of a cluster or for one, got {self}")
 
     def per_warpgroup(self, count):
-        """The plan of a block of `count` warpgroups, each of which opens a copy of this one; of one, this plan."""
+        """The storage of a block of `count` warpgroups, each of which opens a copy of this one; of one, this one itself."""
         if count == 1:
             return self
         if self.blocks > 1 or self.copies > 1 or count < 1:
             raise ValueError(f"shared: copies of warpgroups are of one block's memory, once, 1 or more; got {count} of {self}")
-        plan = copy.copy(self)
-        plan.copies, plan.barriers = count, count * self.barriers
-        plan.copy_bytes = -(-(self.nbytes - ALIGN) // ALIGN) * ALIGN
-        plan.nbytes = self.nbytes + (count - 1) * plan.copy_bytes
-        plan.copied = [list(plan._copy_items(n)) for n in range(count)]
-        return plan
+        storage = copy.copy(self)
+        storage.copies, storage.barriers = count, count * self.barriers
+        storage.copy_bytes = -(-(self.nbytes - ALIGN) // ALIGN) * ALIGN
+        storage.nbytes = self.nbytes + (count - 1) * storage.copy_bytes
+        storage.copied = [list(storage._copy_items(n)) for n in range(count)]
+        return storage
 
     def copied_items(self, n):
         """(name, item, start) of the n-th copy's items, in their order, the same objects each time, as ops look up types by
@@ -117,8 +117,8 @@ class shared:
         Every thread of the block calls it once, before anything else."""
         block, warp = current_warp().block, current_warp()
         if block.smem != self:
-            smem = block.smem or "no shared memory: tiles.launch(.., shared=plan) does"
-            raise warp.hazard(f"the kernel opens {self}; the launch reserved {smem}", "plan")
+            smem = block.smem or "no shared memory: tiles.launch(.., shared=smem) does"
+            raise warp.hazard(f"the kernel opens {self}; the launch reserved {smem}", "storage")
         if block.shared_members is None:
             block.shared_members = {}
             for name, item, start in (member for n in range(self.copies) for member in self.copied_items(n)):
@@ -140,11 +140,11 @@ class shared:
         if self.blocks > 1:
             if block.cluster.size != self.blocks:
                 cause = f"{self} is for clusters of {self.blocks} blocks, and the launch has clusters of {block.cluster.size}"
-                raise warp.hazard(cause, "plan")
+                raise warp.hazard(cause, "storage")
             block.cluster.barrier.arrive(warp)
             block.cluster.barrier.wait(warp)
         if self.copies > 1 and block.size != WARPGROUP * self.copies:
-            raise warp.hazard(f"a block of {block.size} warps opens {self}, which is for {self.copies} warpgroups", "plan")
+            raise warp.hazard(f"a block of {block.size} warps opens {self}, which is for {self.copies} warpgroups", "storage")
         members = self.copied_items(warp.group if self.copies > 1 else 0)
         return self.pack(item if isinstance(item, STAGED) else block.shared_members[name] for name, item, _ in members)
 

@@ -14,8 +14,8 @@
 A kernel closes over such an object, finds it among its module's globals, or gets it from a factory. The object may be passed to
 `@inlined` functions and be a field of another one. A kernel sees
 
-- fields: None, bool, int, float, str, dtypes, the types of tiles, rings, plans, tuples of these, other static objects, and
-  functions, whose bodies are kernel code without a decorator. Floats are fp32 in kernels;
+- fields: None, bool, int, float, str, dtypes, the types of tiles and rings, shared storage, tuples of these, other static
+  objects, and functions, whose bodies are kernel code without a decorator. Floats are fp32 in kernels;
 - `@inlined` methods, those of bases too; a subclass of a static class is static, and overrides what it likes;
 - properties, which run on the host: their value is a constant like a field's.
 

@@ -201,7 +201,7 @@ def spec_of(value, fixed=False):
         return _type_argument(value)
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodType)):
         return FUNCTION
-    return getattr(value, "spec", value)  # a barrier's; rings and plans are their own types
+    return getattr(value, "spec", value)  # a barrier's; rings and shared storage are their own types
 
 
 _type_argument, _pending = map(functools.cache, (TypeArgument, pending))  # one for each: `Op` looks specs up by identity

@@ -58,7 +58,7 @@ PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
 @broken(
     "one coordinate of two",
     instead(r"(cp.async.bulk.tensor.2d.*\{%r\d+), %r\d+", r"\1"),
-    "plan",
+    "storage",
     "1 coordinates for a tensor map of 2 axes",
     "cp.async.bulk.tensor.2d",
     1,
@@ -67,7 +67,7 @@ PARITY = r"(mbarrier.try_wait\S* \w+, \[\S+\]), \S+;"
 @broken(
     "a tensor map 64 bytes on",
     instead(r"(cp.async.bulk.tensor.2d.*\[)(%rd\d+),", r".reg .b64 far;\nadd.s64 far, \2, 64;\n\1far,"),
-    "plan",
+    "storage",
     "no tensor map lies at",
     "cp.async.bulk.tensor.2d",
     1,

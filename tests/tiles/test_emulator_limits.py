@@ -30,9 +30,9 @@ FORBIDDEN = {  # PTX: (kind, words)
     "cp.async.ca.shared.global [s], [%a0], 4, 8;": ("bounds", "cp.async of 8 bytes into 4"),
     "st.shared.b32 [s], %t;": ("race", "lanes put different numbers in the same place"),
     "st.shared.b32 [s], x; .reg .pred p; setp.eq.u32 p, %t, 3; @p st.shared.b32 [s], x;": ("race", "after the write"),
-    "mbarrier.arrive.shared.b64 d, [s+64];": ("plan", "no mbarrier lies at"),
-    INIT + "bar.warp.sync -1; st.shared.b32 [s], x;": ("plan", "where an mbarrier lies"),
-    INIT + "bar.warp.sync -1; @p mbarrier.init.shared.b64 [s], 1;": ("plan", "where one lies"),
+    "mbarrier.arrive.shared.b64 d, [s+64];": ("storage", "no mbarrier lies at"),
+    INIT + "bar.warp.sync -1; st.shared.b32 [s], x;": ("storage", "where an mbarrier lies"),
+    INIT + "bar.warp.sync -1; @p mbarrier.init.shared.b64 [s], 1;": ("storage", "where one lies"),
     INIT + "@p mbarrier.arrive.shared.b64 d, [s]; mbarrier.try_wait.parity.shared.b64 p, [s], 0;": ("race", "after the set-up"),
     INIT + "bar.warp.sync -1; mbarrier.arrive.shared.b64 d, [s];": ("arrivals", "a phase takes 1 arrivals"),
     ".reg .b32 y; add.u32 x, y, 1;": ("never written", "reads a register that nobody has written"),
@@ -85,7 +85,7 @@ def test_forbidden(body):
             ".reg .b32 r, y, z; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 y, s, r; xor.b32 r, r, 1; "
             "mapa.shared::cluster.u32 z, s, r; mad.lo.u32 z, %t, 4, z; "
             "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [z], x, [y];",
-            "plan",
+            "storage",
             "st.async writes to one block and signals another's mbarrier",
         ),
     ],

@@ -44,7 +44,7 @@ WRONG = {
         ValueError,
         "a cluster has at most 8 blocks, got cluster=16",
     ),
-    "shared": (lambda: tiles.launch(scale, 1, 32, shared="1024"), TypeError, "tiles.shared plan, got '1024'"),
+    "shared": (lambda: tiles.launch(scale, 1, 32, shared="1024"), TypeError, r"must be a tiles.shared\(...\), got '1024'"),
     "count": (lambda: tiles.launch(scale, 1, 32)(1), TypeError, r"scale takes 3 arguments \(source, target, factor\), got 1"),
     "names": (
         lambda: tiles.launch(small, 1, 32)(x=np.zeros(1)),

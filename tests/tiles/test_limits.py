@@ -204,17 +204,17 @@ def registers_set_thrice():
     warpgroup.claim_registers(80)  # guilty
 
 
-@broken("plan", r"the kernel opens shared\(x=st\(64.*the launch reserved shared\(x=st\(16", range(8), Z)
+@broken("storage", r"the kernel opens shared\(x=st\(64.*the launch reserved shared\(x=st\(16", range(8), Z)
 def another_plan():
     x, y = Y.open()  # guilty
 
 
-@broken("plan", "the launch reserved no shared memory: tiles.launch.*shared=plan")
+@broken("storage", "the launch reserved no shared memory: tiles.launch.*shared=smem")
 def no_plan():
     x, y = Y.open()  # guilty
 
 
-@broken("plan", r"is used, and the kernel has not opened it", 4, RING)
+@broken("storage", r"is used, and the kernel has not opened it", 4, RING)
 def ring_that_is_not_open():
     if cuda.threadIdx.x // 32 == 4:
         RING.items["r"].wait(0)  # guilty
@@ -241,7 +241,7 @@ def atomics(array):
     cuda.atomic.add(array, 0, 1)  # guilty
 
 
-@broken("language", r"cuda.shared has no meaning for a whole warp; lay it out on the host, plan = shared\(name=st\(...\)\)")
+@broken("language", r"cuda.shared has no meaning for a whole warp; lay it out on the host, smem = shared\(name=st\(...\)\)")
 def shared_arrays(array):
     cuda.shared.array(32, np.float32)  # guilty
 

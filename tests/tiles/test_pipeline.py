@@ -127,7 +127,7 @@ def tile_that_nobody_fills(array):
     k.wait(1)  # guilty
 
 
-@broken("plan", r"is used, and the kernel has not opened it", range(4), K, 128)
+@broken("storage", r"is used, and the kernel has not opened it", range(4), K, 128)
 def pipeline_that_is_not_open(array):
     K.items["k"].fill(0, array, (0, 0, 0))  # guilty
 

@@ -95,13 +95,13 @@ def attribute_of_a_module(x):
 
 
 @mistake(
-    "'a' is not read from a plan: `a, b = plan.open()` gives a kernel its parts, in their order; got shared(a=st(64, 64, bf16"
+    "'a' is not read from shared storage: `a, b = smem.open()` gives a kernel its parts, in their order; got shared(a=st(64"
 )
 def a_part_of_a_plan(x):
     plan.a
 
 
-@mistake("an opened plan has no item 'fill': `(a,) = plan.open()` takes its one item out, plan.open().a does so by name; got ")
+@mistake("opened shared storage has no item 'fill': `(a,) = smem.open()` takes its one item out, smem.open().a does so by name")
 def a_plan_s_parts_as_one(x):
     ring_plan.open().fill(0, x, (0, 0))
 
@@ -146,7 +146,7 @@ def class_called(x):
 
 
 @mistake(
-    "st is a type that kernels do not make: it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+    "st is a type that kernels do not make: it is laid out on the host, smem = shared(name=st(...)), and opened, smem.open()"
 )
 def makes_a_shared_tile(x):
     zeros(st(16, 64, bf16))

@@ -136,8 +136,8 @@ def member(value, name, missing=None):
         return attribute
     if not (isinstance(attribute, FIELDS) or is_static(attribute) or type(attribute) in FROZEN or callable(attribute)):
         raise TypeError(
-            f"{type(value).__qualname__}.{name}: kernels read None, numbers, strings, dtypes, types of tiles, rings and plans, "
-            f"functions, static objects and tuples of these, got {attribute!r}"
+            f"{type(value).__qualname__}.{name}: kernels read None, numbers, strings, dtypes, types of tiles and rings, shared "
+            f"storage, functions, static objects and tuples of these, got {attribute!r}"
         )
     return _single(attribute)
 

@@ -27,7 +27,7 @@ def _untyped(name, kind):
     if kind == "function":
         return plain_function(name)
     if kind == "type" and name in ("st", "sv", "ring", "pipeline", "barrier", "shared"):
-        usage = "it is laid out on the host, plan = shared(name=st(...)), and opened, plan.open()"
+        usage = "it is laid out on the host, smem = shared(name=st(...)), and opened, smem.open()"
         return f"{name} is a type that kernels do not make: {usage}"
     if kind == "type":
         return f"{name} is a class that kernels cannot call: values made in a kernel are tuples and typing.NamedTuple's"
@@ -49,11 +49,11 @@ def _no_attribute(name, owner):
     if module := re.match(r"Module\(<module '([\w.]+)'", owner):
         return f"{module[1]}.{name} is nothing that kernels know: import what is done to tiles from ops"
     if owner.startswith("type[shared("):
-        parts = "`a, b = plan.open()` gives a kernel its parts, in their order"
-        return f"{name!r} is not read from a plan: {parts}; got {owner[5:-1]}"
+        parts = "`a, b = smem.open()` gives a kernel its parts, in their order"
+        return f"{name!r} is not read from shared storage: {parts}; got {owner[5:-1]}"
     if owner.startswith("SharedMemory("):
-        usage = "`(a,) = plan.open()` takes its one item out, plan.open().a does so by name"
-        return f"an opened plan has no item {name!r}: {usage}; got {owner}"
+        usage = "`(a,) = smem.open()` takes its one item out, smem.open().a does so by name"
+        return f"opened shared storage has no item {name!r}: {usage}; got {owner}"
     return f"{owner} has no attribute {name!r}"
 
 

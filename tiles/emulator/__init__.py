@@ -37,7 +37,7 @@ __all__ = ["ExecutionCounts", "emulate", "forget", "program"]
 
 PARAMETERS = 1 << 40  # the address of a launch's parameter block; no array lies there
 ALIGN = 1024  # bytes: the most alignment that a variable in shared memory asks for
-MBARRIERS = 128  # how many mbarriers a block may initialise besides those of its plan of shared memory
+MBARRIERS = 128  # how many mbarriers a block may initialise besides those of its shared storage
 
 
 class EmulatedCluster(Cluster):

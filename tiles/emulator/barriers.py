@@ -55,7 +55,7 @@ def mbarrier(w, owner, bar_address, knowledge):
     ordered before an access by the accessor with this Knowledge."""
     bar = owner.barriers_at.get(bar_address)
     if bar is None:
-        raise w.hazard(f"no mbarrier lies at {bar_address} of shared memory", "plan")
+        raise w.hazard(f"no mbarrier lies at {bar_address} of shared memory", "storage")
     cells = slice(bar_address, bar_address + MBARRIER_BYTES)
     shadow = owner.shadow
     unordered = knowledge.access_times(shadow.last_writer[cells]) < shadow.write_time[cells]
@@ -92,7 +92,7 @@ def _(_, w, instr):
         w.check_range(bar_address, bar_address + MBARRIER_BYTES, MBARRIER_BYTES)
         shadow = w.block.shadow
         if np.count_nonzero(shadow.state[cells] == BARRIER):
-            raise w.hazard(f"sets up an mbarrier at {bar_address}, where one lies", "plan")
+            raise w.hazard(f"sets up an mbarrier at {bar_address}, where one lies", "storage")
         w._check_access(shadow.unwritable(w.lane_knowledge(lane), cells), "sets up an mbarrier")
         event = Event("store", f"the set-up of the mbarrier at {bar_address}", w.place())
         shadow.note_write(thread.agent, w.tick(), cells, BARRIER, event)

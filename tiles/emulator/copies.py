@@ -117,7 +117,7 @@ def _map(w, operand_, operation):
     pointer = int(address(w, operand_)[w.mask][0])
     tensor_map = w.block.cluster.maps.get(pointer)
     if tensor_map is None:
-        raise w.hazard(f"{operation}: no tensor map lies at {pointer:#x}", "plan")
+        raise w.hazard(f"{operation}: no tensor map lies at {pointer:#x}", "storage")
     return tensor_map
 
 
@@ -127,7 +127,7 @@ def _box(w, target, operation):
     coordinates = [int(operand(x, np.int32)(w)[lane]) for x in target.coordinates]
     if len(coordinates) != len(tensor_map.encoding.box):
         raise w.hazard(
-            f"{operation}: {len(coordinates)} coordinates for a tensor map of {len(tensor_map.encoding.box)} axes", "plan"
+            f"{operation}: {len(coordinates)} coordinates for a tensor map of {len(tensor_map.encoding.box)} axes", "storage"
         )
     offsets, inside = (x.reshape(-1) for x in tensor_map.box(coordinates))
     return lane, tensor_map, offsets, inside
@@ -156,7 +156,7 @@ def _(match, w, instr):
             raise w.hazard(f"{operation}: the cluster has no block {max(ranks)}")
         owners = [block.cluster.blocks[k] for k in ranks]
     elif bar_block is not block:
-        raise w.hazard(f"{operation} writes to one block and signals another's mbarrier", "plan")
+        raise w.hazard(f"{operation} writes to one block and signals another's mbarrier", "storage")
     else:
         owners = [block]
     _check_box_start(w, first, operation)
@@ -276,7 +276,7 @@ def _(match, w, instr):
         raise w.hazard("the lanes of a st.async signal different mbarriers", "divergence")
     bar_owner, bar_address = w.find_owner(bar_addresses.pop())
     if bar_owner is not owner:
-        raise w.hazard("st.async writes to one block and signals another's mbarrier", "plan")
+        raise w.hazard("st.async writes to one block and signals another's mbarrier", "storage")
     lane, shadow = int(lanes[0]), owner.shadow
     thread = w.threads[lane]
     owner.check_reachable(thread, "st.async")

@@ -93,7 +93,7 @@ class EmulatedSharedMemory:
         if cause := self._find_unordered_write(knowledge, cells):
             return cause
         if np.count_nonzero(state == BARRIER):
-            return "plan", "where an mbarrier lies"
+            return "storage", "where an mbarrier lies"
         if allow_unwritten or not np.count_nonzero(state != VALID):
             return None
         return "never written", "which nobody has written"
@@ -101,7 +101,7 @@ class EmulatedSharedMemory:
     def unwritable(self, knowledge, cells):
         """Why this writer may not write these cells: (kind, cause), or None."""
         if np.count_nonzero(self.state[cells] == BARRIER):
-            return "plan", "where an mbarrier lies"
+            return "storage", "where an mbarrier lies"
         if cause := self._find_unordered_write(knowledge, cells):
             return cause
         for first, (times, lanes) in self.lane_reads.items():

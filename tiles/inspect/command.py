@@ -7,10 +7,10 @@
     python -m tiles inspect softmax.py:softmax --diff sm_80         the same for another version, or another architecture
 
 FILE is a file or the name of a module. KERNEL is what the file calls a kernel, or an expression that gives one, or a kernel and
-its plan: "gemm.py:make(128, 64)". Its arguments are, whichever there is first:
+its shared storage: "gemm.py:make(128, 64)". Its arguments are, whichever there is first:
     --args "array(2, bf16), tiled(TILE), 1.0"      expressions in the words of the file and of tiles.launching.arguments
     the annotations of its parameters              def kernel(x: array(2, bf16), n: INT)
-    those of its first launch                      the file is run as a script up to there, which says threads and plan, too
+    those of its first launch                      the file is run as a script up to there, which says threads and storage, too
 """
 
 import argparse
@@ -34,7 +34,7 @@ from .report import ARCH, Inspection, inspect
 
 
 class InspectedLaunch(NamedTuple):
-    """A kernel, and how it would be launched: what its arguments are, its plan and its threads as far as is known."""
+    """A kernel, and how it would be launched: what its arguments are, its shared storage and its threads as far as is known."""
 
     kernel: Any
     args: tuple = ()
@@ -139,7 +139,7 @@ def _inspect_target(target, options, arch=None) -> Inspection:
     target_kernel = find(target, options.args)
     shared = target_kernel.shared
     if options.shared is not None:
-        shared = type("Plan", (), {"nbytes": options.shared})
+        shared = type("SharedStorage", (), {"nbytes": options.shared})
     return inspect(
         target_kernel.kernel,
         *target_kernel.args,

@@ -20,8 +20,8 @@ MANGLED = re.compile(r"_Z\w+")  # a function's name, which has a number of Numba
 
 @dataclass(frozen=True)
 class Figures:
-    """A kernel's machine code in numbers. shared_bytes: of the plan, and of what the kernel itself declares. threads: of a
-    block, or None. instructions: how many there are of each mnemonic. digest: that of them all."""
+    """A kernel's machine code in numbers. shared_bytes: of the shared storage, and of what the kernel itself declares. threads:
+    of a block, or None. instructions: how many there are of each mnemonic. digest: that of them all."""
 
     title: str
     arch: str

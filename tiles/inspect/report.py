@@ -1,6 +1,6 @@
 """What a kernel compiles to, with no GPU: figures, and PTX and SASS with the line of Python beside each.
 
-    found = tiles.inspect(kernel, x, y, 0.5, block=128, shared=plan)     the arguments of a launch
+    found = tiles.inspect(kernel, x, y, 0.5, block=128, shared=smem)     the arguments of a launch
     found = tiles.inspect(kernel, array(2, bf16), array(2), FLOAT)       or what stands for them (tiles.launching.arguments)
     found = tiles.inspect(kernel)                                        or nothing, if the kernel declares what it takes
 
@@ -27,7 +27,7 @@ from ..compiling.numba_types import Value
 from ..launching.arguments import find_common_device, parameter, parameters, signature, types_of
 from ..launching.devices import device
 from ..numba_names import types
-from ..shared import shared as Plan
+from ..shared import shared as SharedStorage
 from ..types import gl
 from .code import SassLine, Source, function_at, mnemonic, of_cubin, of_ptx
 from .compare import Difference
@@ -106,8 +106,8 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
 
     args: as `tiles.launch` takes them, or types from tiles.launching.arguments instead (`array(2, bf16)`, `tiled(tile)`, INT,
     FLOAT); none, if the kernel's own parameters are annotated with them. arch: by default that of the GPU that holds the
-    arrays, else sm_90a. shared: the plan, block: the threads, as the launch has them; both matter for occupancy only. Without
-    shared the plan is the one that the kernel opens by a name, plan.open(); without block the threads are those of the
+    arrays, else sm_90a. shared: the storage, block: the threads, as the launch has them; both matter for occupancy only.
+    Without shared the storage is what the kernel opens by a name, smem.open(); without block the threads are those of the
     kernel's launch_bounds, if it has any.
 
     TypeError, ValueError: an argument is wrong. CompileError: ptxas or the linker refuse the kernel."""
@@ -119,20 +119,20 @@ def inspect(kernel, *args: Any, arch: str | None = None, shared: Any = None, blo
     arch = arch or (ARCH if ordinal is None else device(ordinal).arch)
     lowered = Lowered(kernel, types_of_arguments, arch, lines=True)
     compiled = lowered.machine_code()
-    code = measure_code(kernel, arch, compiled, find_opened_plan(kernel.py_func) if shared is None else shared)
+    code = measure_code(kernel, arch, compiled, find_opened_storage(kernel.py_func) if shared is None else shared)
     ptx = of_ptx(lowered.ptx(), lowered.name)
     return Inspection(**code, threads=count_threads(block), sass=of_cubin(compiled.cubin), ptx=ptx)
 
 
-def find_opened_plan(function) -> Plan | None:
-    """The plan that a kernel's function opens, where its code says `plan.open()` of a global or of a name of the function round
-    it; None if it opens none so."""
+def find_opened_storage(function) -> SharedStorage | None:
+    """The storage that a kernel's function opens, where its code says `smem.open()` of a global or of a name of the function
+    round it; None if it opens none so."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
     for name, method in itertools.pairwise(dis.get_instructions(function)):
         with suppress(ValueError):  # a cell without a value yet
-            plan = cells[name.argval].cell_contents if name.argval in cells else function.__globals__.get(name.argval)
-            if method.argval == "open" and isinstance(plan, Plan):
-                return plan
+            smem = cells[name.argval].cell_contents if name.argval in cells else function.__globals__.get(name.argval)
+            if method.argval == "open" and isinstance(smem, SharedStorage):
+                return smem
     return None
 
 

@@ -87,7 +87,7 @@ def hazard_line():
 def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1, 1), overlaps_previous=False):
     """Run kernel[grid, threads](*args) here, cluster by cluster: NumPy arrays, tensors and numbers in, arrays written in place.
 
-    grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` plan that the kernel opens. seed: None for the
+    grid: (x, y, z). threads: a multiple of 32. shared: the `tiles.shared` storage that the kernel opens. seed: None for the
     strict order (asynchronous work as late as possible), a number for a random one. cluster: (x, y, z) blocks, which run
     together; others one after the other, or as if they did (processes.py). overlaps_previous: may the grid begin while the one
     before it runs? Then nobody stores to an array before a warp of the cluster has called grid.wait. Hazard: what went wrong,

@@ -21,7 +21,7 @@ KINDS = {
     "divergence": "the lanes of a warp disagree where the warp must act as one",
     "collective": "the warps of a warpgroup do different things where they must do the same",
     "registers": "setmaxnreg in the wrong direction",
-    "plan": "the kernel and its launch disagree about shared memory",
+    "storage": "the kernel and its launch disagree about shared memory",
     "language": "something that kernels run here cannot say",
 }
 

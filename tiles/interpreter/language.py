@@ -89,7 +89,7 @@ def _xyz(x, y, z):
 
 
 INSTEAD_OF_CUDA = {
-    "shared": "lay it out on the host, plan = shared(name=st(...)), and open it, plan.open()",
+    "shared": "lay it out on the host, smem = shared(name=st(...)), and open it, smem.open()",
     "grid": "use tiles and ops, or run it lane by lane, TILES_INTERPRET=ptx",
     "atomic": "add a shared tile to global memory by warpgroup.tma_add, or sums that ops.load_fragment reads by "
     "ops.add_fragment; count by ops.count_up",

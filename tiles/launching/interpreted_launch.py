@@ -131,7 +131,7 @@ def resolve_number(value, addresses):
 
 
 def check_shared_size(shared, gpu):
-    """ValueError: the plan takes more shared memory than a block can have there."""
+    """ValueError: the kernel takes more shared memory than a block can have there."""
     if shared and shared.nbytes > gpu.shared_bytes:
         limit = f"{gpu} has {gpu.shared_bytes}; fewer stages or smaller tiles take less"
         raise ValueError(f"shared: {shared.nbytes} bytes a block, but {limit}")

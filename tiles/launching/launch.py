@@ -265,7 +265,7 @@ class Launch:
         if threads > limit:
             raise ValueError(f"launch: block={block} has {threads} threads, but {self.title} is made for up to {limit}")
         if shared is not None and not hasattr(shared, "nbytes"):
-            raise TypeError(f"launch: shared must be a tiles.shared plan, got {shared!r}")
+            raise TypeError(f"launch: shared must be a tiles.shared(...), got {shared!r}")
         if self.cluster and any(g % c for g, c in zip(self.grid, self.cluster)):
             raise ValueError(f"launch: {cluster=} must divide {grid=}")
         blocks = math.prod(self.cluster or (1,))
@@ -355,7 +355,7 @@ def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, overl
     """`launch(kernel, grid, block)(*args)` runs a `@cuda.jit` kernel. `.bind(*args)` prepares it to be run often.
 
     grid: blocks; block: threads; cluster: blocks of a cluster; each an integer or a tuple of up to three. shared: the
-    `tiles.shared` plan that the kernel opens. stream: a handle or a stream object; by default the current stream of the
+    `tiles.shared` storage that the kernel opens. stream: a handle or a stream object; by default the current stream of the
     first array's framework. A launch may be captured in a CUDA graph, even its first one.
 
     overlaps_previous: programmatic dependent launch (Triton's launch_pdl): the grid may begin before the previous one on the

@@ -38,7 +38,7 @@ def meaning(kernel: Any, *args: Any, **options: Any) -> Any:
     """Run kernel(*args) by its meaning, in the interpreter. Hazard: what the hardware would silently get wrong.
 
     options: grid, its blocks, a number or up to three (by default one cluster); warps=1, those of a block; shared=None, the
-    plan that the kernel opens; cluster=1, its blocks; seed=None, or a number for a random order of what is asynchronous.
+    storage that the kernel opens; cluster=1, its blocks; seed=None, or a number for a random order of what is asynchronous.
 
     A function that is no kernel is called with args and options as they are; its launches run here, and its result is
     returned. The same holds for `ptx` and `gpu`."""
