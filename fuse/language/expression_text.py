@@ -77,7 +77,7 @@ class ExpressionWriter:
         self, roots: Iterable[Term], used_names: Iterable[str] = (), counted_roots: Iterable[Term] = ()
     ) -> list[str]:
         """An assignment for each term below the roots that is used more than once and has no name; it has one from then on.
-        taken: names that are not free. counted_roots: the roots in which uses are counted, by default these."""
+        used_names: names that are not free. counted_roots: the roots in which uses are counted, by default these."""
         roots, used_names, lines = list(roots), {*used_names, *self.names.values()}, list[str]()
         counted_roots = list(counted_roots) or roots
         users = collections.Counter(y for x in self._unnamed(counted_roots) for y in x.args) + collections.Counter(

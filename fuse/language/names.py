@@ -19,7 +19,7 @@ def unused(name: str, used_names: Iterable[str]) -> str:
 
 def identifiers(keys: Iterable[Any], used_names: Iterable[str]) -> tuple[str, ...]:
     """Identifiers for the keys of a dictionary of results: the keys, made valid where they are not, and with a number appended
-    where Python or `taken` has the name."""
+    where Python or `used_names` has the name."""
     result = list[str]()
     for key in keys:
         word = unicodedata.normalize("NFKC", str(key))  # as Python reads it

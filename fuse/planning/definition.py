@@ -410,8 +410,8 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 def memoize_by_kinds(known: dict[tuple, Any], make: Callable[[tuple[Shape, ...]], Any]) -> Callable[[tuple], None]:
     """A function find(kinds) that stores make(shapes) as known[kinds] if it is not there yet, for placeholder shapes of these
-    kinds (trace.loose_shapes). kinds: of each argument its dtype, whether it is a transpose, and which of its extents are 1.
-    Marked so that Dynamo calls `find` while it traces, without tracing into it."""
+    kinds (trace.loose_shapes). Kinds are, of each argument, its dtype, whether it is a transpose, and which of its extents are
+    1. Marked so that Dynamo calls `find` while it traces, without tracing into it."""
 
     def find(kinds: tuple) -> None:
         if kinds not in known:

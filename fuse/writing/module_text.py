@@ -95,7 +95,7 @@ def assemble(
 
 def _call(kernel: str, launch: str, arguments: str, used_names: Iterable[str]) -> list[str]:
     """The lines of a launch: one line if it fits. Otherwise the launch and the call get a line each, and so do the number of
-    blocks and some arguments if they must. taken: names that these may not have."""
+    blocks and some arguments if they must. used_names: names that these may not have."""
     line = f"tiles.launch({kernel}, {launch})({arguments})"
     if len(line) <= WIDTH - 4:
         return [line]

@@ -22,8 +22,8 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @functools.lru_cache(4096)  # loops repeat the same pattern for other tiles
 def _busiest(addresses, size):
-    """The number of different words that the busiest bank serves in a pass of 128 bytes. at: the addresses of the lanes, as
-    int64."""
+    """The number of different words that the busiest bank serves in a pass of 128 bytes. addresses: those of the lanes, as
+    int64. size: the bytes that a lane accesses."""
     words, lanes = (np.frombuffer(addresses, np.int64)[:, None] + np.arange(0, size, 4)) // 4, max(1, min(LANES, 128 // size))
     passes = (set(words[first : first + lanes].ravel().tolist()) for first in range(0, len(words), lanes))
     return max(max(Counter(word % 32 for word in requested).values()) for requested in passes)

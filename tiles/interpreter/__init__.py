@@ -105,8 +105,8 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
 
 
 def recorded(kernel, grid, threads, args, shared, selection):
-    """Run the clusters `which` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and yield
-    what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
+    """Run the clusters `selection` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and
+    yield what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
     run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)
     for n, indices in enumerate(selection):
         cluster = run(indices, n, arguments)

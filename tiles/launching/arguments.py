@@ -242,7 +242,7 @@ def array_slots(form: Form, pointer: int = 0) -> tuple[int, ...]:
 
 
 def struct_format(declared_type: Any) -> str:
-    """How `struct` packs a declared parameter's slots: for an array the numbers of `array_numbers`, for a number itself. Slots
+    """How `struct` packs a declared parameter's slots: for an array the numbers of `array_slots`, for a number itself. Slots
     that are filled later are packed as 0: that of an address, and that which stands for a tensor's map."""
     if isinstance(declared_type, gl):
         return "8x"

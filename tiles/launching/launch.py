@@ -362,8 +362,9 @@ def launch(kernel, grid, block, *, shared=None, stream=None, cluster=None, overl
     stream is done, if the GPU is sm_90 or later. The kernel must call ops.grid.wait() before it writes anything, or reads what
     the previous grid may have written.
 
-    args: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included), `tiles.tensor(...)` for TMA,
-    numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the interpreter.
+    The kernel's arguments: arrays (anything with `__dlpack__` or `__cuda_array_interface__`, NumPy's included),
+    `tiles.tensor(...)` for TMA, numbers. All arrays are on one GPU, or all in host memory: then the kernel runs in the
+    interpreter.
 
     ValueError, TypeError: an argument is wrong. RuntimeError: the GPU lacks an instruction, or CUDA's own error by name.
     Hazard: the interpreter found a race, a deadlock or another fault, which the hardware would not report."""

@@ -162,9 +162,9 @@ def replaced(kind, **methods):
 
 # ---- what a launch does, as the interpreter sees it ----------------------------------------------------------------
 def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | None = SAMPLE, keep=None):
-    """(LaunchCounts, a record) of a launch on a card, see counts.counted: its integers copied, for they may decide how much
-    work there is, its other arrays zeros. origin: the launch and its values, if the kernel has not declared its arguments.
-    LookupError: it was bound before anybody watched."""
+    """(LaunchCounts, a record) of a launch on a card, see counts.count_clusters: its integers copied, for they may decide how much
+    work there is, its other arrays zeros. launch_origin: the launch and its values, if the kernel has not declared its
+    arguments. LookupError: it was bound before anybody watched."""
     launch, values = launch_origin or _declared(bound)
     args: Any = []
     memory: dict[tuple, np.ndarray] = {}

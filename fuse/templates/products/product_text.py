@@ -187,7 +187,7 @@ class ProductWriter:
     def epilogue(
         self, state: Mapping[Term, str], read: Callable[[Term, str], str], rows: str, columns: str
     ) -> tuple[list[str], str]:
-        """(lines, the expression of what is stored). known: the names of products and row sums. read: the expression that reads
+        """(lines, the expression of what is stored). state: the names of products and row sums. read: the expression that reads
         another operand from an array of this name. rows, columns: the expressions of the numbers of a tile's rows and
         columns."""
         self.writer.names |= state
