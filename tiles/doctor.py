@@ -176,7 +176,7 @@ def cache():
     """Where compiled kernels are kept, and whether all that lies there is read."""
     try:
         from .compiling.cache import limit
-        from .compiling.cache_files import CacheOff, entries, find_folder, refused, trusting
+        from .compiling.cache_files import CacheOff, entries, find_folder, list_refused_files, trust_remedy
     except Exception:  # `imports` has told why
         return
     try:
@@ -192,9 +192,9 @@ def cache():
         yield Finding("cache", text)
     except ValueError as error:
         yield Finding("cache", str(error), "set TILES_CACHE_BYTES to a number of bytes, or unset it")
-    if unread := refused(folder):
+    if unread := list_refused_files(folder):
         text = f"{len(unread)} of {len(sizes)} entries are not loaded: {unread[0]}"
-        yield Finding("cache", text, f"remove them; or, {trusting(folder.path)}")
+        yield Finding("cache", text, f"remove them; or, {trust_remedy(folder.path)}")
 
 
 PROBES = (packages, simulator, shadows, imports, compiler, gpus, cache)

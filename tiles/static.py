@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .compiling.digest import Digest, Undigestible, covered, global_names
+from .compiling.digest import Digest, Undigestible, global_names, is_covered
 from .compiling.numba_types import FROZEN, compile_time
 from .dtypes import dtype
 from .op import OPS
@@ -46,7 +46,7 @@ else:  # Python 3.10 lacks it
     dataclass_transform = getattr(typing, "dataclass_transform", lambda **_: lambda decorator: decorator)
 
 PLAIN = {type(None), bool, int, str, bytes, dtype}
-_fixed = functools.lru_cache(256)(covered)  # modules that stay as they are
+_fixed = functools.lru_cache(256)(is_covered)  # modules that stay as they are
 REMEMBERED = 256  # digests, by what was digested, of the objects of one class
 
 

@@ -268,9 +268,9 @@ def _is_user_function(x: Any) -> bool:
         return _is_user_function(x.func if isinstance(x, functools.partial) else x.__func__)
     if not isinstance(x, FunctionType):
         return False
-    from tiles.compiling.digest import covered  # imported late, because it imports Numba
+    from tiles.compiling.digest import is_covered  # imported late, because it imports Numba
 
-    return bool(_joined_masks(x)) or not (covered(x.__module__ or "") or hasattr(x, "dispatcher"))
+    return bool(_joined_masks(x)) or not (is_covered(x.__module__ or "") or hasattr(x, "dispatcher"))
 
 
 def _is_array(x: Any) -> bool:

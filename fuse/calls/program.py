@@ -16,7 +16,7 @@ from tiles.calls.schema import Schema
 from tiles.calls.torch_op import ascii_name
 from tiles.launching.arrays import Operand
 from tiles.launching.checks import Check, check_options
-from tiles.launching.recording import RecordedStep, recorded
+from tiles.launching.recording import RecordedStep, record_launches
 
 from ..language import graph, terms
 from ..language.axes import derive_extent
@@ -134,7 +134,7 @@ def plan_launches(function: Definition, problem: Any, shapes: tuple[Shape, ...],
     operands += [problem.scratch(n, *one) for n, one in enumerate(scratch)]
     places = len(problem.schema.places) + len(scratch)
     try:
-        steps, recorded_scratch = recorded(
+        steps, recorded_scratch = record_launches(
             module_text.load(generated.text, function.name, generated.code).launch, *operands, places=places
         )
     except (TypeError, ValueError) as error:  # TMA cannot address an array, or its dtype is not that of the kernel's tiles

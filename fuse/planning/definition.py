@@ -20,7 +20,7 @@ from tiles.launching.arrays import Operand, c_ordered
 from tiles.launching.frameworks import without_grad
 from tiles.launching.launch import watchers
 from tiles.launching.lengths import watched_call
-from tiles.launching.recording import recorded
+from tiles.launching.recording import record_launches
 
 from ..language import functions, graph
 from ..language.axes import Axis
@@ -395,7 +395,7 @@ class Definition:
         launches: list[tuple[Any, ...]] = []
         watchers.append(lambda *launch: launches.append(launch))
         try:
-            recorded(
+            record_launches(
                 module_text.load(module_of.text, self.name, module_of.code).launch, *arguments, *operands, places=len(forms)
             )
         finally:

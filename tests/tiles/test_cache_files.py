@@ -260,4 +260,4 @@ def test_a_system_without_owners(place, monkeypatch):
     spec.loader.exec_module(elsewhere)
     folder = elsewhere.find_folder()
     elsewhere.write(folder, "a", b"code", 100)
-    assert elsewhere.read(folder, "a", 100) == b"code" and not elsewhere.POSIX and not elsewhere.refused(folder)
+    assert elsewhere.read(folder, "a", 100) == b"code" and not elsewhere.POSIX and not elsewhere.list_refused_files(folder)

@@ -219,7 +219,7 @@ def test_a_function_of_no_module():
     space = {}
     exec("def twice(x): return x + x", space)
     space["twice"].__module__ = None
-    assert not digest.covered(None)
+    assert not digest.is_covered(None)
     assert key(kernel_using(inlined(space["twice"])))
 
 
@@ -228,6 +228,6 @@ def test_another_package_named_ops_is_not_taken_for_ours(monkeypatch, tmp_path):
     (tmp_path / "ops/__init__.py").write_text("")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tiles.compiling import digest; "
     code += f"sys.modules.pop('ops', None); sys.path.insert(0, {str(tmp_path)!r}); import ops; "
-    code += "print(digest.covered('ops'), digest.covered('tiles.shared'), digest.covered('math'))"
+    code += "print(digest.is_covered('ops'), digest.is_covered('tiles.shared'), digest.is_covered('math'))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert run.stdout.split() == ["False", "True", "True"], run.stderr

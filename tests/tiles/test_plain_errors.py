@@ -16,7 +16,7 @@ import tiles
 from ops import exp, load, mma_AB, row_max, store, warpgroup, zeros
 from tiles import bf16, fp32, inlined, ring, rt, shared, st, static
 from tiles.compiling.compiler import compile_kernel
-from tiles.compiling.plain_errors import in_plain_words
+from tiles.compiling.plain_errors import translate_error
 
 T, NARROW = rt(16, 64, fp32), rt(16, 32, fp32)
 TABLE, NUMBERS = {"a": 1}, [1, 2]
@@ -458,9 +458,9 @@ def test_a_closure_in_a_kernel_is_none_of_these():
 
 
 def test_what_no_row_knows_stays_numbas():
-    assert in_plain_words(NumbaError("something new"), helper) is None
+    assert translate_error(NumbaError("something new"), helper) is None
 
 
 def test_an_error_without_words_that_read_no_instruction_stays():
     """As that of a property which a class leaves to others."""
-    assert in_plain_words(NotImplementedError(), dictionary) is None
+    assert translate_error(NotImplementedError(), dictionary) is None

@@ -9,7 +9,7 @@ import attention
 from tiles import bf16
 from tiles.launching.arrays import Operand, c_ordered
 from tiles.launching.frameworks import describe
-from tiles.launching.recording import recorded
+from tiles.launching.recording import record_launches
 
 
 def operand(place, shape, dtype="bfloat16"):
@@ -35,7 +35,7 @@ def test_a_program_and_its_scratch_memory():
         attention.forward(middle, k, v, layout="bhsd", out=y)
 
     places = [operand(n, x.shape) for n, x in enumerate((y, q, k, v, g))]
-    steps, scratch = recorded(twice, *places, places=5)
+    steps, scratch = record_launches(twice, *places, places=5)
     assert len(steps) == 3 and sorted(shape for shape, _ in scratch) == [(1, 2, 5, 16), (1, 9, 2, 16)]
     assert all(max(step.sources) < 5 + len(scratch) for step in steps)
     run(steps, scratch, [y, q, k, v, g])
@@ -46,9 +46,9 @@ def test_a_program_and_its_scratch_memory():
 def test_what_a_recorded_call_refuses():
     q = operand(0, (1, 5, 2, 16))
     with pytest.raises(TypeError, match="stream: must be None"):
-        recorded(lambda q: attention.forward(q, q, q, stream=1), q, places=1)
+        record_launches(lambda q: attention.forward(q, q, q, stream=1), q, places=1)
     with pytest.raises(ValueError, match="multiple of 8"):
-        recorded(lambda q: attention.forward(q, q, q), operand(0, (1, 5, 2, 12)), places=1)
+        record_launches(lambda q: attention.forward(q, q, q), operand(0, (1, 5, 2, 12)), places=1)
     with pytest.raises(TypeError, match="a call on them is recorded"):
         attention.forward(q, q, q)  # nobody records
 

@@ -179,7 +179,7 @@ def copied(cache_folder, place):
     """A copy of the cache, as of `cp -r`: with times of its own."""
     shutil.copytree(cache_folder, place, copy_function=shutil.copy)
     for folder in (place, *place.rglob("*")):  # what is copied from one's own folder keeps its mode
-        assert not cache_files.distrust(folder.stat())
+        assert not cache_files.distrust_reason(folder.stat())
     return place
 
 

@@ -114,7 +114,7 @@ class Program:
         places = [place for place, kind in enumerate(self.option_types.values()) if kind == Number | None]
         self.numbers = [(place, Number(n - len(places))) for n, place in enumerate(places)]
         if ranges := nvtx.backend():
-            vars(self)["run"] = nvtx.ranged(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
+            vars(self)["run"] = nvtx.call_in_range(f"{planner.__module__.partition('.')[0]}.{schema.name}", self.run, *ranges)
             self.compiling = lambda: True  # so that each call comes to `run`
 
     def __call__(self, stream: Any, arrays: tuple, options: tuple, layout: str = "bshd") -> Any:

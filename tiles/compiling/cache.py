@@ -91,7 +91,7 @@ def _read(name):
         head, _, body = rest.partition(b"\n")
         return json.loads(head), body
     except UntrustedFile as error:
-        remedy = f"remove it; or, {cache_files.trusting(place.path)}"
+        remedy = f"remove it; or, {cache_files.trust_remedy(place.path)}"
         cache_files.warn(place.path, f"a cached kernel is not loaded, but compiled anew: {error}; {remedy}")
     except (OSError, ValueError, RecursionError) as error:
         log.debug("nothing is cached as %s: %r", name, error)

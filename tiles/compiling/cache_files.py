@@ -65,11 +65,11 @@ def find_folder() -> Folder:
             raise NotADirectoryError(f"{path} is no folder")
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         raise CacheOff(str(error), elsewhere) from None
-    if not trusted and (reason := distrust(status)):
+    if not trusted and (reason := distrust_reason(status)):
         away = "let TILES_CACHE_DIR name a folder that is yours alone"
         is_owner = POSIX and status.st_uid == os.geteuid()
         first = f"chmod go-w {path}, or {away}" if is_owner else away
-        raise CacheOff(f"{path} {reason}", f"{first}; or, {trusting(path)}", path)
+        raise CacheOff(f"{path} {reason}", f"{first}; or, {trust_remedy(path)}", path)
     return Folder(path, trusted)
 
 
@@ -90,7 +90,7 @@ def make_folder(path: Path, shared: bool = False) -> None:
             path.mkdir(0o777 if shared else 0o700)
 
 
-def distrust(status: os.stat_result) -> str:
+def distrust_reason(status: os.stat_result) -> str:
     """Why what has this owner and mode may have been written by somebody else; empty if it cannot."""
     if not POSIX:
         return ""
@@ -100,7 +100,7 @@ def distrust(status: os.stat_result) -> str:
     return f"belongs to {user(owner)}, but its mode {mode:04o} lets others write to it" if mode & OTHERS else ""
 
 
-def trusting(folder: Path) -> str:
+def trust_remedy(folder: Path) -> str:
     """The remedy that lets others' files be read."""
     return f"if you trust whoever may write there, set TILES_CACHE_TRUSTED={folder}"
 
@@ -146,7 +146,7 @@ def _listed(folder) -> list[os.DirEntry]:
         return []
 
 
-def refused(folder: Folder) -> list[str]:
+def list_refused_files(folder: Folder) -> list[str]:
     """Which files of the cache are not read, and why."""
     names = []
     for file in entries(folder.path):
@@ -166,7 +166,7 @@ def open_checked(file: "Path | os.DirEntry", trusted: bool):
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{os.fspath(file)} is no file")
-        if not trusted and (reason := distrust(status)):
+        if not trusted and (reason := distrust_reason(status)):
             raise UntrustedFile(f"{os.fspath(file)} {reason}")
         yield descriptor, status
     finally:

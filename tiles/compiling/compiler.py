@@ -27,7 +27,7 @@ from .builder import i32
 from .line_table import SourcePlace, of_ptx
 from .numba_helpers import forget, helpers_as
 from .numba_types import TENSOR_MAP
-from .plain_errors import plainly
+from .plain_errors import translate_errors
 from .type_inference import typed
 from .wgmma_overwrites import complaints, overwritten
 
@@ -185,7 +185,7 @@ def check_types(kernel, signature, arch):
     """Raises what Numba would say of this kernel for these types of arguments, if it refuses them: a TypeError or NameError in
     plain words (plain_errors.py), or else Numba's own error."""
     cc = parse_target(arch).capability
-    with _compiling_for(cc, "types"), plainly(kernel.py_func):
+    with _compiling_for(cc, "types"), translate_errors(kernel.py_func):
         typed(kernel.py_func, signature, types.void, cc)
 
 

@@ -22,7 +22,7 @@ COMPARED = (*SCALARS, tuple, dtype, rt, rv, st, sv)
 UNKNOWN = object()
 
 
-def known(function, variable, args):
+def known_value(function, variable, args):
     """The value of a variable of Numba's IR if it is known at compile time, else UNKNOWN. args: the types of the function's
     arguments."""
     try:
@@ -41,13 +41,13 @@ def _value(function, definition, args):
     if not isinstance(definition, ir.Expr):
         return UNKNOWN
     if definition.op == "binop":
-        return _binary(definition.fn, known(function, definition.lhs, args), known(function, definition.rhs, args))
+        return _binary(definition.fn, known_value(function, definition.lhs, args), known_value(function, definition.rhs, args))
     if definition.op == "build_tuple":
-        items = tuple(known(function, item, args) for item in definition.items)
+        items = tuple(known_value(function, item, args) for item in definition.items)
         return UNKNOWN if any(item is UNKNOWN for item in items) else items
     if definition.op not in ("getattr", "getitem", "static_getitem", "unary"):
         return UNKNOWN
-    value = known(function, definition.value, args)
+    value = known_value(function, definition.value, args)
     if value is UNKNOWN:
         return UNKNOWN
     if definition.op == "getattr":
@@ -57,7 +57,7 @@ def _value(function, definition, args):
             return UNKNOWN
     if definition.op == "unary":
         return not value if definition.fn is operator.not_ and isinstance(value, SCALARS) else UNKNOWN
-    index = definition.index if definition.op == "static_getitem" else known(function, definition.index, args)
+    index = definition.index if definition.op == "static_getitem" else known_value(function, definition.index, args)
     fits = isinstance(value, tuple) and isinstance(index, int) and -len(value) <= index < len(value)
     return value[index] if fits else UNKNOWN
 
@@ -95,7 +95,7 @@ class FoldConstants(Rewrite):
 
     def _folds(self, expression):
         """Attributes of modules and tiles are Numba's and numba_members.py's matter."""
-        return expression.op != "getattr" or is_static(known(self.function, expression.value, self.args))
+        return expression.op != "getattr" or is_static(known_value(self.function, expression.value, self.args))
 
     def apply(self):
         """The block with the values in their places; the branches on them are pruned by Numba's next pass."""

@@ -77,7 +77,7 @@ def _hash(*parts) -> bytes:
     return combined.digest()
 
 
-def covered(name) -> bool:
+def is_covered(name) -> bool:
     """Does the key cover this module already, by its source or its version? Functions made by exec name no module: for them the
     answer is no."""
     if not isinstance(name, str):
@@ -104,7 +104,7 @@ def _covered(name, file, folders):
 def _named(value):
     """Whether a function or class is what a covered module holds under its name, so that digesting the name is enough."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if not covered(module):
+    if not is_covered(module):
         return False
     named: object = sys.modules.get(module)
     for part in name.split("."):
@@ -126,7 +126,7 @@ def _with_bases(cls, part):
 
 def _foreign_face(op):
     """Is the op somebody else's? Then only sources that are digested name it."""
-    return isinstance(op.op_function, python.FunctionType) and not covered(op.op_function.__module__)
+    return isinstance(op.op_function, python.FunctionType) and not is_covered(op.op_function.__module__)
 
 
 def _foreign(op):
@@ -134,7 +134,7 @@ def _foreign(op):
     if op.rule is None:
         return False
     cells = [c.cell_contents for c in op.rule.__closure__ or () if isinstance(c.cell_contents, python.FunctionType)]
-    return not all(covered(f.__module__) for f in (op.rule, *cells, op.op_function) if isinstance(f, python.FunctionType))
+    return not all(is_covered(f.__module__) for f in (op.rule, *cells, op.op_function) if isinstance(f, python.FunctionType))
 
 
 class Digest:
@@ -189,7 +189,7 @@ class Digest:
             return [str(value)]
         if kind is np.ufunc and getattr(np, name := value.__name__, None) is value:
             return [name]
-        if isinstance(value, python.ModuleType) and covered(value.__name__):
+        if isinstance(value, python.ModuleType) and is_covered(value.__name__):
             return [value.__name__]
         if isinstance(value, python.CodeType):
             return self._code(value, device)
@@ -215,7 +215,7 @@ class Digest:
         if value in OPS:
             return [value.__module__, value.__qualname__, *([self.rule(OPS[value])] if _foreign(OPS[value]) else [])]
         dispatcher = getattr(value, "dispatcher", None)
-        if device and dispatcher is None and not covered(value.__module__):
+        if device and dispatcher is None and not is_covered(value.__module__):
             raise Undigestible(f"{value.__qualname__} is a plain function, and what Numba takes it for cannot be told")
         return self._function(value, device)
 
@@ -236,7 +236,7 @@ class Digest:
         names = set(_attributes(code))
         for name in global_names(code):
             value = function.__globals__.get(name, getattr(builtins, name, None))
-            if isinstance(value, python.ModuleType) and not covered(value.__name__):
+            if isinstance(value, python.ModuleType) and not is_covered(value.__name__):
                 parts += [name.encode(), *self._module(value, names, device)]
             else:
                 parts += [name.encode(), self(value, device)]
@@ -249,7 +249,7 @@ class Digest:
             value = vars(module)[name]
             if not isinstance(value, python.ModuleType):
                 parts += [name.encode(), self(value, device)]
-            elif covered(value.__name__):
+            elif is_covered(value.__name__):
                 parts += [name.encode(), value.__name__.encode()]
             elif (id(value), "module") not in self.done:
                 self.done[id(value), "module"] = value, b""

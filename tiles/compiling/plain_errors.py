@@ -129,18 +129,18 @@ ROWS = (  # what Numba says, and what we say of its parts
 
 
 @contextlib.contextmanager
-def plainly(function):
+def translate_errors(function):
     """Inside, what Numba refuses of this function or of what it calls is a TypeError in plain words; a NameError for a name
     that nobody defined."""
     try:
         yield
     except (NumbaError, NotImplementedError, UnsupportedBytecodeError) as error:
-        if (plain := in_plain_words(error, function)) is None:
+        if (plain := translate_error(error, function)) is None:
             raise
         raise plain from None
 
 
-def in_plain_words(error, function):
+def translate_error(error, function):
     """The exception that says it so; None if no row knows it."""
     text = re.sub(r"\x1b\[\d*m", "", str(error) or _refused_opcode(error))  # without Numba's colours
     message = re.sub(r"^(Failed in .* pipeline \(step: .*\)\n)+", "", text)

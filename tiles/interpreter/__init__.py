@@ -73,8 +73,8 @@ __all__ = [
     "interpret",
     "is_recording",
     "note",
+    "record_clusters",
     "record_op",
-    "recorded",
 ]
 
 
@@ -104,7 +104,7 @@ def interpret(kernel, grid, threads, args, shared=None, seed=None, cluster=(1, 1
         )
 
 
-def recorded(kernel, grid, threads, args, shared, selection):
+def record_clusters(kernel, grid, threads, args, shared, selection):
     """Run the clusters `selection` of kernel[grid, threads](*args), each the indices of its blocks, in the strict order, and
     yield what the warps of each have done: {(block, warp): its steps}, see record.py. Other arguments: as for `interpret`."""
     run, arguments = _runs(RecordingCluster, kernel, grid, threads, shared, None), _arguments(args)

@@ -165,7 +165,7 @@ class Captured(Bounded):
     captured = True
 
 
-def say(*values, **options):
+def print_as_warp(*values, **options):
     """Do a kernel's print(), by one warp."""
     refuse_values(check_print, *values)
     builtins.print(f"[block {current_warp().block.index}, warp {current_warp().index}]", *values, **options)
@@ -320,7 +320,7 @@ def rebind(function, rebound):
     function = getattr(function, "py_func", function)
     if function in rebound:
         return rebound[function]
-    space = {"__builtins__": builtins, "print": say, **BUILTINS}
+    space = {"__builtins__": builtins, "print": print_as_warp, **BUILTINS}
     cells = tuple(python.CellType() for _ in function.__closure__ or ())
     new = rebound[function] = python.FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
     new.__kwdefaults__ = function.__kwdefaults__

@@ -8,7 +8,7 @@ FIRST_LINE_SECONDS = 5  # seconds before anything is said
 REDRAW_SECONDS = 0.5  # seconds between two states of a terminal's line
 
 
-def wanted():
+def wants_progress():
     """Is a progress line wanted? TILES_PROGRESS says so; by default it is, except in tests."""
     setting = os.environ.get("TILES_PROGRESS", "")
     return setting not in ("", "0") or (setting == "" and "PYTEST_CURRENT_TEST" not in os.environ)
@@ -24,7 +24,7 @@ class Progress:
         self.terminal = hasattr(self.stream, "isatty") and self.stream.isatty()
         self.start = clock()
         self.due, self.said = self.start + FIRST_LINE_SECONDS, False
-        if not self.stream or not wanted():
+        if not self.stream or not wants_progress():
             self.mute()
 
     def done(self, clusters):

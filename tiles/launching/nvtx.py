@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 
 
-def wanted() -> bool:
+def wants_ranges() -> bool:
     """Are ranges wanted, by a profiler or by TILES_NVTX=1?"""
     said = os.environ.get("TILES_NVTX", "")
     return said != "0" if said else "NVTX_INJECTION64_PATH" in os.environ
@@ -36,8 +36,8 @@ def _backend():
 @functools.cache
 def backend():
     """The functions that open and close NVTX ranges, None if there are none; looked up once."""
-    module = _backend() if wanted() else None
-    if wanted() and module is None:
+    module = _backend() if wants_ranges() else None
+    if wants_ranges() and module is None:
         warnings.warn(
             "ranges were asked for (TILES_NVTX), and neither nvtx nor a torch with CUDA is installed: pip install nvtx",
             stacklevel=2,
@@ -45,7 +45,7 @@ def backend():
     return module
 
 
-def ranged(name: str, function: Callable, push: Callable, pop: Callable) -> Callable:
+def call_in_range(name: str, function: Callable, push: Callable, pop: Callable) -> Callable:
     """A function that calls this one inside a range of that name."""
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
 """Calls recorded instead of made: what a function launches becomes part of a program.
 
-    steps, scratch = recorded(function, q, k, out, places=3)
+    steps, scratch = record_launches(function, q, k, out, places=3)
 
 The arguments are Operands, which stand for arrays of later calls. A launch is stored as a BoundLaunch; a call of another
 program (such as attention.forward) adds all its steps. Each step gets the places of its arrays among those of the program that
@@ -59,7 +59,9 @@ _recording: contextvars.ContextVar[Recording | None] = contextvars.ContextVar("r
 now = _recording.get  # the current Recording, or None
 
 
-def recorded(function: Callable, *args: Any, places: int) -> tuple[list[RecordedStep], list[tuple[tuple[int, ...], str]]]:
+def record_launches(
+    function: Callable, *args: Any, places: int
+) -> tuple[list[RecordedStep], list[tuple[tuple[int, ...], str]]]:
     """(the steps that function(*args) would launch, some of the arguments being Operands; the scratch memory that they need
     behind the `places` arrays of the program)"""
     recording = Recording(places)

@@ -27,7 +27,7 @@ from ..interpreter import Hazard
 from ..launching.devices import Device
 from ..launching.interpreted_launch import InterpretedLaunch
 from ..launching.launch import BoundLaunch, Launch
-from .card import Code, Peaks, code, count_on_host, launch_origin, median_times, peaks, replaced
+from .card import Code, Peaks, code, count_on_host, launch_origin, median_times, peaks, replace_methods
 from .counts import SAMPLE, LaunchCounts, choose_clusters, count_clusters
 from .model import Model
 from .schedule import COPIES, TENSOR, Bar, schedule
@@ -184,7 +184,11 @@ class _LaunchWatcher:
             )
 
         self.calls.clear()
-        with replaced(Launch, _bind=bind), replaced(BoundLaunch, run=run), replaced(InterpretedLaunch, run=interpret):
+        with (
+            replace_methods(Launch, _bind=bind),
+            replace_methods(BoundLaunch, run=run),
+            replace_methods(InterpretedLaunch, run=interpret),
+        ):
             function()
         return self.calls
 

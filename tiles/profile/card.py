@@ -89,7 +89,7 @@ class Clock:
         with self.gpu.current():
             for _ in range(2):  # on the default stream, for which others wait, unless they say that they do not
                 check(driver.cuMemsetD8Async(self.flush_buffer, 0, FLUSH, 0))
-        with replaced(BoundLaunch, run=timed):
+        with replace_methods(BoundLaunch, run=timed):
             function()
         seconds = []
         with self.gpu.current():
@@ -126,7 +126,7 @@ def median_total(function, gpu: Device, repeat: int) -> float:
         runs.append((bound, stream, tuple(addresses)))
         run(bound, stream, addresses)
 
-    with replaced(BoundLaunch, run=record_run):
+    with replace_methods(BoundLaunch, run=record_run):
         function()
     clock = Clock(gpu)
     try:
@@ -148,7 +148,7 @@ def median_times(function, run, gpu: Device, repeat: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def replaced(kind, **methods):
+def replace_methods(kind, **methods):
     """A class with other methods for a while. So that launches can be watched, and pay nothing when nobody does."""
     before = {name: getattr(kind, name) for name in methods}
     try:
@@ -162,8 +162,8 @@ def replaced(kind, **methods):
 
 # ---- what a launch does, as the interpreter sees it ----------------------------------------------------------------
 def count_on_host(bound: BoundLaunch, launch_origin, addresses, sample: int | None = SAMPLE, keep=None):
-    """(LaunchCounts, a record) of a launch on a card, see counts.count_clusters: its integers copied, for they may decide how much
-    work there is, its other arrays zeros. launch_origin: the launch and its values, if the kernel has not declared its
+    """(LaunchCounts, a record) of a launch on a card, see counts.count_clusters: its integers copied, for they may decide how
+    much work there is, its other arrays zeros. launch_origin: the launch and its values, if the kernel has not declared its
     arguments. LookupError: it was bound before anybody watched."""
     launch, values = launch_origin or _declared(bound)
     args: Any = []

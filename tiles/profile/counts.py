@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ..interpreter import AccessStep, CopyStep, OpStep, clusters, recorded
+from ..interpreter import AccessStep, CopyStep, OpStep, clusters, record_clusters
 from .model import HALF, product, specials
 
 SAMPLE = 4  # clusters of a launch on a card that are counted
@@ -89,7 +89,7 @@ def count_clusters(
 ) -> tuple[LaunchCounts, dict | None]:
     """(LaunchCounts of these clusters, the record of the one that has block `keep`, by default of the first)."""
     counts, block_record = LaunchCounts(args, math.prod(grid) // math.prod(cluster)), None
-    for record in recorded(kernel, grid, threads, args, shared, selection):
+    for record in record_clusters(kernel, grid, threads, args, shared, selection):
         counts.add(record)
         if any(block == keep for block, _ in record) or (keep is None and block_record is None):
             block_record = record

@@ -42,7 +42,7 @@ KINDS = {"issue": "compute", "shared": "memory", "special": "special", "tensor":
 
 
 def schedule(record: dict, model: Model) -> list[Bar]:
-    """The bars of all warps of a record (interpreter.recorded), in the order of their starts."""
+    """The bars of all warps of a record (interpreter.record_clusters), in the order of their starts."""
     return sorted(_Schedule(record, model).bars(), key=lambda bar: (bar.start, bar.end))
 
 
