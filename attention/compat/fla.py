@@ -17,6 +17,7 @@
 | (o, None) without output_final_state                  | o                                                                |
 | state_v_first=True: states (N, H, Dv, Dk)             | the same states with their last two axes swapped                 |
 | fused_recurrent_gated_delta_rule(q, k, v, g=, beta=)  | chunk_gated_delta_rule of the same keywords; so are the others   |
+| fused_recurrent_gla(q, k, v, gk)                      | gla(.., decay=gk); gv and reverse are refused                    |
 | head_first=True, which newer versions dropped         | layout="bhsd"                                                    |
 | chunk_size, cu_seqlens_cpu, chunk_indices             | ignored: chunks have 64 tokens                                   |
 
@@ -46,7 +47,9 @@ __all__ = [
     "chunk_simple_gla",
     "fused_recurrent_delta_rule",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_gla",
     "fused_recurrent_kda",
+    "fused_recurrent_lightning_attn",
     "fused_recurrent_linear_attn",
     "fused_recurrent_retention",
     "fused_recurrent_simple_gla",
@@ -264,9 +267,20 @@ def _recurrent(chunked: Callable) -> Callable:
 fused_recurrent_delta_rule = _recurrent(chunk_delta_rule)
 fused_recurrent_gated_delta_rule = _recurrent(chunk_gated_delta_rule)
 fused_recurrent_kda = _recurrent(chunk_kda)
+fused_recurrent_lightning_attn = _recurrent(chunk_lightning_attn)
 fused_recurrent_linear_attn = _recurrent(chunk_linear_attn)
 fused_recurrent_retention = _recurrent(chunk_retention)
 fused_recurrent_simple_gla = _recurrent(chunk_simple_gla)
+
+
+def fused_recurrent_gla(
+    q: Any, k: Any, v: Any, gk: Any = None, gv: Any = None, *, reverse: bool = False, **arguments: Any
+) -> tuple[Any, Any]:
+    """(o, state) of chunk_gla with g=gk, whose arguments behind g it takes by name; without gk, of attention.linear.
+    NotImplementedError: gv, decays of the values' columns, and reverse."""
+    refuse("gv", gv is not None, "decays are those of the keys' columns, gk")
+    refuse("reverse", reverse, "flip all arrays along the sequence before the call, and its output after it: x.flip(1)")
+    return chunk_simple_gla(q, k, v, **arguments) if gk is None else chunk_gla(q, k, v, gk, **arguments)
 
 
 # ---- shared helpers ------------------------------------------------------------------------------------------------

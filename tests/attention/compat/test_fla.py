@@ -144,10 +144,22 @@ def test_functions_token_by_token_are_those_by_chunks(name, calls, draw):
     arrays = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV))
     names = [x.partition("=")[0] for x in SIGNATURES[chunked].split(", ")[3:]]
     named = dict(zip(names, extras(CALLS[chunked][0], draw, B, S, H)))
-    results = [getattr(fla, form)(*arrays, **named, scale=0.4, output_final_state=True) for form in (name, chunked)]
+    theirs = {"gk": named["g"]} if name == "fused_recurrent_gla" else named
+    pairs = (name, theirs), (chunked, named)
+    results = [getattr(fla, form)(*arrays, **one, scale=0.4, output_final_state=True) for form, one in pairs]
     assert all((x == y).all() for x, y in zip(*map(flat, results)))
     with pytest.raises(TypeError, match="positional argument"):  # their order is another in each version
-        getattr(fla, name)(*arrays, 0.4)
+        getattr(fla, name)(*arrays, None, None, 0.4)
+
+
+def test_gla_token_by_token(calls, draw):
+    q, k, v = draw((B, S, H, DK)), draw((B, S, H, DK)), draw((B, S, H, DV))
+    plain, _ = fla.fused_recurrent_gla(q, k, v, scale=1.0)
+    assert (plain == fla.chunk_simple_gla(q, k, v, scale=1.0)[0]).all()
+    with pytest.raises(NotImplementedError, match="^gv: is not supported; decays are those of the keys' columns, gk$"):
+        fla.fused_recurrent_gla(q, k, v, gv=v)
+    with pytest.raises(NotImplementedError, match="^reverse: is not supported; flip all arrays along the sequence"):
+        fla.fused_recurrent_gla(q, k, v, reverse=True)
 
 
 def flat(x):
