@@ -43,6 +43,7 @@ ARGUMENT_HINTS = (
     ("dropout", "an argument of attention.forward"),
     ("slot_mapping", "not an argument: lengths and pages say where new tokens go"),
     ("pages", "an argument of attention.decode"),
+    ("page_size block_size num_pages num_blocks num_gpu_blocks", "layers=, the pools (pages, page size, Hk, D) of each layer"),
     ("cache_batch_idx kv_batch_idx block_idx", "batch_index"),
     ("cache_leftpad leftpad_k", "leftpad"),
     ("rotary_cos rotary_sin cos sin position_embeddings", "rotary=(cos, sin)"),
@@ -71,6 +72,9 @@ ARGUMENT_HINTS = (
     # flash-linear-attention and mamba_ssm
     ("output_final_state return_final_states return_final_state", "return_state"),
     ("g gk g_gamma log_decay", "decay"),
+    ("decay", "an argument of attention.linear, gla and delta_rule"),
+    ("beta", "an argument of attention.delta_rule"),
+    ("normalize", "an argument of attention.linear"),
     ("initial_states h0", "initial_state"),
     ("use_norm use_normalize", "normalize"),
     ("conv_state conv_states cache", "initial_state=, the last W - 1 tokens"),
@@ -119,7 +123,8 @@ def suggests_argument_names(function: F, defaults: Mapping[str, Any] = DEFAULTS)
                 hint = argument_hint(name, [*signature.parameters])
             else:
                 message, was_called = str(error), error.__traceback__.tb_next is not None
-                hint = "" if was_called else binding_hint(message, signature, inspect.getdoc(function) or "")
+                documented = type(args[0]) if function.__name__ == "__init__" else function
+                hint = "" if was_called else binding_hint(message, signature, inspect.getdoc(documented) or "")
                 if not hint:
                     raise
             raise TypeError(f"{message}; {hint}" if hint else message) from None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..names import suggests_argument_names
 from ..parts.cache_scales import QUANTIZED
 from .memory import DESCALES, Pools, backend_of
 
@@ -50,6 +51,7 @@ class PagedCache:
     own. Full: there are too few free pages, and nothing has changed. ValueError: a number belongs to no sequence, or anything
     else is wrong."""
 
+    @suggests_argument_names
     def __init__(self, layers: Sequence[Layer], *, sequences: int, tokens: int, scaled: bool = False):
         pairs = layers if isinstance(layers, (list, tuple)) else [layers]
         if not all(isinstance(layer, (list, tuple)) and len(layer) == 2 for layer in pairs):
@@ -68,6 +70,10 @@ class PagedCache:
         if min(count, self.page_size, sequences, tokens) < 1:
             raise ValueError(f"layers, sequences, tokens: must not be empty: {shapes[0]=}, {sequences=}, {tokens=}")
         self._backend = backend_of(self.layers[0][0])
+        for n, (k, v) in enumerate(self.layers):
+            if (k.dtype, k.shape[2]) != (v.dtype, v.shape[2]):
+                pools = f"k.dtype={k.dtype}, v.dtype={v.dtype}, k.shape={tuple(k.shape)}, v.shape={tuple(v.shape)}"
+                raise ValueError(f"layers[{n}]: k and v must have one dtype, and as many heads: {pools}")
         dtypes = {str(x.dtype).removeprefix("torch.") for layer in self.layers for x in layer}
         if scaled and not dtypes <= {*QUANTIZED}:
             raise TypeError(
@@ -168,7 +174,8 @@ class PagedCache:
         for sequence, count in counts.items():
             length, pages = int(self._lengths[sequence]), self._sequence_pages[sequence]
             if length + count > self._max_tokens:
-                raise Full(f"sequence {sequence} has room for {self._max_tokens} tokens: {length} are there, {count} to come")
+                now = f"{length} are there, {count} to come; make a cache with more tokens="
+                raise Full(f"sequence {sequence} has room for {self._max_tokens} tokens: {now}")
             needed += max(0, self._pages_for(length + count) - len(pages))
             if count and length % self.page_size:
                 page = pages[length // self.page_size]
@@ -225,6 +232,8 @@ class PagedCache:
             )
         if not 0 <= layer < len(self.layers):
             raise ValueError(f"layer: must be from 0 to {len(self.layers) - 1}: {layer=}")
+        if len(k_new.shape) != 4:
+            raise ValueError(f"k_new: must have the axes B, S, Hk, D: k_new.shape={tuple(k_new.shape)}")
         ends, expected = None, (len(sequences), int(k_new.shape[1]))
         if tokens is not None:
             if not hasattr(tokens, "__len__"):

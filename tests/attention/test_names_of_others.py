@@ -23,6 +23,8 @@ def said(function, name):
 KNOWN = [
     (attention.gla, "g", "decay"),
     (attention.lightning, "layer_idx", "layer"),
+    (attention.retention, "decay", "an argument of attention.linear, gla and delta_rule"),
+    (attention.linear, "beta", "an argument of attention.delta_rule"),
     (attention.delta_rule, "use_qk_l2norm_in_kernel", "qk_l2norm"),
     (attention.based, "use_qk_l2norm_in_kernel", "not an argument: divide q and k by their norms before the call"),
     (attention.delta_rule, "use_gate_in_kernel", "decay=attention.gates.softplus(a, A_log, dt_bias), or sigmoid"),

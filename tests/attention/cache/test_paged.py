@@ -197,6 +197,11 @@ def test_mistakes_name_the_argument():
         (lambda: PagedCache([], sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4) + pools(5, 4), sequences=1, tokens=1), "layers: must be pairs of pools"),
         (lambda: PagedCache(pools(4, 4), sequences=0, tokens=1), "layers, sequences, tokens: must not be empty"),
+        (lambda: cache.append([a], np.zeros((1, 1, 1)), None), "k_new: must have the axes B, S, Hk, D: k_new.shape=(1, 1, 1)"),
+        (
+            lambda: PagedCache([(pools(4, 4)[0][0], np.zeros((4, 4, 1, 1), np.int8))], sequences=1, tokens=1),
+            "layers[0]: k and v must have one dtype, and as many heads: k.dtype=",
+        ),
     ]:
         with pytest.raises(ValueError) as caught:
             call()
@@ -214,7 +219,11 @@ def test_mistakes_name_the_argument():
     other = type("Other", (), {"shape": (1, 1, 1, 1), "__dlpack__": None, "__dlpack_device__": None})()
     with pytest.raises(TypeError, match="k: must be an array of NumPy, torch, CuPy or JAX"):
         PagedCache([(other, other)], sequences=1, tokens=1)
-    with pytest.raises(Full, match="sequence 0 has room for 16 tokens: 0 are there, 17 to come"):
+    with pytest.raises(TypeError, match="missing 1 .*'tokens'; tokens: the largest number of tokens of each$"):
+        PagedCache(pools(4, 4), sequences=1)
+    with pytest.raises(TypeError, match="'page_size'; here that is layers=, the pools"):
+        PagedCache(pools(4, 4), sequences=1, tokens=1, page_size=4)
+    with pytest.raises(Full, match="sequence 0 has room for 16 tokens: 0 are there, 17 to come; make a cache with more"):
         cache.reserve([a], 17)
     cache.add()
     with pytest.raises(Full, match="all 2 sequence numbers are in use"):
