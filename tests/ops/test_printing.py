@@ -10,7 +10,7 @@ from ops import lane_sum, load
 from tiles import bf16, fp16, fp32, rt
 from tiles.compiling.compiler import compile_kernel
 
-SPECS = [rt(16, 16, fp32), rt(32, 48, bf16), rt(16, 64, fp16), rt(16, 48, fp32).col_vec, rt(16, 48, fp32).row_vec]
+SPECS = [rt(16, 16, fp32), rt(32, 16, bf16), rt(16, 32, fp16), rt(16, 48, fp32).col_vec, rt(16, 48, fp32).row_vec]
 SPECS += [rt(16, 32, fp32, "col"), rt(16, 32, fp32, "col").row_vec]
 
 
