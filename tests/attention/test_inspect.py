@@ -78,26 +78,26 @@ NORMED = (
     Variant(),
     StreamKSplits,
 )
-SAMPLE = [  # kernels with the most registers, or whose tiles are the largest
+SAMPLE = [  # of the kernels with the most registers, or whose tiles are the largest, one of each family
+    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
+    ("sm_90a", backward_wide_hopper, backward_wide_hopper.config_for(256, bf16, CAUSAL)),
+    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, GATE_GRADIENTS)),
+    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
+    ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
+]
+REST = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
+    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
+    ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
+    ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
     ("sm_80", chunk_ampere, chunk_ampere.Config(256, 1, bf16, STEPS, MAMBA2, vector_bytes=4)),
     (
         "sm_80",
         decode_ampere,
         decode_ampere.config_for(128, 128, SameDtypeProducts(bf16), *SHARED, tall=True, shared_limit=MEDIUM),
     ),
-    ("sm_90a", mla_hopper, mla_hopper.gather_config(bf16, True, PLAIN[1], PagedLoader(16), PART)),
-    ("sm_90a", forward_fp8_hopper, forward_fp8_hopper.config_for(256, FULL, keys=8192, transposes_first=True)),
     ("sm_90a", backward_hopper, backward_hopper.config_for(64, bf16, CAUSAL)),
-    ("sm_90a", backward_wide_hopper, backward_wide_hopper.config_for(256, bf16, CAUSAL)),
-    ("sm_80", backward_ampere, backward_ampere.config_for(256, bf16, CAUSAL)),
-    ("sm_90a", delta_gradients_hopper, delta_gradients_hopper.Config(128, bf16, True, GATE_GRADIENTS)),
     ("sm_90a", delta_channel_block_gradients_hopper, delta_channel_block_gradients_hopper.Config(fp32, bf16)),
-    ("sm_90a", chunk_hopper, chunk_hopper.Config(256, 1, bf16, STEPS, MAMBA2, varlen=True)),
-    ("sm_90a", channel_gradients_hopper, channel_gradients_hopper.Config(bf16)),
     ("sm_90a", linear_gradients_hopper, linear_gradients_hopper.Config(128, bf16, TokenGate(True))),
-    ("sm_120a", forward_ampere, forward_ampere.config_for(256, bf16, FULL, SMALL, 4)),
-]
-REST = [  # each GPU with several kernels, and each form with some GPU; `inspect --all --check` takes all of them
     ("sm_80", linear_token_loop, linear_token_loop.Config(64, "token", normalize=True)),
     ("sm_90a", cache_write, cache_write.Config(bf16, bf16)),
     (
@@ -141,15 +141,13 @@ def test_nothing_spills(arch, module, config):
     assert module is not forward_ampere or actual["lines"] <= 95  # with the methods of ScoreContext, which parts call
 
 
+LISTED = BlockSparseMaskMod(128, 128, 32, lambda b, h, i, j: j <= i)
 SPILLED = [  # until their tiles were chosen for them, their indices made cheaper, or descriptors not held over a loop
-    (
-        "sm_90a",
-        forward_hopper,
-        forward_hopper.config_for(128, bf16, BlockSparseMaskMod(128, 128, 32, lambda b, h, i, j: j <= i), 2**20, by_list=True),
-    ),
     ("sm_90a", backward_folded_hopper, backward_folded_hopper.config_for(128, bf16, CombinedVariant(CAUSAL, WindowLeft()))),
-    pytest.param("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropout(), MEDIUM), marks=pytest.mark.release),
+    ("sm_80", forward_ampere, forward_ampere.config_for(64, bf16, Dropout(), MEDIUM)),
 ]
+SPILLED = [pytest.param(*kernel, marks=pytest.mark.release) for kernel in SPILLED]
+SPILLED += [("sm_90a", forward_hopper, forward_hopper.config_for(128, bf16, LISTED, 2**20, by_list=True))]
 
 
 @pytest.mark.parametrize("arch, module, config", SPILLED, ids=lambda x: getattr(x, "__name__", str(x)))
@@ -160,7 +158,11 @@ def test_variants_that_take_registers(arch, module, config):
 ADDS = {"RED", "REDG", "ATOM", "ATOMG", "UTMAREDG", "UBLKRED"}  # to memory, in the order in which blocks come
 
 
-@pytest.mark.parametrize("module", [element_gradients, norm_gradients, backward_combine, sink_gradient, backward_narrow_hopper])
+ADDING = [norm_gradients, backward_narrow_hopper]
+ADDING += [pytest.param(module, marks=pytest.mark.release) for module in (element_gradients, backward_combine, sink_gradient)]
+
+
+@pytest.mark.parametrize("module", ADDING)
 def test_sums_that_have_the_same_bits_always(module):
     """Kernels add atomically only to dQ, and only without deterministic=True."""
     actual = inspect.row("", module, next(module.space(parse_target("sm_90a"), False)), "sm_90a")

@@ -40,7 +40,7 @@ def counted(name, seed=None):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", [None, 1, pytest.param(2, marks=pytest.mark.release)])
 def test_correct_kernels(name, seed):
     """TMA, wgmma, rings, clusters: no false alarm in any order."""
     assert counted(name, seed)

@@ -35,7 +35,7 @@ def both(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "config"),
     [
-        (forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL)),
+        pytest.param(forward_ampere, forward_ampere.config_for(64, bf16, CAUSAL), marks=pytest.mark.release),
         (linear_token_loop, linear_token_loop.Config(64, "channel", True)),
     ],
     ids=["attention", "delta rule"],

@@ -102,7 +102,7 @@ def test_a_value_through_a_loop():
     assert (y == run(by_hand)[1]).all()
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.release), "sm_90a"])
 def test_it_is_free(arch):
     """Of one way to load and store: beside a second, for what is not aligned, ptxas' registers are those of its scheduling."""
     values, hand = code(by_value, arch), code(by_hand, arch)

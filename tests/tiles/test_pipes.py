@@ -11,7 +11,10 @@ from tiles.pipes import STOPPED
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("command", [["tiles", "layout", "rt", "64", "256", "bf16"], ["attention", "show", "--causal"]])
+LAYOUT, SHOW = ["tiles", "layout", "rt", "64", "256", "bf16"], ["attention", "show", "--causal"]
+
+
+@pytest.mark.parametrize("command", [LAYOUT, pytest.param(SHOW, marks=pytest.mark.release)])
 def test_no_word_of_a_reader_that_left(command):
     running = subprocess.Popen(
         [sys.executable, "-m", *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -213,7 +213,7 @@ def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged
     ("arch", "family", "size"),
     [
         ("sm_89", "fp8 sm_80", 16),
-        ("sm_90a", "sm_90", 32),
+        pytest.param("sm_90a", "sm_90", 32, marks=pytest.mark.release),
         ("sm_90a", "sm_90", 1),
         ("sm_90a", "fp8", 1),
     ],

@@ -146,7 +146,7 @@ def test_packed_sequences_in_segments(place, monkeypatch, nothing_known):
     test_packed_sequences_among_poison(place, monkeypatch, True)
 
 
-@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("segments", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_as_compiled(as_compiled, monkeypatch, segments):
     """The PTX of Hopper's kernels."""
     as_compiled("sm_90a")

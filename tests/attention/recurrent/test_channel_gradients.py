@@ -104,6 +104,7 @@ def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes, v
     check(place, one_head(20, value_dim=value_dim))
 
 
+@pytest.mark.release  # kernels of mma.sync: test_gla_ampere.py, test_delta_ampere.py
 def test_as_compiled(as_compiled):
     """The PTX of the kernels, for two chunks of which one is shorter."""
     as_compiled("sm_80")

@@ -62,7 +62,7 @@ def test_other_schedules(monkeypatch, seed):
     check(OnInterpreter(), inputs(1, 1000, decay="token", heads=1))
 
 
-@pytest.mark.parametrize(("key_dim", "length"), [(64, 257), (128, 130)])
+@pytest.mark.parametrize(("key_dim", "length"), [pytest.param(64, 257, marks=pytest.mark.release), (128, 130)])
 def test_as_compiled(as_compiled, key_dim, length):
     """Also keys of several panels, which a block of a cluster must not address as others do (cluster.unmap)."""
     as_compiled("sm_90a")

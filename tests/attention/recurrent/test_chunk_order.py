@@ -67,7 +67,10 @@ def test_a_walk_beside_the_grid_before(place, beside, length, batch, rounds, pro
     agree(place, *draw(length, 1, batch))
 
 
-@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(2, 128, 128), (1, 64, 208)])
+TWO_CONSUMERS = [(1, 64, 208), pytest.param(2, 128, 128, marks=pytest.mark.release)]
+
+
+@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), TWO_CONSUMERS)
 def test_two_consumers_in_a_block_of_the_walk(place, beside, monkeypatch, heads, key_dim, value_dim):
     """Both read the same chunks, and their outputs leave together. The last block has columns that V does not have."""
     beside(1, 3, heads)

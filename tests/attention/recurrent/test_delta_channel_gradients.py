@@ -89,7 +89,7 @@ def test_gates_that_tma_does_not_reach(is_result):
         assert relative_rms(x, y) < 0.01
 
 
-@pytest.mark.parametrize(("dtype", "gates"), [(np.float16, bf16), (bf16, np.float16)])
+@pytest.mark.parametrize(("dtype", "gates"), [(np.float16, bf16), pytest.param(bf16, np.float16, marks=pytest.mark.release)])
 def test_gates_of_the_other_dtype_of_16_bits(place, dtype, gates):
     args = one_head(20, dtype=dtype, gates=gates)
     check(place, args)
@@ -103,10 +103,8 @@ def test_little_shared_memory(place, monkeypatch, nothing_known, shared_bytes):
     check(place, one_head(20, value_dim=80), family="sm_80")
 
 
-COMPILED = [("sm_80", 20, "sm_80"), pytest.param("sm_90a", 65, None, marks=pytest.mark.release)]
-
-
-@pytest.mark.parametrize(("arch", "length", "family"), COMPILED)
+@pytest.mark.release
+@pytest.mark.parametrize(("arch", "length", "family"), [("sm_80", 20, "sm_80"), ("sm_90a", 65, None)])
 def test_as_compiled(as_compiled, arch, length, family):
     """The PTX of the kernels. Two chunks have, for those of mma.sync that go from one to the next, test_delta_gradients.py, for
     Hopper's `test_packed_sequences_as_compiled`."""
@@ -151,7 +149,7 @@ def test_strong_chunks_among_others(place):
     assert not got["ddecay"][:, 100].any() and got["ddecay"][:, 70, :, :5].all()
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.release), True])
 def test_a_thread_block_with_all_chunks(place, monkeypatch, nothing_known, is_packed):
     """As on a GPU with fewer multiprocessors than chunks: tiles are loaded again, and one of the chunks is strong."""
     for module in (delta_channel_chunks, delta_channel_gradients):
@@ -162,7 +160,7 @@ def test_a_thread_block_with_all_chunks(place, monkeypatch, nothing_known, is_pa
     check(place, args)
 
 
-@pytest.mark.parametrize("dtype", [bf16, np.float16])
+@pytest.mark.parametrize("dtype", [bf16, pytest.param(np.float16, marks=pytest.mark.release)])
 def test_large_tiles_of_packed_sequences(place, dtype):
     """One with a tail, one without tokens, and one of whole chunks; strong chunks in one of them, a short one by a channel of
     the last warp."""
@@ -208,7 +206,7 @@ def test_where_sequences_are_cut(monkeypatch, max_chunks, counts):
     np.testing.assert_array_equal(overlaps[:, 0, 1:], [counts, counts])
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("is_stored", [pytest.param(False, marks=pytest.mark.release), True])
 def test_segments(monkeypatch, nothing_known, is_stored):
     """Gradients and outputs have the same bits: what is left out is below the last one. Two of five segments have no block of
     their own, as one chunk is counted at most, and one begins with the sequence."""
@@ -273,7 +271,7 @@ def packed(ends, **more):
     return args | states | {"cu_seqlens": np.array([0, *ends], np.int32)}
 
 
-@pytest.mark.parametrize("gates", [f32, bf16])
+@pytest.mark.parametrize("gates", [f32, pytest.param(bf16, marks=pytest.mark.release)])
 def test_packed_sequences(place, gates):
     """One with a tail, one without tokens, and one of whole chunks."""
     check(place, packed([70, 70, 198], key_dim=80, value_dim=80, gates=gates))

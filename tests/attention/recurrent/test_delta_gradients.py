@@ -81,13 +81,13 @@ def test_value_parts(place, decay):
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_value_parts_of_heads_first(place, decay):
     """Strides of heads with which parts are no views: the same kernels, and so the same bits."""
-    check_heads_first(place, delta_case(20, decay, batch=2, heads=2, key_heads=1, value_dim=144))
+    check_heads_first(place, delta_case(20, decay, batch=1 + (decay == "token"), heads=2, key_heads=1, value_dim=144))
 
 
 @pytest.mark.parametrize("decay", ["token", "channel"])
 def test_value_parts_of_any_rows(decay):
     """Rows of 144 columns in rows of 152."""
-    check_row_strides(delta_case(3, decay, heads=2, value_dim=144), 8)
+    check_row_strides(delta_case(3, decay, heads=2 if decay == "token" else 1, value_dim=144), 8)
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "decay"), [(256, 16, "token"), (144, 144, "channel")])
@@ -104,7 +104,8 @@ def test_value_heads_that_share_keys(place, decay, gates, batch):
     check_heads_first(place, args)
 
 
-@pytest.mark.parametrize("decay", [pytest.param("token", marks=pytest.mark.release), "channel"])
+@pytest.mark.release
+@pytest.mark.parametrize("decay", ["token", "channel"])
 def test_gates_and_beta_of_16_bits_as_compiled(as_compiled, nothing_known, monkeypatch, decay):
     """Kernels read single numbers of any dtype."""
     monkeypatch.setattr(delta_gradients, "serves_delta_gradients", lambda problem: False)
@@ -123,7 +124,7 @@ def test_float16(place):
     check(place, delta_case(70, "token", dtype=np.float16))
 
 
-@pytest.mark.parametrize("more", [4, 2, 1])
+@pytest.mark.parametrize("more", [4, pytest.param(2, marks=pytest.mark.release), 1])
 def test_any_alignment(more):
     """Strides that are multiples of 8, 4 and 2 bytes. (Kernels for Hopper read copies: test_members.py.)"""
     args = delta_case(66, "token", heads=1)
@@ -144,7 +145,8 @@ def test_little_shared_memory(place, monkeypatch, nothing_known):
     check(place, delta_case(70, "token", value_dim=80), family="sm_80")
 
 
-PACKED = [("token", None, 2), ("head", "sm_80", 2), ("channel", None, 1), ("channel", "sm_80", 1)]
+PACKED = [("token", None, 2), ("head", "sm_80", 2), ("channel", "sm_80", 1)]
+PACKED += [pytest.param("channel", None, 1, marks=pytest.mark.release)]  # test_delta_channel_gradients.py has some
 
 
 @pytest.mark.parametrize(("decay", "family", "heads"), PACKED)
@@ -178,7 +180,7 @@ def set_segments(monkeypatch, segments):
 
 @pytest.mark.parametrize(
     ("arch", "length", "decay", "segments"),
-    [("sm_80", 65, "token", 1), ("sm_90a", 65, "token", 2)],
+    [pytest.param("sm_80", 65, "token", 1, marks=pytest.mark.release), ("sm_90a", 65, "token", 2)],
 )
 def test_as_compiled(as_compiled, monkeypatch, nothing_known, arch, length, decay, segments):
     """The PTX of all kinds of kernels of chunks, with two value heads a key head. (Hopper's walk in one segment:
@@ -231,7 +233,8 @@ def test_how_many_value_heads():
 
 
 # ---- what forward stored --------------------------------------------------------------------------------------------------
-RECORDS = [(130, "token", bf16, 128, None), (65, "none", np.float16, 64, -0.3), (70, "head", bf16, 80, None)]
+RECORDS = [(130, "token", bf16, 128, None), (65, "none", np.float16, 64, -0.3)]
+RECORDS += [pytest.param(70, "head", bf16, 80, None, marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize(("length", "decay", "dtype", "dim", "scale"), RECORDS)
@@ -251,7 +254,7 @@ def test_records_of_packed_sequences(place):
     assert record.errors.shape == (1, 6, 1, 64, 16)
 
 
-FEW_HEADS = [(130, "head", bf16, 80, 3), (129, "none", np.float16, 128, 2)]
+FEW_HEADS = [(130, "head", bf16, 80, 3), pytest.param(129, "none", np.float16, 128, 2, marks=pytest.mark.release)]
 
 
 @pytest.mark.parametrize(("length", "decay", "dtype", "dim", "segments"), FEW_HEADS)
@@ -290,6 +293,7 @@ def test_which_records(monkeypatch):
     assert delta_records.choose_record("states", v, v, None, np.zeros(3), "bshd", None) == delta_records.ONE_WALK
 
 
+@pytest.mark.release
 def test_records_as_compiled(as_compiled):
     """The PTX of the pass with outputs stores what its meaning does."""
     args = delta_case(65, "token", heads=1)

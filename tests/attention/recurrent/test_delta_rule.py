@@ -87,8 +87,12 @@ def test_dtypes_of_beta_and_decay(place):
     agree(place, q, k, v, beta.astype(BF16), decay.astype(BF16))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("ends", [[0, 64, 128], [0, 1, 70, 70, 200, 263], [0, 300]])
+ENDS = [[0, 64, 128], [0, 1, 70, 70, 200, 263], [0, 300]]
+PACKED = [(ENDS[0], False), (ENDS[1], True), (ENDS[2], True)]
+PACKED += [pytest.param(ends, not gated, marks=pytest.mark.release) for ends, gated in PACKED]
+
+
+@pytest.mark.parametrize(("ends", "gated"), PACKED, ids=str)
 def test_packed_sequences(place, ends, gated):
     """Each has the outputs and the state that it has by itself, also next to NaN."""
     ends = np.array(ends, np.int32)
@@ -141,12 +145,13 @@ def test_wide_keys(place, monkeypatch, nothing_known, key_dim, value_dim, gate):
     agree(place, *inputs(1, 150, 1, key_dim, value_dim, gate=gate))
 
 
-SHIPPED = [
-    (delta_hopper, delta_hopper.Config(128, bf16, True, True, consumers=2)),
-    pytest.param(delta_hopper, delta_hopper.Config(256, bf16, True), marks=pytest.mark.release),
+OTHERS = [
+    (delta_hopper, delta_hopper.Config(256, bf16, True)),
     (delta_transform_hopper, delta_transform_hopper.Config(128, bf16, True, l2norm=True)),
-    pytest.param(delta_walk_hopper, delta_walk_hopper.Config(128, bf16, True, True), marks=pytest.mark.release),
+    (delta_walk_hopper, delta_walk_hopper.Config(128, bf16, True, True)),
 ]
+SHIPPED = [(delta_hopper, delta_hopper.Config(128, bf16, True, True, consumers=2))]
+SHIPPED += [pytest.param(*kernel, marks=pytest.mark.release) for kernel in OTHERS]
 
 
 @pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")

@@ -85,7 +85,7 @@ def test_skipped_chunks(place):
     assert (none[:, 0] == 0).all() and np.abs(none[:, 1]).max() > 0
 
 
-@pytest.mark.parametrize(("key_dim", "length"), [(64, 66), (144, 20)])
+@pytest.mark.parametrize(("key_dim", "length"), [(64, 66), (144, 7)])
 def test_any_gpu_since_ampere(place, key_dim, length):
     """By chunks; wide keys token by token."""
     _, k, v, beta, decay = inputs(1, length, 2, key_dim, 32, key_heads=1)
@@ -98,6 +98,7 @@ def test_too_few_columns():
         final_states(k, v, beta, np.zeros((1, 1, 64, 16), np.float32))
 
 
+@pytest.mark.release
 def test_as_compiled_for_hopper(as_compiled):
     as_compiled("sm_90a")
     _, k, v, beta, decay = inputs(1, 70, 1, 64, 64)

@@ -55,7 +55,7 @@ def test_lengths(place, length):
     assert length > 128 or not (outputs["dq_map"].any() or outputs["dk_map"].any() or outputs["dalphas"].any())
 
 
-HEAD_DIMS = [(64, 48, 4, 2, bf16), (80, 128, 1, 1, bf16), (128, 16, 1, 1, np.float16)]
+HEAD_DIMS = [(64, 48, 2, 2, bf16), (80, 128, 1, 1, bf16), (128, 16, 1, 1, np.float16)]
 
 
 @pytest.mark.parametrize(("key_dim", "value_dim", "heads", "batch", "dtype"), HEAD_DIMS)
@@ -157,6 +157,7 @@ def test_packed_sequences_among_poison(place, monkeypatch, neighbour):
             np.testing.assert_allclose(outputs[name].astype(f32), x.astype(f32), rtol=0.01, atol=0.01)
 
 
+@pytest.mark.release
 def test_as_compiled(as_compiled):
     """The PTX of all kernels, which is the same for all architectures."""
     as_compiled("sm_80")

@@ -181,14 +181,14 @@ def test_packed_sequences_among_poison(place, monkeypatch, family, heads, neighb
             np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize(("length", "heads", "D"), [(66, 1, "column"), (20, 2, "head")])
+@pytest.mark.parametrize(("length", "heads", "D"), [(66, 1, "column"), pytest.param(20, 2, "head", marks=pytest.mark.release)])
 def test_as_compiled(as_compiled, length, heads, D):
     """The PTX of Hopper's kernels: for two chunks of which one is shorter; for heads that share B and C."""
     as_compiled("sm_90a")
     check(OnInterpreter(), case(length, heads=heads, D=D), dt_softplus=True)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("heads", [pytest.param(1, marks=pytest.mark.release), 2])
 def test_packed_sequences_as_compiled(as_compiled, heads):
     """Results that a warp of the producer stores row by row: no lane may still read a tile that another one releases."""
     as_compiled("sm_90a")

@@ -287,8 +287,8 @@ def test_other_schedules(monkeypatch, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 330, 64, 128))
 
 
-COMPILED = [(False, "channel"), (True, "none"), (True, "channel")]
-COMPILED += [pytest.param(delta, "token", marks=pytest.mark.release) for delta in (False, True)]
+COMPILED = [(False, "channel"), (True, "channel")]
+COMPILED += [pytest.param(*case, marks=pytest.mark.release) for case in ((True, "none"), (False, "token"), (True, "token"))]
 
 
 @pytest.mark.parametrize(("delta", "kind"), COMPILED)

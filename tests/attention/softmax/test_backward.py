@@ -337,7 +337,8 @@ def test_no_hazard_under_random_orders(seed, monkeypatch):
     agree(OnInterpreter(), *inputs(1, 200, 130, 2, 1, [64, 128, 256][seed]), causal=bool(seed % 2))
 
 
-@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), pytest.param("sm_80", "sm_80", marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize(("arch", "family"), [("sm_90a", "sm_90"), ("sm_80", "sm_80")])
 def test_as_compiled(as_compiled, arch, family):
     """Compiled kernels in the emulator."""
     with_dlse = family == "sm_80"  # for sm_90 the next test has a dlse

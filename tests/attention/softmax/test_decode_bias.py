@@ -197,7 +197,8 @@ def test_a_bias_with_other_layouts_and_batches(place):
     np.testing.assert_array_equal(place.get(attention.decode(place.put(q), *caches, **kwargs)), expected)
 
 
-@pytest.mark.parametrize(("arch", "family"), [pytest.param("sm_80", None, marks=pytest.mark.release), ("sm_90a", "sm_90")])
+@pytest.mark.release
+@pytest.mark.parametrize(("arch", "family"), [("sm_80", None), ("sm_90a", "sm_90")])
 def test_as_compiled(as_compiled, arch, family):
     """The compiled PTX, run by the emulator."""
     as_compiled(arch)

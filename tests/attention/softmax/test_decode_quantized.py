@@ -153,6 +153,7 @@ def test_shared_memory_of_an_a100(place, monkeypatch, nothing_known):
     agrees(place, (150, 0, 70), 128, 16, None, "BG", None, INT8, family="sm_80")
 
 
+@pytest.mark.release
 def test_descales_of_each_token_as_compiled(as_compiled):
     as_compiled("sm_90a")
     agrees(OnInterpreter(), (70,), 64, 1, 16, "BTG", 1)

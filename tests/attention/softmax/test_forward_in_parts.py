@@ -77,7 +77,8 @@ def test_keys_in_parts_of_sequences_that_end(place):
     in_parts(place, *inputs(2, 70, 90, 2, 1, 128), 40, lengths_k=np.array([40, 13], np.int32), sink=sink)
 
 
-@pytest.mark.parametrize("family", ["sm_90", pytest.param("sm_80", marks=pytest.mark.release)], indirect=True)
+@pytest.mark.release
+@pytest.mark.parametrize("family", ["sm_90", "sm_80"], indirect=True)
 def test_keys_in_parts_as_compiled(family, as_compiled):
     as_compiled({"sm_90": "sm_90a", "sm_80": "sm_80"}[family])
     in_parts(OnInterpreter(), *inputs(1, 40, 70, 1, 1, 64), 30)

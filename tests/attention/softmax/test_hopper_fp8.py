@@ -276,6 +276,7 @@ def test_values_turned_before_with_a_mean(turned_before, place):
     agree(place, q, k, (v.astype(np.float32) + 1).astype(E4M3))
 
 
+@pytest.mark.release
 def test_values_turned_before_as_compiled(turned_before, as_compiled):
     as_compiled("sm_90a")
     agree(OnInterpreter(), *inputs(1, 6, 140, 1, 1, 128), causal=True, **units(1, 1))

@@ -62,6 +62,7 @@ def test_lists_that_say_what_a_mask_says(family):
     assert (listed != plain).mean() < 1e-3
 
 
+@pytest.mark.release
 def test_as_compiled(as_compiled):
     as_compiled("sm_80")
     agree(OnInterpreter(), *inputs(1, 20, 80, 1, 1, 64), family="sm_80", blocks=block_mask(drawn(1, 1, 2, 3), 32), mask=odd)
