@@ -22,7 +22,7 @@ from tiles.calls.program import Program
 from tiles.calls.schema import Schema
 from tiles.launching.arrays import ITEMSIZE, Form, contiguous
 
-CALLS, MOST = 40, 8  # of each program; those that may be planned
+CALLS, MOST = 24, 8  # of each program; those that may be planned
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 ADDRESSES = 2**20  # how many multiples of 256 an array may begin at
 

@@ -143,7 +143,7 @@ OPTIONS |= {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_the_same_as_planned_anew(gpu, name, data):
     program, given = data.draw(calls(name))

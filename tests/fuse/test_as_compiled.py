@@ -61,13 +61,25 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# others of the same template, or of its parts
+AGAIN = {
+    "few rows, a narrow product",
+    "many rows, one step more; few columns",
+    "rows in registers",
+    "rows folded",
+    "rows read again",
+    "rows of a block, of which one element is picked",
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.release] * (name in AGAIN)) for name in CASES])
 def test_as_compiled(case):
     kernel, *shapes = CASES[case]
     arrays = [matrix(*shape) if shape not in INTEGERS else INTEGERS[shape] for shape in shapes]
     compare(kernel, arrays, ptx(kernel.run, *arrays))
 
 
+@pytest.mark.release
 def test_sums_over_rows():
     """The partial sums of blocks, and their total, agree with the interpreter's."""
     gradient, vector = operators.residual_layer_norm.gradient, matrix(512)

@@ -135,7 +135,8 @@ def features_of(token):
 PACKED = Packing([0, 65, 0, 1], neighbour=2, nobodys=66)
 OTHERS = (*WRAPPERS, "based, sums", "delta rule, decays of heads")
 FAMILIES = [pytest.param(name, None, marks=[pytest.mark.release] * (name in OTHERS)) for name in MEMBERS] + [
-    (name, "sm_80") for name in ("linear, divided", "Mamba-2", "simple GLA", "GLA", "gated delta rule", "KDA")
+    pytest.param(name, "sm_80", marks=[pytest.mark.release] * (name in ("simple GLA", "KDA")))
+    for name in ("linear, divided", "Mamba-2", "simple GLA", "GLA", "gated delta rule", "KDA")
 ]
 
 
