@@ -66,6 +66,7 @@ def test_space():
     assert {config.gate for config in configs} == set(linear_gradients_hopper.GATES) and all(c.cluster == 2 for c in configs)
 
 
+@pytest.mark.release
 def test_as_compiled(as_compiled, pairs_only):
     """The PTX, for two chunks of which one is shorter."""
     as_compiled("sm_90a")

@@ -150,8 +150,9 @@ def test_segments(place, nothing_known, member, channels):
 
 
 PACKED = [
-    (delta_rule, False, None), (delta_rule, True, None), (linear, True, None), (delta_rule, True, "sm_80"),
-    (linear, False, "sm_80"),
+    (delta_rule, True, None), (linear, True, None), (linear, False, "sm_80"),
+    pytest.param(delta_rule, False, None, marks=pytest.mark.release),
+    pytest.param(delta_rule, True, "sm_80", marks=pytest.mark.release),
 ]  # fmt: skip
 
 
