@@ -163,6 +163,7 @@ def test_packed_sequences_of_whole_chunks(place):
     check(place, args | {"cu_seqlens": np.array([0, 64, 192], np.int32)})
 
 
+@pytest.mark.release
 def test_packed_sequences_as_compiled(as_compiled):
     """The PTX of kernels that choose between two arrays for TMA, and of the copies of tails."""
     as_compiled("sm_90a")
