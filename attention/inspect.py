@@ -41,7 +41,7 @@ KERNELS = {  # modules of the folders of kernels/, and of parts/
         channel_decayed_keys_ampere channel_states_ampere channel_gradients_ampere channel_gradients_hopper
         channel_pairs_ampere mamba2_shared_heads_hopper chunk_cluster_hopper chunk_decays compose_final_state
         compose_segment_states linear_gradients_hopper shared_heads_gradients_hopper gate_gradient gate_sums sum_head_groups
-        mamba2_gradients""",
+        mamba2_gradients channel_gate_values""",
     "delta": """delta_hopper delta_states_hopper kda_hopper kda_states_hopper delta_compose_states_hopper
         delta_transform_hopper delta_walk_hopper delta_walk_states_hopper kda_transform_hopper kda_walk_hopper
         delta_chunk_states_hopper delta_gradients_hopper delta_inverse_hopper delta_chains_hopper

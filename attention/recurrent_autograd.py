@@ -112,6 +112,8 @@ def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any])
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(other_gradients), len(arrays) > len(needs))
     inputs = *arrays, dout, *other_gradients, None
     gradients = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)
+    if not isinstance(gradients, tuple):  # there is but one
+        gradients = (gradients,)
     gradients = [None if place is None else gradients[place] for place in places]
     return *[None] * LEADING, *[x if x is None or x.dtype is y.dtype else x.to(y.dtype) for x, y in zip(gradients, arrays)]
 

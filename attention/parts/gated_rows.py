@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from numba import cuda
-from numpy import int32
+from numpy import float32, int32
 
 from ops import (
     block,
@@ -181,6 +181,43 @@ class SpreadRow(GroupedRows):
     def store_sums(self, gSums, sums, strip):
         at = strip.head, strip.number, int32(LINES * warp_index()), 0
         store_unordered(gSums, sums, at, 2, 3, False)
+
+
+@static
+class RowWeights:
+    """Weights of a row's columns, of each head or of all."""
+
+    def __str__(self):
+        return ""
+
+    @inlined
+    def load(self, rows, gWeight, head):
+        """The weights of this warp's lines."""
+        return rows.load_weights(gWeight, head)
+
+    @inlined
+    def store_sums(self, rows, gSums, sums, strip):
+        """Store the sums over a strip's tokens of which the weights' gradients consist."""
+        rows.store_sums(gSums, sums, strip)
+
+
+@static
+class UnitWeights(RowWeights):
+    """No weights."""
+
+    def __str__(self):
+        return ", no weights"
+
+    @inlined
+    def load(self, rows, gWeight, head):
+        return float32(1)
+
+    @inlined
+    def store_sums(self, rows, gSums, sums, strip):
+        pass
+
+
+ROW_WEIGHTS, UNIT_WEIGHTS = RowWeights(), UnitWeights()
 
 
 @static

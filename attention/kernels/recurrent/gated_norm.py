@@ -1,4 +1,5 @@
 """The gated RMS norm of rows: y = norm(x) weight act(z), or norm(x act(z)) weight, with norm(u) = u / sqrt(mean(u^2) + eps).
+Without a gate and weights, and with sums in place of means, it is the L2 norm of queries and keys.
 
 The time is that of reading x and z and writing y once."""
 
@@ -14,7 +15,17 @@ from tiles import bf16, fp16, fp32, shared, sv
 from tiles.launching.arguments import FLOAT, INT, array
 from tiles.targets import Target
 
-from ...parts.gated_rows import GROUPS, MAX_WARPS, GroupedRows, SigmoidGate, SiluGate, SpreadRow
+from ...parts.gated_rows import (
+    GROUPS,
+    MAX_WARPS,
+    ROW_WEIGHTS,
+    UNIT_WEIGHTS,
+    GroupedRows,
+    RowWeights,
+    SigmoidGate,
+    SiluGate,
+    SpreadRow,
+)
 
 GATES = {"silu": SiluGate(), "sigmoid": SigmoidGate()}
 SCRATCH = sv(4 * MAX_WARPS, fp32)  # for the sums of a block's warps
@@ -23,11 +34,12 @@ SCRATCH = sv(4 * MAX_WARPS, fp32)  # for the sums of a block's warps
 @dataclass(frozen=True)
 class Config:
     """A kernel's configuration. rows: where they lie. gate: an activation of GATES, None without a gate. norm_first: does the
-    norm come before the gate?"""
+    norm come before the gate? weights: of the norm."""
 
     rows: GroupedRows
     gate: str | None = "silu"
     norm_first: bool = True
+    weights: RowWeights = ROW_WEIGHTS
 
     @property
     def threads(self) -> int:
@@ -40,7 +52,7 @@ class Config:
 
     def __str__(self):
         order = f"{self.gate} {'after' if self.norm_first else 'before'} the norm" if self.gate else "no gate"
-        return f"{self.rows}, {order}"
+        return f"{self.rows}, {order}{self.weights}"
 
 
 def norm_space(make_config: type[Config], everything: bool) -> Iterator[Config]:
@@ -53,6 +65,8 @@ def norm_space(make_config: type[Config], everything: bool) -> Iterator[Config]:
     for (form, lines), input_dtype, aligned, gate in itertools.product(forms, dtypes, alignments, gates):
         for norm_first in (True, False) if gate else (True,):
             yield make_config(form(lines, input_dtype, aligned), gate, norm_first)
+    for (form, lines), input_dtype, aligned in itertools.product(forms[:: 1 if everything else 2], dtypes, alignments):
+        yield make_config(form(lines, input_dtype, aligned), None, True, UNIT_WEIGHTS)
 
 
 def space(target: Target, everything: bool) -> Iterator[Config]:
@@ -63,7 +77,7 @@ def space(target: Target, everything: bool) -> Iterator[Config]:
 def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     rows, INPUT, GATED, NORM_FIRST = config.rows, config.rows.dtype, config.gate is not None, config.norm_first
-    gate = GATES[config.gate or "silu"]
+    gate, weights = GATES[config.gate or "silu"], config.weights
     smem = shared(scratch=SCRATCH)
 
     @cuda.jit(launch_bounds=config.bounds(rows.registers[0]), fastmath=True)
@@ -71,11 +85,11 @@ def make(config: Config):
         gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gOut: array(4, INPUT),
         eps: FLOAT, inverse_columns: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
     ):  # fmt: skip
-        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). inverse_columns: 1 / columns of a row.
+        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). inverse_columns: 1 / columns of a row, 1 for an L2 norm.
         tokens: of a strip, of which a sequence has `splits`. panels: of heads."""
         (scratch,) = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
-        weight = rows.load_weights(gWeight, strip.head)
+        weight = weights.load(rows, gWeight, strip.head)
         for t in range(strip.start, strip.end):
             u = rows.load(gX, strip, t)
             if GATED:

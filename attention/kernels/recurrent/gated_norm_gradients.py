@@ -36,6 +36,7 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     rows, INPUT, GATED, NORM_FIRST = config.rows, config.rows.dtype, config.gate is not None, config.norm_first
     gate, registers = GATES[config.gate or "silu"], rows.registers[1] if NORM_FIRST else BEFORE_NORM_REGISTERS
+    weights = config.weights
     smem = shared(squares=SCRATCH, products=SCRATCH)
 
     @inlined
@@ -57,7 +58,7 @@ def make(config: Config):
         """Arguments are those of gated_norm; gSums (head, strip, line, column): of the gradients of weights."""
         squares, products = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
-        weight, sums = rows.load_weights(gWeight, strip.head), zeros(rows.fp32_tile)
+        weight, sums = weights.load(rows, gWeight, strip.head), zeros(rows.fp32_tile)
         for t in range(strip.start, strip.end):
             x, dy = rows.load(gX, strip, t), rows.load(gDOut, strip, t)
             z = rows.load(gGate, strip, t) if GATED else x
@@ -74,6 +75,6 @@ def make(config: Config):
                 rows.store(gDGate, dy * x * derivative * scaled if NORM_FIRST else du * x * derivative, strip, t)
             rows.store(gDX, du * activation if GATED and not NORM_FIRST else du, strip, t)
         if strip.batch < gX.shape[0]:
-            rows.store_sums(gSums, sums, strip)
+            weights.store_sums(rows, gSums, sums, strip)
 
     return gated_norm_gradients, smem

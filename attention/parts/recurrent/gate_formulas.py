@@ -61,6 +61,11 @@ class GateFormula:
         value = self.value((x + bias) * self.slope(rate))
         return (reciprocal(value) if self.divides else value) * self.factor(rate)
 
+    @inlined
+    def derivatives(self, x, rate, bias):
+        """(dg/dx, dg/dA_log) of a tile, vector or number x."""
+        return float32(1), float32(0)
+
     @staticmethod
     def evaluate(library: Any, x: Any, rate: Any, number: float) -> Any:
         """g of x + dt_bias, an array of NumPy, torch or jax.numpy. number: the field's value."""
@@ -97,6 +102,10 @@ class SoftplusFormula(GateFormula):
     def value(self, t):
         return log2_of_sum(t)
 
+    @inlined
+    def derivatives(self, x, rate, bias):
+        return sigmoid(x + bias) * -rate, self.compute(x, rate, bias)
+
     @staticmethod
     def evaluate(library, x, rate, number):
         return -rate * softplus_of(library, x)
@@ -130,6 +139,12 @@ class SigmoidFormula(GateFormula):
     def value(self, t):
         return exp2(t) + float32(1)
 
+    @inlined
+    def derivatives(self, x, rate, bias):
+        z = (x + bias) * rate
+        of_x = sigmoid(z) * sigmoid(-z) * (rate * float32(self.lower))  # 1 - sigmoid(z) would lose digits where z is large
+        return of_x, of_x * (x + bias)
+
     @staticmethod
     def evaluate(library, x, rate, number):
         return number * sigmoid_of(library, rate * x)
@@ -157,6 +172,10 @@ class LogSigmoidFormula(GateFormula):
     def value(self, t):
         return log2_of_sum(t)
 
+    @inlined
+    def derivatives(self, x, rate, bias):
+        return sigmoid(-(x + bias)) * float32(1 / self.divisor), float32(0)
+
     @staticmethod
     def evaluate(library, x, rate, number):
         return -softplus_of(library, -x) / number
@@ -182,11 +201,15 @@ class BetaFormula:
 
 def softplus_of(library: Any, x: Any) -> Any:
     """log(1 + exp(x)) of an array of this library, NumPy, torch or jax.numpy."""
+    if library.__name__ == "torch":  # one kernel, and one of its gradient
+        return library.nn.functional.softplus(x)
     return library.logaddexp(x, library.zeros_like(x))
 
 
 def sigmoid_of(library: Any, x: Any) -> Any:
     """1 / (1 + exp(-x)) of an array of this library."""
+    if library.__name__ == "torch":
+        return library.sigmoid(x)
     return library.exp(-softplus_of(library, -x))
 
 

@@ -10,7 +10,8 @@ from tiles.launching.launch import kernel_for
 from tiles.launching.lengths import watched_function
 
 from ...kernels.recurrent import gated_norm, gated_norm_gradients
-from ...parts.gated_rows import COLUMNS, GROUPS, LINES, MAX_WARPS, GroupedRows, SpreadRow
+from ...parts.gated_rows import COLUMNS, GROUPS, LINES, MAX_WARPS, UNIT_WEIGHTS, GroupedRows, SpreadRow
+from ...parts.recurrent.l2norm import L2NORM_EPSILON
 from ..partial_sums import sum_partials
 from .recurrent_checks import DTYPES
 
@@ -117,3 +118,24 @@ def plan_gated_norm_gradients(problem: Problem, eps: float, activation: str, nor
     groups = len(problem.axes("weight")) == 2
     steps.append(sum_partials(problem, sums if groups else sums.reshape(-1, columns), dweight))
     return Plan(steps, [shape])
+
+
+def plan_l2norm(problem: Problem) -> Plan:
+    """The Plan that divides rows of `x` by their L2 norms."""
+    return _plan_l2norm(problem, gated_norm, gX="x", gOut="out")
+
+
+def plan_l2norm_gradients(problem: Problem) -> Plan:
+    """The Plan of `dx`, the gradient of `x` before it was divided by its L2 norms, from that of the result, `dout`."""
+    return _plan_l2norm(problem, gated_norm_gradients, gX="x", gDOut="dout", gDX="dx")
+
+
+def _plan_l2norm(problem: Problem, module: Any, **names: str) -> Plan:
+    """The Plan of a kernel of norms without gates or weights. names: of its arrays."""
+    grid = RowGrid(problem, *names.values())
+    if not grid.blocks:
+        return Plan([])
+    kernel = kernel_for(module, module.Config(grid.rows, None, True, UNIT_WEIGHTS), problem.device)
+    arrays = {parameter: grid.view_lines(problem, name) for parameter, name in names.items()}
+    sizes = grid.kernel_sizes | {"inverse_columns": 1.0, "eps": float(L2NORM_EPSILON)}
+    return Plan([kernel.bind(grid.blocks, **arrays, **sizes)])
