@@ -14,6 +14,7 @@ from .autograd_inputs import (
     is_plain,
     is_second_derivative,
     make_distinct,
+    make_rows_adjacent,
     make_tma_contiguous,
     unwrap,
 )
@@ -109,6 +110,8 @@ def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any])
     program, derivative = find_member(ctx.member)
     dout, *other_gradients = result_gradients
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
+    if derivative.of_rows:
+        dout = make_rows_adjacent(dout)
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(other_gradients), len(arrays) > len(needs))
     inputs = *arrays, dout, *other_gradients, None
     gradients = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)

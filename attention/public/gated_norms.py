@@ -111,7 +111,7 @@ def _gated_norm_backward(problem: Problem, eps: float, activation: str, norm_bef
     return plan_gated_norm_gradients(problem, eps, activation, norm_before_gate, "dgate" in grads.split())
 
 
-GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_norm_backward, "x", ("x", "gate"))
+GATED_NORM_DERIVATIVE = RecurrentDerivative("attention.gated_rms_norm", _gated_norm_backward, "x", ("x", "gate"), of_rows=True)
 
 
 @GATED_NORM_DERIVATIVE.make_program(GATED_NORM)

@@ -85,8 +85,8 @@ def make(config: Config):
         gX: array(4, INPUT), gGate: array(4, INPUT), gWeight: array(3), gOut: array(4, INPUT),
         eps: FLOAT, inverse_columns: FLOAT, length: INT, tokens: INT, splits: INT, panels: INT,
     ):  # fmt: skip
-        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). inverse_columns: 1 / columns of a row, 1 for an L2 norm.
-        tokens: of a strip, of which a sequence has `splits`. panels: of heads."""
+        """gX, gGate, gOut (batch, token, line, column), gWeight (head, line, column). inverse_columns: 1 / columns, or 1
+        for an L2 norm. tokens: of a strip, of which a sequence has `splits`. panels: of heads."""
         (scratch,) = smem.open()
         strip = rows.find(panels, splits, tokens, length, gX.shape[0])
         weight = weights.load(rows, gWeight, strip.head)

@@ -1,6 +1,7 @@
-"""Raw inputs in training: gates of channels and L2 norms are computed before the function that takes them, by programs that have
-gradients. They are members of the recurrent family by name, but nobody calls them other than `split_raw`."""
+"""Raw inputs in training: gates of channels and L2 norms are computed before the function that takes them, by programs with
+gradients. They are members of the recurrent family that nobody but `split_raw` calls."""
 
+import math
 from typing import Any
 
 from tiles.calls.plan import Plan, Step
@@ -11,8 +12,8 @@ from tiles.launching.launch import kernel_for
 
 from ... import gates
 from ...gates import RawGate
-from ...kernels.recurrent.channel_gate_values import PART, STRIP, TOKENS, GateValueGradients, GateValues
-from ...parts.recurrent.gate_formulas import GateFormula, make_gate_formula
+from ...kernels.recurrent.channel_gate_values import PART, STRIP, WARPS, GateValueGradients, GateValues
+from ...parts.recurrent.gate_formulas import make_gate_formula
 from ...parts.recurrent.tokens import CHUNK
 from ..partial_sums import sum_partials
 from ..requires_grad import recurrent_autograd
@@ -81,7 +82,7 @@ def _l2norm_backward(problem: Problem) -> Plan:
     return plan_l2norm_gradients(problem)
 
 
-L2NORM_DERIVATIVE = RecurrentDerivative("l2norm", _l2norm_backward, "x", ("x",))
+L2NORM_DERIVATIVE = RecurrentDerivative("l2norm", _l2norm_backward, "x", ("x",), of_rows=True)
 
 
 @L2NORM_DERIVATIVE.make_program(L2NORM)
@@ -93,8 +94,9 @@ def _l2norm(problem: Problem) -> Plan:
 @program(CHANNEL_GATES_BACKWARD, no_gradient=no_second_derivatives("raw gates"))
 def _channel_gates_backward(problem: Problem, formula: str, number: float, grads: str) -> Plan:
     """The Plan of the gradients of raw gates of channels. grads: which of "dA_log", "ddt_bias" are wanted."""
-    batch, length, heads, columns = problem("batch", "seqlen", "heads", "key_dim")
-    strips, panels, requested = -(-length // STRIP), -(-columns // PART.cols), grads.split()
+    batch, heads, columns = problem("batch", "heads", "key_dim")
+    sizes, requested = _gate_sizes(problem), grads.split()
+    strips, panels = sizes["strips"], sizes["panels"]
     bias = "" if "ddt_bias" not in requested else "channel" if len(problem.axes("dt_bias")) == 2 else "head"
     config = intern_value(
         GateValueGradients, DTYPES[problem.dtype], make_gate_formula(formula, number), "dA_log" in requested, bias
@@ -105,18 +107,9 @@ def _channel_gates_backward(problem: Problem, formula: str, number: float, grads
     scratch = [(shape, "float32") for shape in shapes.values()]
     sums = {name: problem.scratch(n, *scratch[n]) for n, name in enumerate(shapes)}
     steps = list[Step]()
-    if batch * strips * heads * panels:
-        launch = kernel_for(config, config, problem.device).bind(
-            batch * strips * heads * panels,
-            gDGates=problem["dout"],
-            gDX=problem["dgate"],
-            strips=strips,
-            panels=panels,
-            heads=heads,
-            **_gate_arrays(problem),
-            **sums,
-        )
-        steps.append(launch)
+    if blocks := -(-batch * strips * heads * panels // WARPS):
+        arrays = _gate_arrays(problem) | sums | {"gDGates": problem["dout"], "gDX": problem["dgate"]}
+        steps.append(kernel_for(config, config, problem.device).bind(blocks, **arrays, **sizes))
     totals = {"gRateSums": "dA_log", "gBiasSums": "ddt_bias", "gChannelSums": "ddt_bias"}
     steps += [sum_partials(problem, x, problem[totals[name]]) for name, x in sums.items()]
     return Plan(steps, scratch)
@@ -128,15 +121,19 @@ CHANNEL_GATES_DERIVATIVE = RecurrentDerivative("channel_gates", _channel_gates_b
 @CHANNEL_GATES_DERIVATIVE.make_program(CHANNEL_GATES)
 def _channel_gates(problem: Problem, formula: str, number: float) -> Plan:
     """The Plan of raw gates of channels, as an array."""
-    batch, length, heads, columns = problem("batch", "seqlen", "heads", "key_dim")
-    tiles, panels = -(-length // TOKENS), -(-columns // PART.cols)
-    if not batch * tiles * heads * panels:
+    sizes = _gate_sizes(problem)
+    blocks = -(-problem.extents["batch"] * math.prod(sizes.values()) // WARPS)
+    if not blocks:
         return Plan([])
     config = intern_value(GateValues, DTYPES[problem.dtype], make_gate_formula(formula, number))
-    launch = kernel_for(config, config, problem.device).bind(
-        batch * tiles * heads, gOut=problem["out"], tiles=tiles, panels=panels, heads=heads, **_gate_arrays(problem)
-    )
-    return Plan([launch])
+    launch = kernel_for(config, config, problem.device)
+    return Plan([launch.bind(blocks, gOut=problem["out"], **_gate_arrays(problem), **sizes)])
+
+
+def _gate_sizes(problem: Problem) -> dict[str, int]:
+    """What kernels of gates' values take besides arrays: how a batch is divided into the parts of warps."""
+    length, heads, columns = problem("seqlen", "heads", "key_dim")
+    return {"strips": -(-length // STRIP), "panels": -(-columns // PART.cols), "heads": heads}
 
 
 def _gate_arrays(problem: Problem) -> Arrays:

@@ -45,13 +45,14 @@ class RecurrentDerivative(NamedTuple):
     its inputs, which have the names of these with a d before them; its options are the member's, and `grads`. values: the input
     whose shape and dtype `out` has. tiles: the inputs that torch.autocast casts. stored: the member's last results, which its
     program returns in training for the program of gradients, as far as the options say so; the schemas of both have rows for
-    them."""
+    them. of_rows: does the program of gradients take none of `out` but with adjacent rows, as norms of rows do?"""
 
     name: str
     program: Program
     values: str = "v"
     tiles: tuple[str, ...] = ("q", "k", "v")
     stored: tuple[str, ...] = ()
+    of_rows: bool = False
 
     @property
     def no_second_derivatives(self) -> str:

@@ -105,6 +105,18 @@ def test_views_of_a_projection(place, columns):
         np.testing.assert_array_equal(place.get(y), want[name])
 
 
+def test_gradients_that_come_transposed():
+    """A model may put heads first before it goes on: torch's gradient of the result is then no array of adjacent heads."""
+    torch = pytest.importorskip("torch")
+    x, dout = torch.randn(2, 1, 5, 3, 64).bfloat16().unbind()
+    leaves, weight = [x.clone().requires_grad_() for _ in range(2)], torch.ones(64)
+    for leaf, swapped in zip(leaves, (False, True)):
+        y = attention.gated_rms_norm(leaf, weight)
+        y, dy = (y.transpose(1, 2), dout.transpose(1, 2).contiguous()) if swapped else (y, dout)
+        y.backward(dy)
+    assert torch.equal(*[leaf.grad for leaf in leaves])
+
+
 @pytest.mark.parametrize("columns", [128, 96])
 def test_unaligned_arrays(place, columns):
     if isinstance(place, OnCard):
