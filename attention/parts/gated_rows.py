@@ -203,7 +203,7 @@ class RowWeights:
 
 @static
 class UnitWeights(RowWeights):
-    """No weights."""
+    """Weights of 1, which are in no array and have no gradient."""
 
     def __str__(self):
         return ", no weights"

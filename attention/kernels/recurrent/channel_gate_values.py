@@ -149,4 +149,4 @@ def space(target: Target, everything: bool) -> Iterator[GateValueConfig]:
 
 def make(config: GateValueConfig):
     """(kernel, shared memory) of a configuration."""
-    return config.make(config)  # type: ignore[arg-type]
+    return config.make(config)

@@ -102,7 +102,7 @@ def _channel_gates_backward(problem: Problem, formula: str, number: float, grads
         GateValueGradients, DTYPES[problem.dtype], make_gate_formula(formula, number), "dA_log" in requested, bias
     )
     by_head, by_channel = (batch * strips * panels, heads), (heads, batch * strips, columns)
-    shapes = {"gRateSums": by_head} if config.sums_rate else {}
+    shapes: dict[str, tuple[int, ...]] = {"gRateSums": by_head} if config.sums_rate else {}
     shapes |= {"gBiasSums": by_head} if bias == "head" else {"gChannelSums": by_channel} if bias else {}
     scratch = [(shape, "float32") for shape in shapes.values()]
     sums = {name: problem.scratch(n, *scratch[n]) for n, name in enumerate(shapes)}

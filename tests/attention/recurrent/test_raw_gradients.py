@@ -113,3 +113,10 @@ def test_training_calls_them(monkeypatch):
     out = attention.delta_rule(q, k, v, gates.beta(b), decay=gates.softplus(raw, A_log), qk_l2norm=True)
     out.float().square().sum().backward()
     assert [type(x) for x in evaluated] == [gates.RawBeta] and A_log.grad.any() and q.grad.isfinite().all()
+
+
+def test_as_compiled(as_compiled):
+    """PTX for Hopper, on the CPU."""
+    as_compiled("sm_90a")
+    test_l2_norms(64, bf16, "view", "cpu")
+    test_gates_of_channels("sigmoid", "channel", "cpu")
