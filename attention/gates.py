@@ -14,7 +14,8 @@
 attention.linear, gla, delta_rule and linear_step take such a gate as `decay`, the delta rule such a beta as `beta`. Their
 kernels compute it where they read it: no pass over memory comes before. `evaluate` returns it as an array. It is called for you
 where a tensor requires grad, and by jax.jit and jax.grad: the gradients of a, A_log, dt_bias and b are then those of the
-formula in torch or JAX, or of torch's 16-bit gates of channels by kernels, and the gate lies in memory once. Tokens after cu_seqlens[-1] are then read, and must not be NaN.
+formula in torch or JAX, or by kernels those of torch's 16-bit gates of channels, and the gate lies in memory once. Tokens after
+cu_seqlens[-1] are then read, and must not be NaN.
 
 a, b: as a decay or beta of the function, (B, S, H) or (B, S, H, Dk), in float32, bfloat16 or float16: a projection's
 (B, S, H Dk) is a.unflatten(-1, (H, Dk)). A_log: (H,), None for 0. dt_bias: (H,), or (H, Dk) for gates of channels, None for
