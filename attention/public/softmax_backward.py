@@ -252,8 +252,7 @@ def _variant(
     grads: str,
     family: str | None,
 ) -> Plan:
-    """The launches of a call with any options. mask, score: the names of functions in python_functions.py. grads: the
-    names of gradients to compute besides dq, dk and dv."""
+    """The launches of a call with any options. grads: the names of gradients to compute besides dq, dk and dv."""
     check_extents(problem)
     scale = resolve_scale(problem, scale)
     extra_parts = [dropout_part(problem, random.dropout, random.seed_value)] if random.dropout is not None else []

@@ -17,10 +17,10 @@ from .create import lane_first
 
 @op
 def bernoulli(shape, threshold, low, high, batch, head, row, col):
-    """A tile of type `shape`, of either layout, of independent draws: 1 with probability share / 65536, else 0. A draw depends
-    on its position and on a seed only. Element (0, 0) is at (batch, head, row, col), row and col multiples of 16; the seed
-    has 64 bits, a low and a high half. So a draw is the same in any tile, and in NumPy (tiles.philox.halves below share).
-    share: 0 to 65535."""
+    """A tile of type `shape`, of either layout, of independent draws: 1 with probability threshold / 65536, else 0. A draw
+    depends on its position and on a seed only. Element (0, 0) is at (batch, head, row, col), row and col multiples of 16; the
+    seed has 64 bits, a low and a high half. So a draw is the same in any tile, and in NumPy (tiles.philox.halves below
+    threshold). threshold: 0 to 65535."""
     if row % TILE or col % TILE:
         raise current_warp().hazard(f"bernoulli: row and col must be multiples of {TILE}: {row=}, {col=}")
     rows, cols = (np.arange(n, dtype=np.int64) for n in shape.shape)

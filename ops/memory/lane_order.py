@@ -53,7 +53,7 @@ def _line(array, spec, at, vector_elements):
     if line.ctypes.data % (vector_elements * fp32.itemsize):
         raise current_warp().hazard(
             f"{vector_elements} adjacent elements are accessed at once, and those at index {at} begin at "
-            f"{line.ctypes.data:#x}, no multiple"
+            f"{line.ctypes.data:#x}, no multiple of their {vector_elements * fp32.itemsize} bytes"
         )
     return line
 
