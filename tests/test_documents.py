@@ -173,6 +173,18 @@ def test_anchors_exist(document):
         assert anchor in anchors(page), f"{link}#{anchor}"
 
 
+def test_signatures_of_the_readme_are_those_of_the_functions():
+    """The arguments that it shows have these defaults, and are positional or not, as there."""
+    rows = re.findall(r"^\| `(\w+)\((.+?)\)` \|", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 8
+    for name, shown in rows:
+        scope = {}
+        exec(f"def {name}({shown.removesuffix(', ...')}): pass", scope)
+        actual = inspect.signature(getattr(attention, name)).parameters
+        for parameter in inspect.signature(scope[name]).parameters.values():
+            assert (parameter.kind, parameter.default) == (actual[parameter.name].kind, actual[parameter.name].default), name
+
+
 def test_equivalents_exist():
     """Whatever is called in the right column of the tables of equivalents."""
     names = {**vars(tiles), **vars(ops), "attention": attention, "r": ring, "smem": shared, "print": print}
