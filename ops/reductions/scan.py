@@ -18,7 +18,7 @@ from ..memory.shared_vectors import load_elements, store_elements
 from ..threads import lanes
 
 AT_ONCE = 16  # rows of a shared tile that are on their way to registers
-MAX_DIVISOR = 2.0**60  # what counts for greater ones: the product of two is a number
+COMPUTED_AT_ONCE = 4  # the same of a function: a burst of special functions, loads and stores would hold up other warps
 GROUP = 16  # rows down which sums fall by so much at most, if there is a limit
 FIRST_SHARE = 1 / 7  # of that limit, by which they may fall from the first row to the second
 
@@ -100,7 +100,7 @@ def cumsum_columns(
     function: the sums are of function(e, y, z[column]) of each element e (see `map`). y: a number. z: an fp32 shared vector.
 
     factor: they are of factor function(..), or with `divides` of factor / function(..); factor is negative. A function that
-    divides is at least 1; where it is greater than 2^60, this counts. Rows 2 i and 2 i + 1 share a reciprocal, and NaN.
+    divides is at least 1.
 
     fall: elements are never positive, and sums fall by no more than so much (a Python number) from the first to the last of
     each GROUP rows; to the rows between by no more than shares of it, `fall_shares`. So an element that is too low counts what
@@ -111,7 +111,7 @@ def cumsum_columns(
     if function is not None:
         x = function(x, np.float32(y), current_warp().read(z, fence=False).astype(np.float32))
     if factor is not None:
-        x = _divide(np.float32(factor), x) if divides else np.float32(factor) * x
+        x = np.float32(factor) / x if divides else np.float32(factor) * x
     if least is not None:
         x = np.where(x < least, np.float32(least if below is None else below), x)
     current_warp().write(target, np.cumsum(x, axis=0, dtype=np.float32) if fall is None else _sum_limited(x, fall))
@@ -139,13 +139,6 @@ def fall_shares():
     return [0.0, *(FIRST_SHARE + each * i for i in range(GROUP - 1))]
 
 
-def _divide(factor, x):
-    """factor / x, where two rows share a reciprocal."""
-    x = np.where(x > MAX_DIVISOR, np.float32(MAX_DIVISOR), x)
-    pairs = x.reshape(-1, 2, *x.shape[1:])
-    return (factor / pairs.prod(axis=1, keepdims=True) * pairs[:, ::-1]).reshape(x.shape)
-
-
 @lowers(cumsum_columns)
 def _(target, source, least, function, y, z, below, fall, factor, divides: int, in_loop: int):
     fits = isinstance(target, st) and isinstance(source, st) and target.shape == source.shape
@@ -162,8 +155,7 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
     if (in_loop or number(fall)) and source.rows % GROUP:
         raise TypeError(f"cumsum_columns: a loop and a limit of falls take a multiple of {GROUP} rows, got {source}")
 
-    at_once = AT_ONCE if function is None else AT_ONCE // 2  # a function needs registers of its own
-
+    at_once = AT_ONCE if function is None else COMPUTED_AT_ONCE
     has_least, has_below, has_fall, has_factor = number(least), number(below), number(fall), number(factor)
     if has_factor and (has_below or function is None):
         raise TypeError(
@@ -175,20 +167,16 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
         below = b.real(below) if has_below else least
         fall = b.real(fall) if has_fall else None
         factor = b.real(factor) if has_factor else None
-        limit = _limit_of_values(b, least, factor, divides)
-        limit_of_falling = _limit_of_values(b, None, factor, divides)  # where the sum is limited, and not the element
+        limits_values = has_factor and has_least and not divides  # is what the function has limited, and not the element?
+        most_value = b.fmul(least, _reciprocal(b, factor)) if limits_values else None
 
-        def scale(values, limits):
-            """The elements, of values of the function and what these may be at most."""
-            values = [
-                x if most is None else b.asm(f32, "min.NaN.f32 $0, $1, $2;", "=f,f,f", x, most, effect=False)
-                for x, most in zip(values, limits, strict=True)
-            ]
-            if not divides:
-                return [b.fmul(factor, x) for x in values]
-            return [
-                quotient for pair in zip(values[::2], values[1::2], strict=True) for quotient in _divide_pair(b, factor, *pair)
-            ]
+        def scale(i, x):
+            """The element of row i, of what the function has there."""
+            if divides:
+                return b.fmul(factor, _reciprocal(b, x))
+            if limits_values and is_limited(i):
+                x = b.asm(f32, "min.NaN.f32 $0, $1, $2;", "=f,f,f", x, most_value, effect=False)
+            return b.fmul(factor, x)
 
         def is_limited(i):
             """Is it the element of row i that is limited, and not the sum?"""
@@ -211,8 +199,8 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
                 if function is not None:
                     elements = [b.apply(function, python_function, x, b.real(y), of_column) for x in elements]
                 if has_factor:
-                    elements = scale(elements, [limit if is_limited(i) else limit_of_falling for i in rows])
-                if has_least and (divides or not has_factor):
+                    elements = [scale(i, x) for i, x in zip(rows, elements, strict=True)]
+                if has_least and not limits_values:
                     elements = [
                         b.select(b.fcmp_ordered("<", x, least), below, x) if is_limited(i) else x
                         for i, x in zip(rows, elements, strict=True)
@@ -253,21 +241,6 @@ def _(target, source, least, function, y, z, below, fall, factor, divides: int, 
         _each_column(b, source.cols, column)
 
     return void, emit
-
-
-def _limit_of_values(b, least, factor, divides):
-    """How great a function's values may be; None if there is no limit."""
-    if divides:
-        return b.real(MAX_DIVISOR)
-    if factor is None or least is None:
-        return None
-    return b.fmul(least, _reciprocal(b, factor))
-
-
-def _divide_pair(b, factor, x, y):
-    """factor / x and factor / y, by one reciprocal."""
-    inverse = b.fmul(factor, _reciprocal(b, b.fmul(x, y)))
-    return b.fmul(inverse, y), b.fmul(inverse, x)
 
 
 def _reciprocal(b, x):

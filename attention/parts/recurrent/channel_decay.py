@@ -199,15 +199,34 @@ class ChannelDecay(WarpChannels):
 
     @inlined
     def factor_chunk_decays(self, queries, keys, extra, sums, b_last, warp, strong):
-        """`factor_decays` with one reference for all tokens."""
+        """`factor_decays` with one reference for all tokens. In straight code, not a loop: b of the next tokens is on its way
+        from shared memory while these are decayed."""
         r_query, r_key = b_last * (0.0 if strong else 0.5), b_last * (1.0 if strong else 0.5)
-        for i in range(CHUNK // TOKEN_GROUP):
-            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
-            key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
-            decay = exp2(b - r_query)
-            query = self.store_query(self.group_part(queries, i, warp), decay)
-            self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
-            store(self.group_part(keys, i, warp), key * exp2(r_key - b))
+        tiles, references = (queries, keys, extra), (r_query, r_key)
+        b_0 = self.load_group_sums(sums, 0, warp)
+        b_1 = self.load_group_sums(sums, 1, warp)
+        self.factor_group(tiles, b_0, references, 0, warp, strong)
+        b_2 = self.load_group_sums(sums, 2, warp)
+        self.factor_group(tiles, b_1, references, 1, warp, strong)
+        b_3 = self.load_group_sums(sums, 3, warp)
+        self.factor_group(tiles, b_2, references, 2, warp, strong)
+        self.factor_group(tiles, b_3, references, 3, warp, strong)
+
+    @inlined
+    def load_group_sums(self, sums, i, warp):
+        """b of the i-th TOKEN_GROUP tokens, in powers of 2."""
+        return load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+
+    @inlined
+    def factor_group(self, tiles, b, references, i, warp, strong):
+        """`factor_chunk_decays` of the i-th TOKEN_GROUP tokens. tiles: (queries, keys, extra). references: those of queries and
+        of keys."""
+        (queries, keys, extra), (r_query, r_key) = tiles, references
+        key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
+        decay = exp2(b - r_query)
+        query = self.store_query(self.group_part(queries, i, warp), decay)
+        self.store_extra(self.group_part(extra, i, warp), query, key, decay, strong)
+        store(self.group_part(keys, i, warp), key * exp2(r_key - b))
 
     @inlined
     def factor_block_decays(self, queries, keys, extra, blocks, sums, b_last, warp):
@@ -222,7 +241,7 @@ class ChannelDecay(WarpChannels):
             r = (first + last) * (0.25 * LOG2_E) // 1 * 2.0
             store(self.reference_part(block_decays, i, warp), exp2((r - before) * 0.5))
             before = r
-            b = load(self.group_part(sums, i, warp), self.group_tile, fenced=False) * LOG2_E
+            b = self.load_group_sums(sums, i, warp)
             key = load(self.group_part(keys, i, warp), self.group_tile, fenced=False)
             decay = exp2(b - r)
             query = self.store_query(self.group_part(queries, i, warp), decay)

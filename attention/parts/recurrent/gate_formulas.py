@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from numpy import float32
 
-from ops import exp, exp2, load, log2, maximum, reciprocal, sigmoid, tile_max
+from ops import abs, exp, exp2, load, log2, maximum, reciprocal, sigmoid, tile_max
 from tiles import fp32, inlined, rt, static
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
