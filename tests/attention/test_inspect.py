@@ -169,6 +169,7 @@ def test_sums_that_have_the_same_bits_always(module):
     assert bool(ADDS & set(actual["instructions"])) == (module is backward_narrow_hopper)
 
 
+@pytest.mark.release
 def test_processes_share_the_work():
     """Rows are in the order of the configurations, whatever the number of processes."""
     only = ("backward_convert_dq",)

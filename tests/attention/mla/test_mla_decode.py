@@ -212,7 +212,7 @@ def test_random_problems_on_the_card(card, family, lengths, heads, splits, paged
 @pytest.mark.parametrize(
     ("arch", "family", "size"),
     [
-        ("sm_89", "fp8 sm_80", 16),
+        pytest.param("sm_89", "fp8 sm_80", 16, marks=pytest.mark.release),
         pytest.param("sm_90a", "sm_90", 32, marks=pytest.mark.release),
         ("sm_90a", "sm_90", 1),
         ("sm_90a", "fp8", 1),

@@ -290,8 +290,9 @@ def test_other_schedules(monkeypatch, cut, delta, kind):
     agree(OnInterpreter(), case(delta, kind, 330, 64, 128))
 
 
-COMPILED = [(False, "channel"), (True, "channel")]
-COMPILED += [pytest.param(*case, marks=pytest.mark.release) for case in ((True, "none"), (False, "token"), (True, "token"))]
+COMPILED = [(True, "channel")]  # gradients of GLA, with its forward pass: test_channel_walk.py
+OTHERS = (False, "channel"), (True, "none"), (False, "token"), (True, "token")
+COMPILED += [pytest.param(*case, marks=pytest.mark.release) for case in OTHERS]
 
 
 @pytest.mark.parametrize(("delta", "kind"), COMPILED)
@@ -337,9 +338,10 @@ SHIPPED = [
     (gla_states_hopper, gla_states_hopper.Config(128, 2, fp32, bf16, True)),
     (gla_recent_states_hopper, gla_recent_states_hopper.Config(128, 2, fp32, bf16, True)),
     (kda_states_hopper, kda_states_hopper.Config(128, 2, fp32, bf16, True)),
-    (delta_walk_states_hopper, delta_walk_states_hopper.Config(128, bf16, True, True, consumers=2)),
     (delta_compose_states_hopper, delta_compose_states_hopper.Config(128)),
 ]
+SHIPPED = [pytest.param(*kernel, marks=pytest.mark.release) for kernel in SHIPPED]
+SHIPPED += [(delta_walk_states_hopper, delta_walk_states_hopper.Config(128, bf16, True, True, consumers=2))]
 
 
 @pytest.mark.parametrize(("kernels", "config"), SHIPPED, ids=lambda x: str(x) if hasattr(x, "threads") else "")

@@ -152,7 +152,11 @@ def test_more_sequences_than_a_grid_has_room_for(monkeypatch):
         linear_step(**inputs(48, 80))
 
 
-@pytest.mark.parametrize(("key_dim", "decay"), [*itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"))][::2])
+LARGEST = [*itertools.product(LARGEST_KEY_DIMS, ("", "token", "channel"))][::2]
+LARGEST = [pytest.param(*case, marks=[pytest.mark.release] * (n % 2)) for n, case in enumerate(LARGEST)]
+
+
+@pytest.mark.parametrize(("key_dim", "decay"), LARGEST)
 def test_the_state_stays_in_registers(key_dim, decay):
     """No spills for the largest key dim of each number of blocks of an SM, with the delta rule, which takes most registers."""
     config = Config(key_dim, decay, delta=True, single=True)

@@ -291,6 +291,7 @@ def test_random_combinations_on_the_card(drawn):
     combination(OnCard(), *drawn)
 
 
+@pytest.mark.release
 def test_as_compiled(as_compiled):
     """Compiled kernels in the emulator: two key blocks add to one query tile, in the order that lists say."""
     q, k, v = inputs(1, 10, 70, 1, 1, 64)
