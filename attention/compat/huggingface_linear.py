@@ -19,9 +19,9 @@ gated norms and of gates do:
 | forward of KimiLinearForgetGate and the like      | gates.softplus or gates.sigmoid of its projection          |
 | cu_seq_lens_q, seq_idx                            | packed sequences, which neither states nor windows connect |
 
-Kernels compute a gate from what is projected where the layer has a module for it (Kimi Linear, GLM-5, Bailing) or passes dt
-(Mamba-2), if no gradient is needed. Qwen3-Next's layers and those like it compute gates themselves, in torch, before they call
-a function, and all compute beta: kernels get those as arrays. A layer made by attention.nn.from_transformers has raw ones.
+Kernels compute a gate from what is projected where the layer has a module for it (Kimi Linear, GLM-5, Bailing), or passes dt
+(Mamba-2), in training, too. Qwen3-Next's layers and those like it compute gates themselves, in torch, before they call a
+function, and all compute beta: kernels get those as arrays. A layer made by attention.nn.from_transformers has raw ones.
 
 Gradients of whole sequences are ours. The original function is called for single tokens that need a gradient, and where our
 kernels do not support the call: float32 without autocast, or head dims that are no multiples of 16."""
@@ -232,9 +232,9 @@ def normalize(original: Callable, norm: Any, hidden_states: Any, gate: Any = Non
 
 def raw_gate(original: Callable, gate: Any, hidden_states: Any) -> Any:
     """The gate of channels as attention.gates has it, before its formula. gate: the module, whose projection is one or the
-    product of two. Where a gradient is needed it is what the module returns."""
+    product of two."""
     projections = [getattr(gate, name) for name in ("f_a_proj", "f_b_proj", "f_proj") if hasattr(gate, name)]
-    if not projections or need_gradient(hidden_states, *gate.parameters()):
+    if not projections:
         return original(gate, hidden_states)
     x = functools.reduce(lambda x, projection: projection(x), projections, hidden_states)
     heads = gate.A_log.numel()

@@ -95,17 +95,17 @@ def test_kernels_compute_gates_that_modules_project(name, monkeypatch):
     ],
 )
 def test_gates_are_those_of_modules(kind, bound):
-    """Without a gradient as what kernels compute, with one as what the module returns."""
+    """Kernels compute what the module returns, and torch the same gradients of it."""
     bounds = dict(linear_lower_bound=bound, kda_lower_bound=bound, kda_safe_gate=bound is not None)
     gate = kind(SimpleNamespace(hidden_size=8, linear_head_dim=4, linear_num_heads=2, **bounds))
     for x in gate.parameters():
         torch.nn.init.normal_(x)
     hidden_states = torch.randn(1, 5, 8)
     expected = kind.forward(gate, hidden_states)
-    assert huggingface_linear.raw_gate(lambda *_: "original", gate, hidden_states) == "original"
-    with torch.no_grad():
-        raw = huggingface_linear.raw_gate(kind.forward, gate, hidden_states)
-    torch.testing.assert_close(attention.gates.evaluate(raw), expected)
+    raw = huggingface_linear.raw_gate(kind.forward, gate, hidden_states)
+    results, parameters = (attention.gates.evaluate(raw), expected), [*gate.parameters()]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), parameters) for x in results))
 
 
 @pytest.mark.parametrize("packing", ["cu_seq_lens", "seq_idx"])
