@@ -95,11 +95,12 @@ def plan_gated_norm(problem: Problem, eps: float, activation: str, norm_before_g
 
 
 def plan_gated_norm_gradients(problem: Problem, eps: float, activation: str, norm_before_gate: bool, wants_dgate: bool) -> Plan:
-    """The Plan of a call of gated_rms_norm_backward. Partial sums of dweight are (head, strip, column)."""
+    """The Plan of a call of gated_rms_norm_backward. Partial sums of dweight are (head, strip, column). Where heads share the
+    weights, those of each head are summed first: one launch of a few blocks would go through all of them."""
     grid = RowGrid(problem, "dout", "x", "gate", "dx", "dgate")
     gated, (batch, heads, columns) = "gate" in problem, problem("batch", "heads", "head_dim")
-    shape = (heads, batch * grid.splits, columns), "float32"
-    sums, dweight, steps = problem.scratch(0, *shape), problem["dweight"], list[Any]()
+    scratch = [((heads, batch * grid.splits, columns), "float32"), ((heads, columns), "float32")]
+    (sums, head_sums), dweight, steps = (problem.scratch(n, *x) for n, x in enumerate(scratch)), problem["dweight"], list[Any]()
     if grid.blocks:
         config = gated_norm_gradients.Config(grid.rows, activation if gated else None, norm_before_gate or not gated)
         launch = kernel_for(gated_norm_gradients, config, problem.device).bind(
@@ -115,9 +116,13 @@ def plan_gated_norm_gradients(problem: Problem, eps: float, activation: str, nor
             **grid.kernel_sizes,
         )
         steps.append(launch)
-    groups = len(problem.axes("weight")) == 2
-    steps.append(sum_partials(problem, sums if groups else sums.reshape(-1, columns), dweight))
-    return Plan(steps, [shape])
+    if len(problem.axes("weight")) == 2:
+        steps.append(sum_partials(problem, sums, dweight))
+    elif heads < 2:
+        steps.append(sum_partials(problem, sums.reshape(-1, columns), dweight))
+    else:
+        steps += [sum_partials(problem, sums, head_sums), sum_partials(problem, head_sums, dweight)]
+    return Plan(steps, scratch)
 
 
 def plan_l2norm(problem: Problem) -> Plan:
