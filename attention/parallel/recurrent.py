@@ -24,6 +24,7 @@ import attention
 from .. import gates
 from ..options import check_flag
 from ..plans.recurrent.chunk_states import STORED, choose_memory
+from ..plans.recurrent.raw_gradients import evaluate_by_kernels, normalize_by_kernels
 from ..public import delta_rules, linear_family, linear_gradients, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
@@ -76,9 +77,9 @@ def _evaluate_raw(q: Any, k: Any, beta: Any, options: dict[str, Any]) -> tuple[A
     values."""
     beta, options = gates.evaluate(beta) if isinstance(beta, gates.RawBeta) else beta, dict(options)
     if isinstance(options.get("decay"), gates.RawGate):
-        options["decay"] = gates.evaluate(options["decay"])
+        options["decay"] = evaluate_by_kernels(options["decay"], "bshd")
     if check_flag("qk_l2norm", options.pop("qk_l2norm", False)):
-        q, k = gates.normalize(q), gates.normalize(k)
+        q, k = normalize_by_kernels(q), normalize_by_kernels(k)
     return q, k, beta, options
 
 

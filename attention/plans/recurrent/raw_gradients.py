@@ -1,5 +1,5 @@
 """Raw inputs in training: gates of channels and L2 norms are computed before the function that takes them, by programs with
-gradients. They are members of the recurrent family that nobody but `split_raw` calls."""
+gradients. They are members of the recurrent family that `split_raw` and attention.parallel alone call."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ CHANNEL_GATES_BACKWARD = Schema(
 )
 
 
-def normalize_in_training(x: Any) -> Any:
+def normalize_by_kernels(x: Any) -> Any:
     """attention.gates.normalize of queries or keys (B, S, H, D) or (B, H, S, D), by kernels if these serve the array."""
     if not _is_tile_of_torch(x) or not serves(x.shape[-1]):
         return gates.normalize(x)
@@ -57,7 +57,7 @@ def normalize_in_training(x: Any) -> Any:
     return gates.normalize(x)
 
 
-def evaluate_in_training(gate: RawGate, layout: str) -> Any:
+def evaluate_by_kernels(gate: RawGate, layout: str) -> Any:
     """attention.gates.evaluate of a gate, by kernels if it is one of channels of torch."""
     if not _is_tile_of_torch(gate.x):
         return gates.evaluate(gate, layout)

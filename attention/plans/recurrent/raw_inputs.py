@@ -20,7 +20,7 @@ from ...parts.recurrent.gate_formulas import BetaFormula, GateFormula, list_gate
 from ...parts.recurrent.tokens import CHUNK
 from ..requires_grad import requires_grad
 from . import recurrent_checks
-from .raw_gradients import evaluate_in_training, normalize_in_training
+from .raw_gradients import evaluate_by_kernels, normalize_by_kernels
 from .recurrent_checks import DTYPES
 from .recurrent_chunks import Arrays, ScratchAllocator, intern_value
 
@@ -90,8 +90,8 @@ def split_raw(q: Any, k: Any, decay: Any, beta: Any, l2norm: bool, layout: str, 
         values, *_ = other_arrays
         if raw_gate:
             _check_gate(decay, len(getattr(values, "shape", ())))
-        q, k = (normalize_in_training(x) for x in (q, k)) if l2norm else (q, k)
-        decay = _in_float32(evaluate_in_training(decay, layout)) if raw_gate else decay
+        q, k = (normalize_by_kernels(x) for x in (q, k)) if l2norm else (q, k)
+        decay = _in_float32(evaluate_by_kernels(decay, layout)) if raw_gate else decay
         beta = _in_float32(gates.evaluate(beta, layout)) if raw_beta else beta
         return RawInputs(q, k, decay, beta, (None, None, None), NOT_RAW)
     formula, number = (decay.formula, decay.number) if raw_gate else ("", 0.0)

@@ -1,12 +1,14 @@
 """compat/huggingface_layers: small hybrid models of transformers whose recurrent layers are attention.nn's, compared with
 transformers' own in float32. Skipped without torch or transformers."""
 
+import contextlib
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from transformers_models import NEW, PROMPT, check_close, check_norm, models, prompts, step  # noqa: E402
+from transformers_models import NEW, PROMPT, check_close, check_norm, models, prompts, recurrent_layers, step  # noqa: E402
 
 from attention import nn  # noqa: E402
 from attention.compat import huggingface  # noqa: E402
@@ -76,6 +78,38 @@ def test_documents_are_apart():
         by_ends = layer(x[:1], cu_seq_lens_q=torch.tensor([0, 5, 12]))
     torch.testing.assert_close(by_index, alone)
     torch.testing.assert_close(by_ends, alone[:1])
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.parametrize("what", ["functions", "layers"])
+def test_a_sharded_step(what):
+    """Under FSDP2, autocast and checkpointing of layers the loss and the gradients of a step are those of a plain step."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, ids, results = models("kimi_linear")[0].float(), prompts()[0][:, :9], []
+    if what == "layers":
+        huggingface.replace_layers(model)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for sharded in False, True:
+            if sharded:
+                model.gradient_checkpointing_enable()
+                mesh = torch.distributed.init_device_mesh("cpu", (1,))
+                for layer in model.model.layers:
+                    fully_shard(layer, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+            functions = recurrent_layers(model, "kimi_linear") if what == "functions" else contextlib.nullcontext()
+            with functions, torch.autocast("cpu", torch.bfloat16):
+                loss, grads = step(model, ids, torch.ones_like(ids))
+            grads = {key: x.full_tensor() if hasattr(x, "full_tensor") else x.clone() for key, x in grads.items()}
+            results.append((loss, grads))
+    finally:
+        torch.distributed.destroy_process_group()
+    (plain, plain_grads), (loss, grads) = results
+    torch.testing.assert_close(loss, plain)
+    assert grads.keys() == plain_grads.keys()
+    for key, x in plain_grads.items():
+        assert (grads[key] - x).norm() <= 0.05 * x.norm(), key
 
 
 def test_models_without_recurrent_layers():

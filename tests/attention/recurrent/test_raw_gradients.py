@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: E402
 
 import attention  # noqa: E402
 from attention import gates  # noqa: E402
-from attention.plans.recurrent.raw_gradients import evaluate_in_training, normalize_in_training  # noqa: E402
+from attention.plans.recurrent.raw_gradients import evaluate_by_kernels, normalize_by_kernels  # noqa: E402
 
 bf16, f16 = torch.bfloat16, torch.float16
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,7 +37,7 @@ def test_l2_norms(columns, dtype, form, device):
     rows = {"whole": x, "view": x[:, :, 2:5], "heads before tokens": x.transpose(1, 2)}[form]
     leaf, exact = rows.detach().requires_grad_(), rows.double().requires_grad_()
     gradient = draw(*rows.shape, device=device, dtype=dtype, seed=1)
-    y, z = normalize_in_training(leaf), exact / (exact.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    y, z = normalize_by_kernels(leaf), exact / (exact.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     assert "RecurrentFunction" in str(y.grad_fn if form != "heads before tokens" else y.grad_fn.next_functions[0][0])
     (dx,), (dz,) = torch.autograd.grad(y, leaf, gradient), torch.autograd.grad(z, exact, gradient.double())
     assert relative_error(y, z.detach()) < 2e-3 and relative_error(dx, dz) < 2e-3
@@ -48,7 +48,7 @@ def test_l2_norms_of_other_rows():
     x = draw(1, 5, 2, 64, dtype=bf16)
     for rows in (x.float(), x[..., :16], x.mT.contiguous().mT, x[0]):
         leaf = rows.detach().requires_grad_()
-        assert torch.equal(normalize_in_training(leaf), gates.normalize(leaf))
+        assert torch.equal(normalize_by_kernels(leaf), gates.normalize(leaf))
 
 
 @on_each_device
@@ -66,7 +66,7 @@ def test_gates_of_channels(name, bias, device):
                      for same in (True, False))  # fmt: skip
     results = []
     for _ in range(2):
-        out = evaluate_in_training(getattr(gates, name)(**dict(zip(arrays, leaves))), "bshd")
+        out = evaluate_by_kernels(getattr(gates, name)(**dict(zip(arrays, leaves))), "bshd")
         results.append([out.detach(), *torch.autograd.grad(out, leaves, gradient)])
     by_name = dict(zip(arrays, exact))
     of_head = lambda y: y if y is None or y.ndim == 2 else y[:, None]
@@ -82,7 +82,7 @@ def test_gates_with_heads_before_tokens():
     x = draw(1, 20, 2, 32, dtype=bf16).transpose(1, 2).requires_grad_()
     A_log, bias = draw(2, seed=1).requires_grad_(), draw(2, 32, seed=2).requires_grad_()
     gate = gates.softplus(x, A_log, bias)
-    results = [f(gate, "bhsd") for f in (evaluate_in_training, gates.evaluate)]
+    results = [f(gate, "bhsd") for f in (evaluate_by_kernels, gates.evaluate)]
     gradients = [torch.autograd.grad(y.square().sum(), gate.arrays) for y in results]
     torch.testing.assert_close(*results)
     torch.testing.assert_close(*gradients, rtol=1e-2, atol=1e-3)
@@ -91,13 +91,13 @@ def test_gates_with_heads_before_tokens():
 def test_wrong_parameters_are_refused():
     x = draw(1, 5, 2, 32, dtype=bf16).requires_grad_()
     with pytest.raises(ValueError, match=r"^A_log: must be \(2,\), as the gate"):
-        evaluate_in_training(gates.softplus(x, torch.zeros(3)), "bshd")
+        evaluate_by_kernels(gates.softplus(x, torch.zeros(3)), "bshd")
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_few_tokens(tokens):
     x, A_log = draw(1, tokens, 2, 32, dtype=bf16).requires_grad_(), torch.zeros(2, requires_grad=True)
-    out = normalize_in_training(x).sum() + evaluate_in_training(gates.softplus(x, A_log), "bshd").sum()
+    out = normalize_by_kernels(x).sum() + evaluate_by_kernels(gates.softplus(x, A_log), "bshd").sum()
     dx, dA_log = torch.autograd.grad(out, (x, A_log))
     assert dx.shape == x.shape and dA_log.isfinite().all() and (tokens or not dA_log.any())
 
