@@ -280,12 +280,6 @@ class SequenceLayout:
             warpgroup.zero_rows(tile, remaining, warpgroups)
 
     @inlined
-    def clear_tails(self, tiles, remaining, warpgroups):
-        """`zero_other_rows` of some tiles of one type."""
-        for tile in tiles:
-            self.zero_other_rows(tile, remaining, warpgroups)
-
-    @inlined
     def zero_other_columns(self, v_t, remaining):
         """The transposed values v_t, in registers, with zeros in the columns that belong to another sequence."""
         if self.varlen:
