@@ -33,6 +33,7 @@ LATE = {
     ("tiles.compiling.unsupported", "tiles.interpreter"),
     ("tiles.compiling.unsupported", "tiles.values"),
 }
+FILES_OF_USAGES = {"/file.py", "/FILE.py", "/my_kernels.py", "/other.py"}  # of commands, for files of the user
 FACES = {"attention", "fuse"}  # packages whose __init__.py names for type checkers what it imports when it is asked for
 FLOORS = {"tiles": 10, "ops": 10, "attention": 8, "attention.parallel": 11, "fuse": 8}  # the most of a folder, or its package
 # The folders of fuse, each of which imports those before it, inside functions neither. Beside them are its commands.
@@ -328,6 +329,16 @@ def test_the_picture_names_the_modules_of_packages_and_of_calls():
     rooms = {*PACKAGES, "tiles.calls"}
     names = {m.rpartition(".")[2] for m in modules(ROOT) if m.rpartition(".")[0] in rooms} - {"__main__"}
     assert names - {folder.rpartition(".")[2] for folder in folders()} - {*picture} == set()
+
+
+def test_files_that_sources_name_exist():
+    """A docstring that sends its reader to a file must not send him to one that has moved, or never was."""
+    folders_of_files = (*PACKAGES, "tests", "docs", "bench", "examples")
+    paths = [f"/{file.relative_to(ROOT)}" for folder in folders_of_files for file in (ROOT / folder).rglob("*.py")]
+    known = {path[i:] for path in paths for i, letter in enumerate(path) if letter == "/"}
+    for file in modules(ROOT).values():
+        named = {f"/{name}" for name in re.findall(r"\w[\w/]*\.py\b", file.read_text())}
+        assert named - known <= FILES_OF_USAGES, file
 
 
 def test_the_page_names_every_folder():

@@ -1,6 +1,6 @@
 """Gradients of the delta rule's queries, keys, betas and gates where each channel of the keys has a decay, chunk by chunk in
 any order, for Hopper, where numbers hold the decays of a chunk as two blocks of 32 tokens with a reference r each, the middle
-of its sums b, in powers of 2 an integer (parts/delta/delta_pairs.py has the equations). With U = beta E and c = b - r
+of its sums b, in powers of 2 an integer (parts/delta/delta_channels.py has the equations). With U = beta E and c = b - r
 
     Q^ = exp(c) q        K^ = exp(c) k        K* = exp(-c) k
 

@@ -16,6 +16,8 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES
 from tiles.targets import Target
 
+from ...parts.recurrent.tokens import SequenceLayout
+
 WARPS = 4  # of a block
 TOKENS = WARPS * BASE  # of a block
 
@@ -65,7 +67,7 @@ class BasedFeatureGradients:
     @functools.cache
     def make(config: "BasedFeatureGradients"):
         """(kernel, shared memory) of a configuration."""
-        INPUT, VARLEN, X = config.dtype, config.varlen, rt(BASE, BASE, config.dtype)
+        INPUT, X, seq_layout = config.dtype, rt(BASE, BASE, config.dtype), SequenceLayout(config.varlen)
 
         @cuda.jit(launch_bounds=(config.threads, 1))
         def differentiate(
@@ -77,7 +79,7 @@ class BasedFeatureGradients:
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)
             token = int32(TOKENS * tile + BASE * warp_index())
-            end = int32(gCuSeqlens[gCuSeqlens.shape[0] - 1]) if VARLEN else length
+            end = seq_layout.padding_start(gCuSeqlens, length)
             x = load(truncate(gX, 1, end), X, (batch, token, head, 0), 1, 3) * scale
             df = load(gDFeatures, rt(BASE, FEATURES, INPUT), (batch, token, head, 0), 1, 3, True)
             store(gDX, INPUT(taylor_gradients(df, x, squares) * scale), (batch, token, head, 0), 1, 3)

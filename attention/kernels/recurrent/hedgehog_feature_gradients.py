@@ -171,8 +171,8 @@ class HedgehogFeatureGradients(HedgehogConfig):
 
 def space(target: Target, everything: bool) -> Iterator[HedgehogFeatures | HedgehogFeatureGradients]:
     """The configurations of bf16 and 16 bytes, with other dtypes and bytes if `everything`."""
-    for tile_type, form in itertools.product((HedgehogFeatures, HedgehogFeatureGradients), hedgehog_forms(everything)):
-        yield tile_type(*form)
+    for kind, form in itertools.product((HedgehogFeatures, HedgehogFeatureGradients), hedgehog_forms(everything)):
+        yield kind(*form)
     if target.has_wgmma:
         yield from (HedgehogFeatures(HEAD_DIMS[-1], x, with_sums=True) for x in ((bf16, fp16) if everything else (bf16,)))
 

@@ -194,11 +194,11 @@ class HedgehogKeyGradients(HedgehogConfig):
             """Start to copy the weights (or their gradients) gW of the queries of a chunk and of the next one with the keys of
             the first, and these queries' rows of gX; zeros for a chunk after the last one."""
             weights, rows = truncate(gW, 1, seq.end), truncate(gX, 1, seq.end)
-            token, far_weights = seq.chunk_start(j), seq.chunk_start(j + 1)
+            token, next_token = seq.chunk_start(j), seq.chunk_start(j + 1)
             w.fill(0, weights, (seq.batch, token, head, CHUNK), 1, 3)
-            w.fill(1, weights, (seq.batch, far_weights, head, 0), 1, 3)
+            w.fill(1, weights, (seq.batch, next_token, head, 0), 1, 3)
             x.fill(0, rows, (seq.batch, token, x_head, 0), 1, 3, vector_bytes=vector_bytes)
-            x.fill(1, rows, (seq.batch, far_weights, x_head, 0), 1, 3, vector_bytes=vector_bytes)
+            x.fill(1, rows, (seq.batch, next_token, x_head, 0), 1, 3, vector_bytes=vector_bytes)
 
         @inlined
         def multiply(acc, w, x):

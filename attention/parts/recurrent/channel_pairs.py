@@ -126,8 +126,8 @@ class ChannelPairs:
 
     @inlined
     def add_pairs_across_warps(self, scores_type, gradients, tiles, anchor, is_later, other_block, scale):
-        """The PairGradients with the pairs of a warp's tokens and those of other warps at one level: block number `others` of
-        as many tokens as scores_type has columns. Writes A."""
+        """The PairGradients with the pairs of a warp's tokens and those of other warps at one level, the block number other_block
+        of as many tokens as scores_type has columns. is_later: are the warp's tokens in the later half of their group? Writes A."""
         (dq, dk, r), half, rank, source = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
         if is_later:
             source = tiles.q
