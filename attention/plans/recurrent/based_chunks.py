@@ -57,25 +57,18 @@ class BasedSegments(NamedTuple):
             scale=scale,
             **{"gVectors": None} | arrays,
         )
-        compose, states = self._compose(local_states, state and state.permuted(SWAP_STATE_AXES), value_dim)
+        compose, states = self.compose(local_states, state and state.permuted(SWAP_STATE_AXES))
         steps = [scan, compose]
         if local_z:
-            compose, z_states = self._compose(local_z, z and z.spread(2, 1), 1)
+            compose, z_states = self.compose(local_z, z and z.spread(2, 1))
             steps.append(compose)
             z = _drop_axis(z_states)
         return steps, states.permuted(SWAP_STATE_AXES), z
 
-    def _compose(self, local_states: Operand, initial: Operand | None, rows: int) -> tuple[Step, Operand]:
+    def compose(self, local_states: Operand, initial: Operand | None) -> tuple[Step, Operand]:
         """(the launch that adds up local states, the result)."""
-        heads, sequences = self.problem("heads", "sequences")
-        states = self.scratch(sequences * self.segments, heads, rows, FEATURES)
-        arrays: Arrays = {
-            "gLocalStates": local_states,
-            "gTotalDecays": None,
-            "gInitialState": initial,
-            "gSegmentStates": states,
-        }
-        return compose_segments(self.problem, self.segments, (rows, FEATURES), False, **arrays), states
+        without_decays: Arrays = {"gLocalStates": local_states, "gTotalDecays": None}
+        return compose_segments(self.problem, self.segments, without_decays, initial, self.scratch)
 
 
 def _merge_heads(x: Operand) -> Operand:

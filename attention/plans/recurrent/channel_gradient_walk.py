@@ -23,6 +23,7 @@ from .recurrent_chunks import (
     Arrays,
     Costs,
     ScratchAllocator,
+    allocate_local_states,
     choose_segments,
     compose_segments,
     intern_value,
@@ -136,10 +137,7 @@ class StatePass(NamedTuple):
         """(the launches that compute the state before each segment, that state). initial: before each sequence."""
         if self.segments == 1:
             return [], initial
-        sequences, heads, *state = self.problem("sequences", "heads", "value_dim", "key_dim")
-        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, self.segments - 1, *state)}
-        local_states["gTotalDecays"] = scratch(sequences, heads, self.segments - 1, state[1])
-        states = scratch(sequences * self.segments, heads, *state)
-        composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
-        compose = compose_segments(self.problem, self.segments, (state[0], state[1]), True, **composed)
+        columns, key_dim = self.problem("value_dim", "key_dim")
+        local_states = allocate_local_states(self.problem, scratch, self.segments - 1, (columns, key_dim), key_dim)
+        compose, states = compose_segments(self.problem, self.segments, local_states, initial, scratch)
         return [self.launch(self.segments - 1, **local_states), compose], states

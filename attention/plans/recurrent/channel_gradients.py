@@ -14,7 +14,16 @@ from ...parts.delta.delta_chunks import PANEL
 from ...parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
 from ...parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, Costs, ScratchAllocator, choose_segments, compose_segments, intern_value
+from .recurrent_chunks import (
+    SWAP_STATE_AXES,
+    Arrays,
+    Costs,
+    ScratchAllocator,
+    allocate_local_states,
+    choose_segments,
+    compose_segments,
+    intern_value,
+)
 from .recurrent_gradients import count_chunk_indices, partial_gradients, sum_heads, wants_value_heads
 
 STATES = "initial_state", "dstate", "dinitial_state"
@@ -81,18 +90,17 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     resident_ctas = channel_states_ampere.Config(*config_fields).ctas_per_sm * machine(problem.device).processors
     segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, resident_ctas, SCAN_COSTS)
     if segments > 1:
-        state = value_dim, problem.extents["key_dim"]
-        segment_arrays = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
-        for local, decays in segment_arrays.values():
-            buffers[local] = scratch(sequences, heads, segments - 1, *state)
-            buffers[decays] = scratch(sequences, heads, segments - 1, state[1])
-        steps.append(scan(True, segments - 1, " ".join([name for names in segment_arrays.values() for name in names])))
-        for name, (local, decays) in segment_arrays.items():
-            segment_states = scratch(sequences * segments, heads, *state)
-            composed = {"gLocalStates": buffers[local], "gTotalDecays": buffers[decays]}
-            composed |= {"gInitialState": buffers[name], "gSegmentStates": segment_states}
-            steps.append(compose_segments(problem, segments, state, True, **composed))
-            buffers[name] = segment_states
+        key_dim = problem.extents["key_dim"]
+        local_names = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
+        local_states = {
+            name: allocate_local_states(problem, scratch, segments - 1, (value_dim, key_dim), key_dim) for name in local_names
+        }
+        for name, (local, decays) in local_names.items():
+            buffers |= {local: local_states[name]["gLocalStates"], decays: local_states[name]["gTotalDecays"]}
+        steps.append(scan(True, segments - 1, " ".join([x for names in local_names.values() for x in names])))
+        for name, local in local_states.items():
+            step, buffers[name] = compose_segments(problem, segments, local, buffers[name], scratch)
+            steps.append(step)
     steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
     stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
     sizes = pad_key_dim(value_dim, VALUE_DIMS), *fields, stages

@@ -11,7 +11,15 @@ from ...parts.recurrent.channel_chunks import KEY_DIMS
 from ...parts.recurrent.gate_formulas import GateFormula
 from ...parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, is_varlen, pad_key_dim
-from .recurrent_chunks import Arrays, Costs, ScratchAllocator, choose_segments, compose_segments, intern_value
+from .recurrent_chunks import (
+    Arrays,
+    Costs,
+    ScratchAllocator,
+    allocate_local_states,
+    choose_segments,
+    compose_segments,
+    intern_value,
+)
 
 # the times of both passes over segments, for Dk 128
 COSTS = Costs(two_consumers=1, first_pass=0.5, compose=0.35, extra_launches=2)
@@ -55,11 +63,9 @@ def plan_gla_chunks(
 
     steps = []
     if segments > 1:
-        local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
-        local_states |= {"gTotalDecays": scratch(sequences, heads, segments - 1, key_dim)}
-        segment_states, initial_state = scratch(sequences * segments, heads, columns, key_dim), arrays["gInitialState"]
+        local_states = allocate_local_states(problem, scratch, segments - 1, (columns, key_dim), key_dim)
         steps.append(scan(True, segments - 1, arrays | dict.fromkeys(("gInitialState", *outputs)) | local_states))
-        states = {"gInitialState": initial_state, "gSegmentStates": segment_states, **local_states}
-        steps.append(compose_segments(problem, segments, (columns, key_dim), True, **states))
+        step, segment_states = compose_segments(problem, segments, local_states, arrays["gInitialState"], scratch)
+        steps.append(step)
         arrays = arrays | {"gInitialState": segment_states}
     return [*steps, scan(False, segments, arrays | dict.fromkeys(local_outputs))]

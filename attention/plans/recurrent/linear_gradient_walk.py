@@ -23,6 +23,7 @@ from .recurrent_chunks import (
     SWAP_STATE_AXES,
     Arrays,
     ScratchAllocator,
+    allocate_local_states,
     choose_config,
     compose_segments,
     intern_value,
@@ -152,20 +153,18 @@ class StateScan(NamedTuple):
         the local states of all segments, where another call has computed them."""
         if segments == 1:
             return [], initial
-        sequences, heads, key_dim, columns = self.problem("sequences", "heads", "key_dim", "value_dim")
-        states = scratch(sequences * segments, heads, columns, key_dim)
+        columns, key_dim = self.problem("value_dim", "key_dim")
         scans: list[Step] = []
         if known_states and known_states["gLocalStates"]:
             local_states = known_states
         else:
-            local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
-            local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+            local_states = allocate_local_states(self.problem, scratch, segments - 1, (columns, key_dim))
             result = intern_value(ScanStates, self.gated)
             config = choose_config(self.problem, self.gate, result, 0, -(-columns // chunk_hopper.COLUMNS))
             scans, decays = plan_chunk_decays(self.problem, config, self.arrays, segments, scratch)
             scans.append(self.launch(result, segments, segments - 1, local_states | {"chunk_decays": decays}))
-        composed = local_states | {"gInitialState": initial, "gSegmentStates": states}
-        return [*scans, compose_segments(self.problem, segments, (columns, key_dim), False, **composed)], states
+        compose, states = compose_segments(self.problem, segments, local_states, initial, scratch)
+        return [*scans, compose], states
 
     def store_states(self, states: Operand, ends: Arrays, scratch: ScratchAllocator) -> list[Step]:
         """The launches that store the states before all chunks in `states`. ends: the state before each sequence, and where

@@ -7,7 +7,7 @@ normalizer is computed by a launch of its own."""
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tiles.calls.plan import Step
@@ -184,12 +184,9 @@ def _runs_in_clusters(problem: Problem, config: Any, arrays: Arrays, width: int)
 def _compose_initial_states(problem: Problem, arrays: Arrays, segments: int, scratch: ScratchAllocator) -> Step:
     """The launch that computes the states before all segments from the local states in `arrays`, which it takes the place of
     there."""
-    heads, columns, key_dim, sequences = problem("heads", "value_dim", "key_dim", "sequences")
     local_states = {name: arrays.pop(name) for name in ("gLocalStates", "gTotalDecays")}
-    sequence_states = arrays.get("gInitialState")
-    arrays["gInitialState"] = scratch(sequences * segments, heads, columns, key_dim)
-    composed = {"gInitialState": sequence_states, "gSegmentStates": arrays["gInitialState"]}
-    return compose_segments(problem, segments, (columns, key_dim), False, **composed, **local_states)
+    step, arrays["gInitialState"] = compose_segments(problem, segments, local_states, arrays.get("gInitialState"), scratch)
+    return step
 
 
 def _scan_normalizer(
@@ -236,12 +233,10 @@ def _scan_local_states(
 ) -> list[Step]:
     """The launches that compute the local states of the first `scanned_segments` of the `segments`. Adds the results to
     `arrays`."""
-    sequences, heads, columns = problem("sequences", "heads", "value_dim")
-    width = -(-columns // chunk_hopper.COLUMNS)
+    width = -(-problem.extents["value_dim"] // chunk_hopper.COLUMNS)
     config = choose_config(problem, gate, intern_value(ScanStates), vector_bytes, width)
     steps, decays = plan_chunk_decays(problem, config, arrays, segments, scratch)
-    arrays["gLocalStates"] = scratch(sequences, heads, scanned_segments, columns, problem.extents["key_dim"])
-    arrays["gTotalDecays"] = scratch(sequences, heads, scanned_segments, 1)
+    arrays |= allocate_local_states(problem, scratch, scanned_segments, problem("value_dim", "key_dim"))
     scan_arrays = arrays | {"gInitialState": None, "gO": None, "chunk_decays": decays}
     scale = 1.0  # there are no outputs
     return [*steps, launch_scan(problem, config, width, segments, scanned_segments, scan_arrays, scale)]
@@ -453,27 +448,15 @@ def plan_channel_decay(
         )
 
     if segments > 1:
-        local_states = {"gLocalStates": scratch(sequences, heads, segments - 1, columns, key_dim)}
-        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, key_dim)
-        segment_states = scratch(sequences * segments, heads, columns, key_dim)
+        local_states = allocate_local_states(problem, scratch, segments - 1, (columns, key_dim), key_dim)
         inputs = {name: x for name, x in arrays.items() if name not in ("gQ", "gO", "gInitialState", "gFinalState")}
         inputs |= local_states | {"scanned_segments": segments - 1, "scale": 1.0}
         if scans_recent_states(problem.dtype):
             steps.append(launch(gla_recent_states_hopper, segments - 1, inputs))
         else:
             steps.append(launch(gla_states_hopper, segments - 1, inputs | dict.fromkeys(("gInitialState", "gStates"))))
-        initial_state = arrays["gInitialState"]
-        steps.append(
-            compose_segments(
-                problem,
-                segments,
-                (columns, key_dim),
-                True,
-                gInitialState=initial_state,
-                gSegmentStates=segment_states,
-                **local_states,
-            )
-        )
+        step, segment_states = compose_segments(problem, segments, local_states, arrays["gInitialState"], scratch)
+        steps.append(step)
         arrays = arrays | {"gInitialState": segment_states}
     arguments = arrays | {"gStates": chunk_states, "scale": scale}
     return [*steps, launch(gla_hopper, segments, arguments, stores_states=chunk_states is not None)], scratch.shapes
@@ -485,14 +468,31 @@ def scans_recent_states(dtype: str) -> bool:
     return dtype == "bfloat16"
 
 
-def compose_segments(
-    problem: Problem, segments: int, shape: tuple[int, int], per_channel: bool, **arrays: Operand | None
-) -> Step:
-    """The launch of compose_segment_states.py, which computes the state before each segment from local states. shape: of a
-    state, transposed. Without gTotalDecays there are no decays."""
+def allocate_local_states(
+    problem: Problem, scratch: Callable[..., Operand], segments: int, state: Sequence[int], decays: int = 1
+) -> Arrays:
+    """Scratch memory for what a pass over `segments` segments of each sequence stores, by the names of kernels' parameters: the
+    local states, transposed, of shape `state`, and the total decays: one of all channels, or so many as keys have channels."""
     sequences, heads = problem("sequences", "heads")
-    rows, cols = -(-shape[0] // compose_segment_states.TILE.rows), -(-shape[1] // compose_segment_states.TILE.cols)
-    grid = sequences * heads * rows * cols
-    config = intern_value(compose_segment_states.Config, per_channel, bool(arrays["gTotalDecays"]))
-    kernel = kernel_for(compose_segment_states, config, problem.device)
-    return kernel.bind(grid, heads=heads, segments=segments, rows=rows, cols=cols, **arrays)
+    local_states = scratch(sequences, heads, segments, *state)
+    return {"gLocalStates": local_states, "gTotalDecays": scratch(sequences, heads, segments, decays)}
+
+
+def compose_segments(
+    problem: Problem, segments: int, local_states: Arrays, initial: Operand | None, scratch: Callable[..., Operand]
+) -> tuple[Step, Operand]:
+    """(the launch of compose_segment_states.py, the state before each segment that it computes). local_states: as
+    allocate_local_states returns them, of all segments but the last one, or of more; gTotalDecays None: there are no decays.
+    initial: the state before each sequence, transposed."""
+    sequences, heads = problem("sequences", "heads")
+    local, decays = local_states["gLocalStates"], local_states["gTotalDecays"]
+    assert local is not None
+    *_, height, width = local.form.shape
+    rows, cols = -(-height // compose_segment_states.TILE.rows), -(-width // compose_segment_states.TILE.cols)
+    per_channel = decays is not None and decays.form.shape[-1] > 1
+    kernel = kernel_for(
+        compose_segment_states, intern_value(compose_segment_states.Config, per_channel, decays is not None), problem.device
+    )
+    states = scratch(sequences * segments, heads, height, width)
+    arrays = local_states | {"gInitialState": initial, "gSegmentStates": states}
+    return kernel.bind(sequences * heads * rows * cols, heads=heads, segments=segments, rows=rows, cols=cols, **arrays), states

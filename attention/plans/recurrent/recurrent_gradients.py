@@ -17,7 +17,15 @@ from ...parts.recurrent.results import ScanOutputs, ScanResult, ScanStates
 from ..partial_sums import sum_groups, sum_partials
 from . import recurrent_chunks
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim, repeat_head_numbers
-from .recurrent_chunks import SWAP_STATE_AXES, Arrays, ScratchAllocator, intern_value, launch_scan
+from .recurrent_chunks import (
+    SWAP_STATE_AXES,
+    Arrays,
+    ScratchAllocator,
+    allocate_local_states,
+    compose_segments,
+    intern_value,
+    launch_scan,
+)
 
 WARPS = 4  # of a warpgroup, or of an Ampere kernel's block: each has a part of a sum over a chunk's state
 
@@ -64,9 +72,7 @@ class GradientScan(NamedTuple):
         segments = self.count_segments(problem, vector_bytes)
         if segments == 1:
             return [], SegmentStates(1, {})
-        sequences, heads = problem("sequences", "heads")
-        local_states: Arrays = {"gLocalStates": scratch(sequences, heads, segments - 1, self.columns, self.key_dim)}
-        local_states["gTotalDecays"] = scratch(sequences, heads, segments - 1, 1)
+        local_states = allocate_local_states(problem, scratch, segments - 1, (self.columns, self.key_dim))
         states = intern_value(GroupedStates if self.result.groups_queries else ScanStates)
         inputs = {name: arrays[name] for name in ("gQ", "gK", "gV", "gGates", "gCuSeqlens")}
         config_of_states = self.config(problem, vector_bytes, states)
@@ -75,9 +81,8 @@ class GradientScan(NamedTuple):
         steps.append(launch_scan(problem, config_of_states, self.width, segments, segments - 1, inputs, scale))
         if segments <= recurrent_chunks.TOKEN_COSTS.composed_in_scan:
             return steps, SegmentStates(segments, local_states)
-        segment_states = scratch(sequences * segments, heads, self.columns, self.key_dim)
-        composed = local_states | {"gInitialState": arrays["gInitialState"], "gSegmentStates": segment_states}
-        steps.append(recurrent_chunks.compose_segments(problem, segments, (self.columns, self.key_dim), False, **composed))
+        step, segment_states = compose_segments(problem, segments, local_states, arrays["gInitialState"], scratch)
+        steps.append(step)
         return steps, SegmentStates(segments, {"gInitialState": segment_states}, segments)
 
     def plan(
