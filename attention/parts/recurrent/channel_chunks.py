@@ -31,7 +31,20 @@ from dataclasses import dataclass
 from numpy import int32
 
 from ops import block as thread_block
-from ops import cumsum_columns, less, load, load_row, store, subtile, truncate, warp_index, warpgroup, where
+from ops import (
+    cumsum_columns,
+    equal,
+    less,
+    load,
+    load_row,
+    not_equal,
+    store,
+    subtile,
+    truncate,
+    warp_index,
+    warpgroup,
+    where,
+)
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, st, static
 from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES, WARPGROUP
@@ -43,6 +56,15 @@ KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # padded sizes
 HALVES = 2  # parts of the channels of the keys, one for each warpgroup
 ROWS = CHUNK // WARPGROUP  # tokens of a warp; columns of values of a warp that scans states
 FENCED = True  # neither TMA nor wgmma touches shared memory here: no fence waits for copies that are under way
+
+
+@inlined
+def find_pairs(row, col, inverse):
+    """(1 for rows in the later half of their group, else 0; 1 where row and column are in different halves of one group, else
+    0), at a level whose groups have 1 / inverse tokens. row, col: the numbers of tokens, as a column and a row vector."""
+    row_group, col_group = row * inverse // 1, col * inverse // 1
+    row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
+    return row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
 
 
 @dataclass(frozen=True)

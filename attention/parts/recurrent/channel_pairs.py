@@ -20,7 +20,6 @@ from ops import (
     minimum,
     mma_AB,
     mma_ABt,
-    not_equal,
     row_index,
     row_sum,
     store,
@@ -36,7 +35,7 @@ from ops import block as thread_block
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.layout import WARPGROUP
 
-from .channel_chunks import FENCED, ROWS, ChunkChannels
+from .channel_chunks import FENCED, ROWS, ChunkChannels, find_pairs
 from .tokens import CHUNK
 
 FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
@@ -126,8 +125,9 @@ class ChannelPairs:
 
     @inlined
     def add_pairs_across_warps(self, scores_type, gradients, tiles, anchor, is_later, other_block, scale):
-        """The PairGradients with the pairs of a warp's tokens and those of other warps at one level, the block number other_block
-        of as many tokens as scores_type has columns. is_later: are the warp's tokens in the later half of their group? Writes A."""
+        """The PairGradients with the pairs of a warp's tokens and those of other warps at one level. other_block: the number of
+        these, as a block of as many tokens as scores_type has columns. is_later: are the warp's tokens in the later half of
+        their group? Writes A."""
         (dq, dk, r), half, rank, source = gradients, warpgroup.id(), warpgroup.rank(), tiles.k
         if is_later:
             source = tiles.q
@@ -188,9 +188,7 @@ class ChannelPairs:
             gradients, near = self.add_anchored_pairs(gradients, tiles, scores)
             size = int32(1)
         while size > 1:
-            row_group, col_group = row * inverse // 1, col * inverse // 1
-            row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
-            is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+            is_later, is_pair = find_pairs(row, col, inverse)
             anchors = load_row_of_group(self.channels.part(tiles.b), self.channels.rows, size, size >> 1, fenced=False)
             e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchors))
             x_rows = self.decay_rows(tiles, e, is_later)
@@ -261,9 +259,7 @@ class DeltaPairs(ChannelPairs):
         first = int32(ROWS * rank)
         pair_side = 1 - rank_half if size == CHUNK else rank_half  # the half of the chunk with which pairs are formed
         row, col = row_index(ROW) + float32(first), col_index(PAIRS.row_vec) + float32(FAR * pair_side)
-        row_group, col_group = row * inverse // 1, col * inverse // 1
-        row_half, col_half = row * (2.0 * inverse) // 1, col * (2.0 * inverse) // 1
-        is_later, is_pair = row_half - row_group * 2.0, equal(row_group, col_group) & not_equal(row_half, col_half)
+        is_later, is_pair = find_pairs(row, col, inverse)
         if size > ROWS:
             at = (first & (0 - size)) + (size >> 1)  # the first token of the later half of the warp's group
             anchor = load_row(

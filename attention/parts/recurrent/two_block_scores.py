@@ -229,7 +229,8 @@ class TwoBlockScores(WarpChannels):
 
     @inlined
     def finish(self, products, warp):
-        """What `compute` returns, from what `issue` does."""
+        """What `compute` returns, from what `issue` returns. Products are waited for in the order of their issue, which is
+        another one in row_scores.py."""
         (near_p, far_p), (near_n, far_n) = products
         near_p, far_p = warpgroup.wait(near_p, newer=3), warpgroup.wait(far_p, newer=2)
         near_n, far_n = warpgroup.wait(near_n, newer=1), warpgroup.wait(far_n)
