@@ -5,8 +5,8 @@ delta_channel_block_gradients_hopper.py leaves, and all chunks of others.
 
 Two warpgroups, the consumers, have half of the channels of the keys each. Products with states, dP and G are wgmmas; while
 they run, two warps of each consumer sum up the gates. Then a warp has a block of 16 tokens (block_pairs.py), and adds the pairs
-of tokens to the accumulators of the products with states. A third warpgroup loads the next chunk's states, errors and
-dO as soon as they are multiplied, and stores dbeta."""
+of tokens to the accumulators of the products with states. A third warpgroup loads the next chunk's states, errors and dO as
+soon as they are multiplied, and stores dbeta."""
 
 import functools
 import itertools

@@ -35,8 +35,8 @@ WARPS = WARPGROUP * HALVES  # of a block
 
 @dataclass(frozen=True)
 class Config(DeltaChunkConfig):
-    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: are the sums
-    for the gates' gradients stored, too? stages: panels of values in flight."""
+    """A kernel's configuration. unrounded: are dQ and dK float32, to be added over a group? with_gates: are the sums for the
+    gates' gradients stored, too? stages: panels of values in flight."""
 
     unrounded: bool = False
     with_gates: bool = False
@@ -95,8 +95,8 @@ def make(config: Config):
         gDBeta: array(3), gQueryDots: array(3), gKeyDots: array(3), gCarriedDots: array(3), gStateDots: array(3),
         gCuSeqlens: ENDS, length: INT, panels: INT, parts: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gErrors: E above Z.
-        gStates: S^T and dS^T by panels. gQueryDots .. gStateDots: see gate_gradient.py."""
+        """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gErrors: E above Z. gStates: S^T and
+        dS^T by panels. gQueryDots .. gStateDots: see gate_gradient.py."""
         q, k, do, e, s, p, g = smem.open()
         index, part = divmod(cuda.blockIdx.x, parts)
         sequence, head = divmod(index, heads)

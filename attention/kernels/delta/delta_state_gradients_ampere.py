@@ -29,7 +29,7 @@ from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coor
 
 @dataclass(frozen=True)
 class Config(DeltaWalkConfig):
-    """A kernel's configuration: that of delta_chunks.py, with a name of its own."""
+    """A kernel's configuration, whose fields are those of DeltaWalkConfig."""
 
     label = "gradients of states after chunks"
 

@@ -5,8 +5,8 @@
 A state may have more columns than v; v_t is 0 in those, for which TMA writes zeros without a read. So a scan that starts from
 [S | I] tells what the tokens do to any state (attention.parallel).
 
-Tokens whose effect on the final state has decayed to nothing need not be scanned: gSkippedChunks is the number of
-chunks to skip at the start of each sequence and head, together with the state before them, if there are decays.
+Tokens whose effect on the final state has decayed to nothing need not be scanned: gSkippedChunks is the number of chunks to
+skip at the start of each sequence and head, together with the state before them, if there are decays.
 
 The solver computes T of each chunk as in delta_hopper.py. In place of the scorer there is a loader: one of its warps starts the
 TMA loads of keys and values, the others compute b.

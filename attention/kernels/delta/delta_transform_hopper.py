@@ -99,8 +99,8 @@ def make(config: Config):
         recent_params: RECENT_PARAMS,
     ):  # fmt: skip
         """The chunks of a sequence are divided evenly among the `parts` blocks of a head. gTransforms: T^T of each chunk and
-        head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b); gExponents: see above. `group` value heads share a key
-        head."""
+        head; gVectors: the factor of k S, b, exp(b) and exp(b_last - b). recent_params: see delta_recent_chunks.py. `group`
+        value heads share a key head."""
         tiles = smem.open()
         k, vectors, high, low, out = tiles[:5]
         growths = tiles[-1]

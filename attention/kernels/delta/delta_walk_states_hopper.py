@@ -72,8 +72,8 @@ def make(config: Config):
         params: PARAMS,
     ):  # fmt: skip
         """[N | M] of each of the first `scanned_segments` of the `segments` of a sequence. values: the number of columns of N.
-        gTransforms, gVectors, gExponents: of each chunk and head. `group` value heads share a key head; each is `blocks` blocks
-        of columns wide."""
+        gTransforms, gVectors: of each chunk and head. params: see delta_recent_chunks.py. `group` value heads share a key head;
+        each is `blocks` blocks of columns wide."""
         k, v, t, vectors = smem.open()
         wg = warpgroup.id()
         block, segment, head, sequence = block_coord(cuda.blockIdx.x, blocks, scanned_segments, heads * group)

@@ -61,8 +61,8 @@ def make(config: Config):
         gLocalStates: array(4), gLocalZ: array(3), gCuSeqlens: ENDS, length: INT, segments: INT, scanned_segments: INT,
         heads: INT, columns: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """The local state of one of the first `scanned_segments` of a sequence, for one of the `heads`, of which
-        `group` share a key head, and one of `columns` blocks of 64 value columns. gX, gV: k and v, or q and dO. gVectors:
+        """The local state of one of the first `scanned_segments` of the `segments` of a sequence, for one of the `heads`, of
+        which `group` share a key head, and one of `columns` blocks of 64 value columns. gX, gV: k and v, or q and dO. gVectors:
         w and -w dO . O of each chunk. gLocalStates, gLocalZ: (sequence, head and segment, ..) with features last."""
         tiles = smem.open()
         index, column = divmod(cuda.blockIdx.x, columns)

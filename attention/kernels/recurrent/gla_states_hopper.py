@@ -7,7 +7,9 @@ Without queries all keys are decayed to the end of their chunk, where no exponen
 warpgroup, the preparer, starts all TMA loads, computes b and decays the keys. Consumers, of 64 value columns each, hold the
 state transposed. compose_segment_states.py composes these states to the state before each segment, from which gla_hopper.py
 computes outputs.
-"""
+
+For gradients (channel_gradients_hopper.py) the kernel also stores the states before all chunks; and in reverse, with queries,
+decayed from the start of their chunk, for keys and dO for values, it computes the gradients of states."""
 
 import functools
 import itertools

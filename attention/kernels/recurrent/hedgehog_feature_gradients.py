@@ -82,7 +82,7 @@ class HedgehogFeatures(HedgehogConfig):
             gX: array(4, INPUT), gMap: array(3, INPUT), gFeatures: array(4, INPUT), gCuSeqlens: ENDS, length: INT, tiles: INT,
             heads: INT, params: PARAMS,
         ):  # fmt: skip
-            """f(x) of one of the `tiles` of a head's tokens. feature_sums: (tile, head, warp, feature)."""
+            """f(x) of one of the `tiles` of a head's tokens. params: feature_sums (tile, head, warp, feature), if wanted."""
             (m,) = smem.open()
             batch_head, tile = divmod(cuda.blockIdx.x, tiles)
             batch, head = divmod(batch_head, heads)

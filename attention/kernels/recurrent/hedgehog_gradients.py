@@ -1,8 +1,8 @@
 """Hedgehog's gradients chunk by chunk in any order, from sums of older features and of their gradients (hedgehog_states.py):
-one kernel for queries, which leaves the window's weights and their gradients in memory, and one for keys and
-values, which reads them. parts/recurrent/hedgehog_chunks.py has the equations. Each warp of a block has 16 tokens.
+one kernel for queries, which leaves the window's weights and their gradients in memory, and one for keys and values, which
+reads them. parts/recurrent/hedgehog_chunks.py has the equations. Each warp of a block has 16 tokens.
 
-Scores are computed four times, for the registers hold no more than one side of the window at a time."""
+Scores are computed four times, as the registers hold one side of the window at a time."""
 
 import functools
 import itertools

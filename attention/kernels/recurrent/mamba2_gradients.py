@@ -1,7 +1,7 @@
-"""What surrounds linear attention in Mamba-2's gradients: before them a kernel that computes values and gates from x and dt,
-and after them one that computes gradients of x, dt, A, D, z and dt_bias from those of values and gates. Where the kernel
-between them reads x and dt itself (shared_heads_gradients_hopper.py) there are one for dy and dz before it, unless it computes
-dz, and one for the gradients of dt, dt_bias and A.
+"""What surrounds linear attention in Mamba-2's gradients. Before the kernels of linear attention's gradients one computes
+values and gates from x and dt, and after them one computes the gradients of x, dt, A, D, z and dt_bias from those of values and
+gates. Where the kernel between them reads x and dt itself (shared_heads_gradients_hopper.py), one before it computes dy and dz,
+unless it does, and one after it the gradients of dt, dt_bias and A.
 
 With dt = softplus(step + dt_bias) within limits, or without softplus, and linear attention's v = dt x, decay g = dt A, and dy,
 

@@ -71,7 +71,7 @@ class SlopeRead(BiasRead):
 
 @static
 class ElementRead(BiasRead):
-    """How a score in Python depends on an element of an array that it reads: see score_derivative.Read. derivative: of the
+    """How a score in Python depends on an element of an array that it reads: see score_derivative.AuxRead. derivative: of the
     score by the element. flat_index: that of the element."""
 
     derivative: Callable

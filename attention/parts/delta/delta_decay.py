@@ -40,8 +40,8 @@ class UngatedDelta:
 
     @inlined
     def compute_gates(self, g, rate, bias, remaining):
-        """The gates of a chunk from what load_gates has loaded. remaining: the number of tokens of the sequence
-        from the chunk's first one on."""
+        """The gates of a chunk from what load_gates has loaded. remaining: the number of tokens of the sequence from the
+        chunk's first one on."""
         return g
 
     @inlined

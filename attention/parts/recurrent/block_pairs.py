@@ -148,8 +148,7 @@ class BlockPairs:
     @inlined
     def prepare(self, tiles):
         """(Is the warp's block gentle in all channels? May one of its tokens have a gate below FLOOR?) Overwrites the tokens by
-        Q^ and K*, and writes K^ and vectors. Synchronise the warpgroup before other warps read
-        them."""
+        Q^ and K*, and writes K^ and vectors. Synchronise the warpgroup before other warps read them."""
         rank, b, vectors, is_later = warpgroup.rank(), tiles.b, tiles.vectors, float32(min(warpgroup.rank(), 1))
         first, last = self.load_sum(b, rank, 0), self.load_sum(b, rank, ROWS - 1)
         (r, s), previous = self.references(first, last), max(rank - 1, 0)

@@ -43,8 +43,9 @@ class ChannelHistory:
     @inlined
     def count(self, rows, params, gBeta, seq, head, key_head, sums):
         """How many of the last chunks of a TokenRange count at its end, which is the end of a chunk: until one has been added
-        after which less than 2^LEAST_LOG2 is left of a state, or all; -1 if that takes more than MAX_CHUNKS. rows, params: the
-        record of `params` and that of the gates' formula. A warpgroup calls this, with a vector `sums` of its own."""
+        after which less than 2^LEAST_LOG2 is left of a state, or all; -1 if that takes more than MAX_CHUNKS. rows: the kernel's
+        argument of the type that `params` returns. params: that of the gates' formula. A warpgroup calls this, with a vector
+        `sums` of its own."""
         n = seq.num_chunks()
         count, left = int32(0), float32(0)
         goes_on = n > 0
@@ -66,7 +67,7 @@ class ChannelHistory:
 
     @inlined
     def _log2_norm_of_rows(self, rows, params, gBeta, seq, j, head, key_head):
-        """_log2_norm of the tokens of a warp."""
+        """The sum over a warp's tokens of the j-th chunk of log2 of their norms."""
         tile, token = rt(16, self.key_dim, fp32), seq.chunk_start(j)
         at = seq.batch, token, head, 0
         gate_rows = truncate(rows.gGateRows, 1, seq.end)

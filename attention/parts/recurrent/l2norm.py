@@ -7,8 +7,8 @@ rule leave the tiles as they are and multiply what follows, with l_q and l_k the
     U' = T' (V - l_k K S) = l_k U              O = l_q (Q S + tril(Q K^T) U')         S' = S + K^T U'
 
 All factors of A' and T' are those of a warp's rows of A'. The solver computes l_k from the diagonal of K K^T, the scorer l_q;
-both pass them to consumers through rings (`publish`). Q K^T is rounded before it is
-multiplied, so this is for bfloat16, which has float32's range.
+both pass them to consumers through rings (`publish`). Q K^T is rounded before it is multiplied, so this is for bfloat16, which
+has float32's range.
 
 Those of KDA have ChannelNorms. kda_transform_hopper.py multiplies rows by their inverse norms where it decays them. In
 kda_hopper.py a consumer measures a chunk ahead, and factors are as above, with K' and K* of channel_decay.py for the K that

@@ -17,7 +17,7 @@ STEPS = 4  # of a chunk, 16 tokens each
 
 class StepReferences(NamedTuple):
     """The references of a chunk's channels, in powers of 2. steps: of each 16 tokens. end: of k~. last: b of the last token.
-    halved, mild: is the chunk? stepped: do 16 tokens have a reference of their own, or 32 share one?"""
+    halved, mild: is the chunk halved, is it mild? stepped: has each 16 tokens a reference, or do 32 share one?"""
 
     steps: Any
     end: Any

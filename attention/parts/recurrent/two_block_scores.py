@@ -13,8 +13,8 @@ through states follows by a factor for each channel,
 Q^, K^ and K* are q', k' and k* of channel_decay.py with the reference of a block; q~ and k^ are q' and k' where r is 0, and k~
 is k* where r is b_last.
 
-A chunk is mild if the dtype holds its decay: its references are 0, so that q~ and k^ are Q^ and K^, and there is nothing to
-rescale. Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
+A chunk that is not strong is mild: the dtype holds its decay, and its references are 0, so that q~ and k^ are Q^ and K^, and
+there is nothing to rescale. Where a block decays by more than the dtype holds, a chunk is halved (anchored_scores.py).
 
 A warp has a quarter of the channels of all tokens. Its tiles are channels by tokens, so that references are numbers of a
 lane."""
@@ -51,8 +51,8 @@ MIN_LOG2_DECAY = {bf16: -104.0, fp16: -11.0}  # see TwoBlockScores.min_log2_deca
 
 
 class BlockReferences(NamedTuple):
-    """The references of a chunk's channels, in powers of 2: of both blocks, and of k~; b of the last token; and is the chunk
-    halved or mild?"""
+    """The references of a chunk's channels, in powers of 2: of both blocks, and of k~; b of the last token; is the chunk
+    halved, and is it mild?"""
 
     first: Any
     second: Any

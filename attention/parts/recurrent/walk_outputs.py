@@ -35,7 +35,7 @@ class WalkOutputs:
         return st(CHUNK, self.key_dim, self.dtype)
 
     def members(self):
-        """What a kernel's plan of shared memory has besides the rings."""
+        """The members of a kernel's shared memory that outputs have besides the rings."""
         return {}
 
     @inlined
@@ -84,8 +84,8 @@ class WalkOutputs:
 
     @inlined
     def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place, memory):
-        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the kernel's plan of
-        shared memory."""
+        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the kernel's
+        shared memory, opened."""
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
         else:

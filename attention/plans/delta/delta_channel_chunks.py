@@ -33,8 +33,8 @@ PART_CHUNKS = 8  # the least chunks of a packed sequence of average length for e
 
 @watched_function
 def count_packed_parts(sequences: int, heads: int, chunks: int, resident_ctas: int) -> int:
-    """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident: how
-    many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
+    """The number of thread blocks for the chunks of each head of each packed sequence. chunks: of all sequences. resident_ctas:
+    how many blocks the GPU runs at once; there may be more, as some sequences are longer than others."""
     return max(1, min(resident_ctas // (sequences * heads), chunks), math.ceil(chunks / sequences / PART_CHUNKS))
 
 

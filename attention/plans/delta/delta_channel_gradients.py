@@ -1,9 +1,8 @@
 """The plan of the delta rule's gradients on Hopper where each channel of the keys has a decay. Three launches: one computes
 everything that depends on no state, for all chunks at once; one runs two recurrences, which give S, E, dS and dV of all chunks;
-one computes the gradients of all chunks at once. If forward stored the results of the first and S and E
-(delta_records.py), there are two: the second then runs the recurrence of dS alone.
-Few long sequences are cut into segments where states decay fast enough, which a further launch finds out; their segments go
-through the recurrences side by side.
+one computes the gradients of all chunks at once. If forward stored the results of the first and S and E (delta_records.py),
+there are two: the second then runs the recurrence of dS alone. Few long sequences are cut into segments where states decay fast
+enough, which a further launch finds out; their segments go through the recurrences side by side.
 
 For the largest tiles the last one is a kernel that takes a chunk as two blocks of tokens; a further launch then computes those
 of strong chunks again, which decay too much for that."""

@@ -77,8 +77,8 @@ def scan_chunks(
     **numbers: Any,
 ) -> Step:
     """The launch of one of Hopper's chunk kernels for `grid_segments` segments of each sequence and states with so many
-    columns. raw: the formulas that the kernel applies to raw inputs. condition: of the launch,
-    with decays of channels. numbers: its further arguments."""
+    columns. raw: the formulas that the kernel applies to raw inputs. condition: of the launch, with decays of channels.
+    numbers: its further arguments."""
     batch, length, heads, key_heads, key_dim, sequences = problem("batch", "seqlen", "heads", "heads_k", "key_dim", "sequences")
     width, gates = -(-columns // COLUMNS), arrays["gGates"]
     fits_one_wave = sequences * heads * grid_segments * width <= machine(problem.device).processors  # an SM for each 64 columns

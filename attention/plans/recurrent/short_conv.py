@@ -34,8 +34,8 @@ def count_warps(count: int, panels: int, warps: int) -> int:
 
 class TokenGrid:
     """How the tokens of a problem are divided into blocks. tokens: the tokens of a block. blocks: the blocks of a sequence that
-    is not packed; count: those of all sequences. panels: the panels of channels. warps: those of a panel, if
-    each has several blocks."""
+    is not packed; count: those of all sequences. panels: the panels of channels. warps: those of a panel, if each has several
+    blocks."""
 
     def __init__(self, problem: Problem, config: ConvConfig):
         batch, length, channels, sequences = problem("batch", "seqlen", "channels", "sequences")

@@ -61,7 +61,7 @@ def plan_launches(
         return plan_wide_launches(problem, spec, scale, config, deterministic, dsink)
     slope_gradient, listing = config.slope_gradient, spec.listing
     parts, split = config.parts, QuerySplit()
-    if seq_layout.packed:  # see sequences.Packed: each sequence begins a tile of its own
+    if seq_layout.packed:  # see sequences.PackedLayout: each sequence begins a tile of its own
         ends = problem.extents["ends"]
         tiles, blocks = q_len // config.rows + ends - 1, kv_len // config.kv + ends - 1
     else:
