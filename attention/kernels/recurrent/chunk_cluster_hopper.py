@@ -44,7 +44,7 @@ from tiles.launching.arguments import FLOAT, INT, array, tiled
 from tiles.targets import Target
 
 from ...parts.recurrent.gates import COL_VEC, TILE, DecayGate, Gate, HeadGate, TokenGate
-from ...parts.recurrent.tokens import CHUNK, COLUMNS
+from ...parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, TokenRange
 
 BLOCKS = 2  # of a cluster. It lies in one GPC, so of clusters of four not 32 run at once on 132 multiprocessors
 RUN = 2  # chunks of a run; the code writes out both
@@ -174,8 +174,9 @@ def make(config: Config):
             elif gate.per_token and warp <= CUMSUM_WARPS:
                 for j in range(warp - 1, RUN * rounds, CUMSUM_WARPS):
                     r, i = divmod(j, RUN)
-                    token = int32(CHUNK * (RUN * (BLOCKS * r + block) + i))
-                    gate.produce_cumsum(b, b, j, gGates, gA, gDtBias, sequence, token, length, head)
+                    chunk = int32(RUN * (BLOCKS * r + block) + i)
+                    place = ChunkPlace(chunk, head, sequence, int32(CHUNK * chunk), TokenRange(int32(0), length, sequence))
+                    gate.produce_cumsum(b, b, j, (gGates, gA, gDtBias), place)
         elif wg == STATES:
             warpgroup.claim_registers(STATE_REGISTERS)
             at = sequence, head, int32(COLUMNS * column), 0

@@ -48,12 +48,12 @@ from ...parts.recurrent.gates import (
 from ...parts.recurrent.gradients import ReversedGate, gradient_fields
 from ...parts.recurrent.results import ChunkStates, ScanOutputs, ScanResult, ScanStates, scan_forms
 from ...parts.recurrent.state_tiles import StateTiles, sends_states
-from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ...parts.recurrent.tokens import CHUNK, COLUMNS, ChunkPlace, SequenceLayout, block_coord
 
 WIDE_KEY_DIM = 128  # beyond it a state takes half of a warpgroup's registers: two warpgroups have half of the channels each
 REGISTERS = {(1, 2): (48, 208), (2, 1): (72, 216), (1, 1): (88, 256)}  # (warpgroups, blocks an SM) -> of producer, of consumer
 ROOMY_REGISTERS = 200, 256  # likewise, of a single consumer: what both read before they part would spill in fewer
-CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # of the producer, which compute b, a chunk each in turn; one fewer if one sends states
+CUMSUM_WARPS = warpgroup.WARPGROUP - 1  # of the producer, which compute b; the last one sends states where these are stored
 GATE_BYTES = 4 * 1024  # bytes of shared memory for gates and mbarriers
 STAGES = 3  # chunks in flight, at most
 
@@ -195,13 +195,9 @@ def make(config: Config):
     TRANSPOSED, seq_layout = rt(16, CHUNK, INPUT), SequenceLayout(config.varlen, gate.reversed)
     block_exponent = BlockExponent(gate.weighted and INPUT is fp16)
     TMA_KEYS, TMA_VALUES = tiled(config.key, unit=1), tiled(config.value, unit=1)
-    if result.reads_values and result.has_outputs and not result.unrounded:
-        OUTPUT = seq_layout.output_argument(config.value)
-    else:
-        OUTPUT = array(4 if result.reads_values else 3)
-    HALF_STATE = rt(16, KEYS // 2, INPUT)
-    OVERLAPS, SUMMED = config.overlaps_previous, gate.kind == SummedGate.kind
-    SENDS_STATES = KEY_PARTS == 1 and sends_states(result, gate, INPUT)
+    OUTPUT, HALF_STATE = result.output_argument(seq_layout, config.value), rt(16, KEYS // 2, INPUT)
+    OVERLAPS, SENDS_STATES = config.overlaps_previous, KEY_PARTS == 1 and sends_states(result, gate, INPUT)
+    GATE_WARPS = CUMSUM_WARPS - SENDS_STATES  # warps that compute b, a chunk each in turn
     states = StateTiles(result, st(COLUMNS, KEYS, INPUT), CONSUMERS * KEY_PARTS, SENDS_STATES)
     PARAMS = result.params(INPUT, states.tile if SENDS_STATES else None)
     SCALES_OUTPUTS = not (gate.folds_scale or gate.reversed or result.scales_scores)
@@ -276,42 +272,31 @@ def make(config: Config):
                     token = seq.chunk_start(j)
                     for part in range(KEY_PARTS):
                         k.fill(KEY_PARTS * j + part, gK, (seq.batch, token, query_head, part))
-                        if result.has_outputs:
-                            q.fill(KEY_PARTS * j + part, gQ, (seq.batch, token, query_head, part))
+                        result.fill_queries(q, KEY_PARTS * j + part, gQ, (seq.batch, token, query_head, part))
                     for c in range(CONSUMERS):
                         group_head, column = divmod(CONSUMERS * block + c, width)
                         at = seq.batch, token, result.value_head(key_head, group, group_head), column
                         result.fill_values(v, z, CONSUMERS * j + c, gV, gZ, at)
-            elif SENDS_STATES:
-                if warp == CUMSUM_WARPS:
-                    first_index = seq_layout.chunk_index(seq.start, sequence, length)
-                    for slot in range(CONSUMERS * n):
-                        j, c = divmod(slot, CONSUMERS)
-                        group_head, column = divmod(CONSUMERS * block + c, width)
-                        index = int32(first_index + seq.chunk_number(j))
-                        states.send(params, state, slot, index, key_head * group + group_head, column)
-                elif gate.per_token:
-                    for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS - 1):
-                        j, c = divmod(slot, CONSUMERS)
-                        group_head, _ = divmod(CONSUMERS * block + c, width)
-                        head = key_head * group + group_head
-                        gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
-            elif SUMMED:
-                for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
+            elif SENDS_STATES and warp == CUMSUM_WARPS:
+                first_index = seq_layout.chunk_index(seq.start, sequence, length)
+                for slot in range(CONSUMERS * n):
                     j, c = divmod(slot, CONSUMERS)
-                    group_head, _ = divmod(CONSUMERS * block + c, width)
-                    chunk = seq_layout.chunk_index(seq.chunk_start(j), sequence, length)
-                    gate.load_sums(b, a, slot, gGates, chunk, key_head * group + group_head)
+                    group_head, column = divmod(CONSUMERS * block + c, width)
+                    index = int32(first_index + seq.chunk_number(j))
+                    states.send(params, state, slot, index, key_head * group + group_head, column)
             elif gate.per_token:
-                for slot in range(warp - 1, CONSUMERS * n, CUMSUM_WARPS):
+                for slot in range(warp - 1, CONSUMERS * n, GATE_WARPS):
                     j, c = divmod(slot, CONSUMERS)
                     group_head, _ = divmod(CONSUMERS * block + c, width)
-                    head = key_head * group + group_head
-                    gate.produce_cumsum(b, a, slot, gGates, gA, gDtBias, seq.batch, seq.chunk_start(j), seq.end, head)
-            if result.has_outputs and result.reads_values and segment == segments - 1:
+                    head, token = key_head * group + group_head, seq.chunk_start(j)
+                    chunk = seq_layout.chunk_index(token, sequence, length)
+                    place = ChunkPlace(chunk, head, sequence, token, seq)
+                    gate.produce_cumsum(b, a, slot, (gGates, gA, gDtBias), place)
+            if segment == segments - 1:
                 for c in range(CONSUMERS):
                     group_head, column = divmod(CONSUMERS * block + c, width)
-                    seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, int32(key_head * group + group_head), column)
+                    head = int32(key_head * group + group_head)
+                    result.zero_padding(seq_layout, gO, gCuSeqlens, sequence, length, head, column)
         else:
             warpgroup.claim_registers(consumer_registers)
             c, part = (wg, int32(0)) if KEY_PARTS == 1 else (int32(0), wg)
@@ -338,8 +323,7 @@ def make(config: Config):
                 slot, key_slot, remaining = int32(CONSUMERS * j + c), int32(KEY_PARTS * j + part), seq.remaining(j)
                 index = int32(first_index + seq.chunk_number(j))
                 result.dot_state(params, s_t, HALF_STATE, index, head, row, col, KEY_PARTS * column + part)
-                if result.has_outputs:
-                    states.put(params, state, slot, block_exponent.ldexp(s_t, e), index, head, row, col)
+                states.put(params, state, slot, block_exponent.ldexp(s_t, e), index, head, row, col, late=False)
                 keys, values = k.wait(key_slot), result.wait_values(v, out, slot)
                 seq_layout.zero_other_rows(keys, remaining, CONSUMERS)
                 if result.reads_values:
@@ -368,8 +352,7 @@ def make(config: Config):
                 v_t = result.gate_values(fp32(warpgroup.load_transposed(values, TRANSPOSED)), z, slot, TRANSPOSED)
                 v_t = gate.decay_values(v_t, a_cols, block_exponent.shift_key_decay(b_last, e))
                 v_t = INPUT(gate.scale_keys(v_t, scale))
-                if not result.has_outputs:  # here, because the fence of the loads before would wait for it
-                    states.put(params, state, slot, block_exponent.ldexp(s_t, e_before), index, head, row, col)
+                states.put(params, state, slot, block_exponent.ldexp(s_t, e_before), index, head, row, col, late=True)
                 s_t = gate.decay(s_t, block_exponent.shift_state_decay(b_last, e_before, e))
                 s_t, segment_b = warpgroup.mma_AB(s_t, v_t, keys), segment_b + b_last
                 token = seq.chunk_start(j)
@@ -391,8 +374,7 @@ def make(config: Config):
                 warpgroup.store(gLocalStates, s_t, (sequence, head, segment, row, col))
                 store(gTotalDecays, zeros(COL_VEC) + segment_b, (sequence, head, segment, 0))
             else:
-                if result.has_outputs:
-                    warpgroup.store_wait()
+                result.wait_stored()
                 if segment == segments - 1:
                     warpgroup.store(gFinalState, s_t, (sequence, head, row, col), aligned=False)
 

@@ -157,8 +157,7 @@ def make(config: Config):
             elif warp == SUM_WARP:
                 for j in range(walk.n + SUMS_LATE):
                     if j < walk.n:
-                        token, seq = walk.place(j).token, walk.seq
-                        gate.produce_cumsum(b, b, j, gGates, gGates, gGates, seq.batch, token, seq.end, walk.head)
+                        gate.produce_cumsum(b, b, j, (gGates, gGates, gGates), walk.place(j))
                     if j >= SUMS_LATE:
                         late = int32(j - SUMS_LATE)
                         outputs.send_dots(gQueryDots, gKeyDots, gCarriedDots, dots, late, walk.place(late))

@@ -112,17 +112,9 @@ class Gate:
         return float32(0)
 
     @inlined
-    def load_sums(self, b, a, j, gGates, chunk, head):
-        """produce_cumsum of gates whose sums are in memory. chunk: its SequenceLayout.chunk_index."""
-
-    @inlined
-    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
-        """Hopper's producer: one warp loads the gates of the chunk that starts at `token`, and writes b and a to the j-th slots
-        of the rings."""
-
-    @inlined
-    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
-        """The second part of produce_cumsum, with the gates, rate and bias loaded."""
+    def produce_cumsum(self, b, a, j, arrays, place):
+        """Hopper's producer: one warp loads the gates of the chunk at a ChunkPlace, and writes b and a to the j-th slots of the
+        rings. arrays: gGates, gA and gDtBias."""
 
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
@@ -222,14 +214,11 @@ class TokenGate(DecayGate):
         return v_t * exp2(b_last - a)
 
     @inlined
-    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
-        rate, bias = self.load_rate_and_bias(gA, gDtBias, head)
-        g = load_line(gGates, end, (batch, token, head))
-        self.publish_cumsum(b, a, j, g, rate, bias, end - token)
-
-    @inlined
-    def publish_cumsum(self, b, a, j, g, rate, bias, remaining):
-        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, remaining)
+    def produce_cumsum(self, b, a, j, arrays, place):
+        (gGates, gA, gDtBias), seq = arrays, place.seq
+        rate, bias = self.load_rate_and_bias(gA, gDtBias, place.head)
+        g = load_line(gGates, seq.end, (seq.batch, place.token, place.head))
+        b_chunk, a_chunk = self.compute_cumsum(g, rate, bias, seq.end - place.token)
         if self.weighted:
             store(a.claim(j), a_chunk)
             a.publish(j)
@@ -278,10 +267,11 @@ class SummedGate(TokenGate):
         return super().__str__() + ", weights" * self.weighted
 
     @inlined
-    def load_sums(self, b, a, j, gGates, chunk, head):
-        b_chunk = load(gGates, CHUNK_LINE, (chunk, head, 0), rows=0, cols=2)
+    def produce_cumsum(self, b, a, j, arrays, place):
+        gGates, _, _ = arrays
+        b_chunk = load(gGates, CHUNK_LINE, (place.chunk, place.head, 0), rows=0, cols=2)
         if self.weighted:
-            a_chunk = load(gGates, CHUNK_LINE, (chunk, head, CHUNK), rows=0, cols=2)
+            a_chunk = load(gGates, CHUNK_LINE, (place.chunk, place.head, CHUNK), rows=0, cols=2)
             store(a.claim(j), a_chunk)
             a.publish(j)
         store(b.claim(j), b_chunk)

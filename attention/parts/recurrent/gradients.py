@@ -40,7 +40,7 @@ from tiles import fp32, inlined, rt, static
 from tiles.launching.arguments import array, record
 
 from .gates import FLOOR, DecayGate, Gate, HeadGate, clamp_gates
-from .results import ScanOutputs, ScanResult, ScanStates
+from .results import ScanOutputs, ScanResult, ScanStates, StatesResult
 from .tokens import CHUNK
 
 GATES = rt(CHUNK, 16, fp32, "col")  # a number for each token of a chunk and each of 16 heads
@@ -147,12 +147,8 @@ class ReversedGate(Gate):
         return self.gate.load_head_gate(gGates, head)
 
     @inlined
-    def load_sums(self, b, a, j, gGates, chunk, head):
-        self.gate.load_sums(b, a, j, gGates, chunk, head)
-
-    @inlined
-    def produce_cumsum(self, b, a, j, gGates, gA, gDtBias, batch, token, end, head):
-        self.gate.produce_cumsum(b, a, j, gGates, gA, gDtBias, batch, token, end, head)
+    def produce_cumsum(self, b, a, j, arrays, place):
+        self.gate.produce_cumsum(b, a, j, arrays, place)
 
     @inlined
     def consume_cumsum(self, b, a, j, g, remaining):
@@ -194,10 +190,10 @@ class GroupedQueries(ScanResult):
         return key_head
 
 
-class GroupedStates(GroupedQueries):
+class GroupedStates(GroupedQueries, StatesResult):
     """The local states of such a scan alone, without outputs."""
 
-    has_outputs, from_zero, label = False, True, "states, grouped"
+    from_zero, label = True, "states, grouped"
 
 
 class UnroundedOutputs(ScanOutputs):
@@ -237,12 +233,6 @@ class InputGradients(GroupedQueries):
         if not self.with_gates:
             return record()
         return record(row_dots=array(3), states=array(4, dtype), carried_dots=array(3), state_dots=array(3))
-
-    @inlined
-    def fill_values(self, v, z, j, gV, gZ, at):
-        v.fill(j, gV, at)
-        if self.with_gates:
-            z.fill(j, gZ, at)
 
     @inlined
     def store_row_dots(self, params, o, z, j, at, tile_type):

@@ -40,9 +40,12 @@ class ScanResult:
 
     def params(self, dtype, state=None):
         """The further parameters of a kernel, as a record. dtype: of its inputs. state: the tile of a consumer's part of a
-        transposed state, if TMA stores it. states: by the index of a chunk (SequenceLayout.chunk_index) and
-        head."""
+        transposed state, if TMA stores it. states: by the index of a chunk (SequenceLayout.chunk_index) and head."""
         return record(states=tiled(state, 4, 2, 3) if state else array(4, dtype)) if self.stores_states else record()
+
+    def output_argument(self, seq_layout, tile):
+        """The type of a kernel's argument gO. tile: a consumer's tile of outputs."""
+        return array(4) if self.unrounded else seq_layout.output_argument(tile)
 
     def __str__(self):
         return self.label
@@ -55,9 +58,16 @@ class ScanResult:
         return seq
 
     @inlined
+    def fill_queries(self, q, j, gQ, at):
+        """Have TMA load the j-th tile of queries, if there are outputs, from the coordinates `at`."""
+        q.fill(j, gQ, at)
+
+    @inlined
     def fill_values(self, v, z, j, gV, gZ, at):
-        """Have TMA load the j-th tile of values, and of z, from the coordinates `at`."""
+        """Have TMA load the j-th tile of values, and of z if there is one, from the coordinates `at`."""
         v.fill(j, gV, at)
+        if self.reads_z:
+            z.fill(j, gZ, at)
 
     @inlined
     def query_head(self, key_head, group, first, width):
@@ -87,9 +97,9 @@ class ScanResult:
 
     @inlined
     def dot_state(self, params, s_t, half, index, head, row, col, part):
-        """Gradients: before a chunk, store the product of its state and a stored one. half: the type of half of
-        its columns. index: of the chunk (SequenceLayout.chunk_index). row, col: where s_t begins in the transposed state. part:
-        which of a state's parts this warpgroup has."""
+        """Gradients: before a chunk, store the product of its state and a stored one. half: the type of half of its columns.
+        index: of the chunk (SequenceLayout.chunk_index). row, col: where s_t begins in the transposed state. part: which of a
+        state's parts this warpgroup has."""
 
     @inlined
     def store_state(self, params, s_t, index, head, row, col):
@@ -134,6 +144,16 @@ class ScanResult:
         else:
             seq_layout.store(gO, tile, o, seq, token, head, column)
 
+    @inlined
+    def wait_stored(self):
+        """Wait until all outputs have left shared memory."""
+        warpgroup.store_wait()
+
+    @inlined
+    def zero_padding(self, seq_layout, gO, gCuSeqlens, sequence, length, head, column):
+        """Store 0 to 64 columns of the outputs of the padding (SequenceLayout.zero_padding)."""
+        seq_layout.zero_padding(gO, gCuSeqlens, sequence, length, head, column)
+
 
 @static
 class StatesResult(ScanResult):
@@ -147,14 +167,15 @@ class StatesResult(ScanResult):
         """Is there an array z?"""
         return self.gated
 
+    def output_argument(self, seq_layout, tile):
+        return array(4)
+
     def __str__(self):
         return self.label + " of gated values" * self.gated
 
     @inlined
-    def fill_values(self, v, z, j, gV, gZ, at):
-        v.fill(j, gV, at)
-        if self.gated:
-            z.fill(j, gZ, at)
+    def fill_queries(self, q, j, gQ, at):
+        pass
 
     @inlined
     def gate_values(self, v_t, z, j, tile_type):
@@ -162,6 +183,14 @@ class StatesResult(ScanResult):
             v_t = v_t * silu(fp32(warpgroup.load_transposed(z.wait(j), tile_type)))
             z.release(j)
         return v_t
+
+    @inlined
+    def wait_stored(self):
+        pass
+
+    @inlined
+    def zero_padding(self, seq_layout, gO, gCuSeqlens, sequence, length, head, column):
+        pass
 
 
 class ScanStates(StatesResult):
@@ -192,6 +221,9 @@ class ScanNormalizer(ScanResult):
 
     reads_values, label = False, "normalizer"
 
+    def output_argument(self, seq_layout, tile):
+        return array(3)
+
     @inlined
     def fill_values(self, v, z, j, gV, gZ, at):
         pass
@@ -210,6 +242,10 @@ class ScanNormalizer(ScanResult):
         warpgroup.sync()  # no TMA store follows, which would synchronise the warps
         warpgroup.store(truncate(gO, 1, seq.end), row_max(o), (seq.batch, token, head), cols=1)
 
+    @inlined
+    def zero_padding(self, seq_layout, gO, gCuSeqlens, sequence, length, head, column):
+        pass  # outputs of padding are 0, whatever they are divided by
+
 
 @static
 class ScanOutputs(ScanResult):
@@ -224,12 +260,6 @@ class ScanOutputs(ScanResult):
     def __str__(self):
         labels = {"skip": self.skip, "divided": self.normalized, "silu": self.silu, "states of chunks": self.stores_states}
         return ", ".join(label for label, used in labels.items() if used)
-
-    @inlined
-    def fill_values(self, v, z, j, gV, gZ, at):
-        v.fill(j, gV, at)
-        if self.silu:
-            z.fill(j, gZ, at)
 
     @inlined
     def add_skip(self, o, values, d, tile_type):

@@ -38,13 +38,15 @@ class StateTiles:
         return 0 if self.sent else subtile(tiles, COLUMNS, consumer)
 
     @inlined
-    def put(self, params, tiles, slot, s_t, index, head, row, col):
-        """A consumer passes on its part of the state before a chunk, to products or to memory. slot: the number of its tile."""
-        if self.sent:
-            warpgroup.store(tiles.claim(slot), s_t)
-            tiles.publish(slot)
-        else:
-            self.result.store_state(params, s_t, index, head, row, col)
+    def put(self, params, tiles, slot, s_t, index, head, row, col, late):
+        """A consumer passes on its part of the state before a chunk, to products or to memory. slot: the number of its tile.
+        late: is this after the chunk's loads? A scan without outputs puts it then, as the loads' fence would wait for it."""
+        if late != self.result.has_outputs:
+            if self.sent:
+                warpgroup.store(tiles.claim(slot), s_t)
+                tiles.publish(slot)
+            else:
+                self.result.store_state(params, s_t, index, head, row, col)
 
     @inlined
     def write(self, own_tile, s_t):
