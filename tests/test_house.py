@@ -146,6 +146,12 @@ def test_rooms_import_one_way(package):
     reach(between_rooms(house()[0], package))
 
 
+def test_what_the_recurrent_family_shares_knows_no_delta_rule():
+    """Folders `delta` import folders `recurrent`, not the other way round, of parts, kernels and plans alike."""
+    shared = {module: others for module, others in house()[0].items() if ".recurrent." in module}
+    assert [(module, other) for module, others in shared.items() for other in others if ".delta." in other] == []
+
+
 def test_rooms_of_fuse_have_an_order():
     """Each imports those before it. Nothing but the commands lies outside of all."""
     rooms = [f"fuse.{room}" for room in FUSE_ROOMS]

@@ -41,10 +41,11 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
 
-from ...parts.delta.delta_chunks import PANEL, DeltaChunkConfig, ValuePanels, chunk_fields
+from ...parts.delta.delta_chunks import DeltaChunkConfig, ValuePanels, chunk_fields
 from ...parts.recurrent.channel_chunks import FENCED, ROWS, ChunkChannels
 from ...parts.recurrent.channel_pairs import FAR, PAIRS, DeltaPairs, DeltaPairTiles
 from ...parts.recurrent.gates import COL_VEC
+from ...parts.recurrent.state_panels import PANEL
 from ...parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout
 
 GROUPS = 4  # warpgroups, each with a quarter of the channels

@@ -25,8 +25,9 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ...parts.delta.delta_chunks import PANEL, WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, ValuePanels, chunk_fields
+from ...parts.delta.delta_chunks import WARP_COLUMNS, ChunkDecay, DeltaChunkConfig, ValuePanels, chunk_fields
 from ...parts.recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ...parts.recurrent.state_panels import PANEL
 from ...parts.recurrent.tokens import CHUNK, ChunkPlace, SequenceLayout
 
 HALVES = 2  # of the channels of the keys: one for each warpgroup

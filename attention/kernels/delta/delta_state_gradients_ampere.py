@@ -22,8 +22,9 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
 from ...parts.delta.delta_channels import DeltaWalkConfig, walk_fields
-from ...parts.delta.delta_chunks import PANEL, WARP_COLUMNS, WARPS, TwoParts, state_row
+from ...parts.delta.delta_chunks import WARP_COLUMNS, WARPS, TwoParts
 from ...parts.recurrent.gates import ROW_VEC, TILE
+from ...parts.recurrent.state_panels import PANEL, state_row
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 

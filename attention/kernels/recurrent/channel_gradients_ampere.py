@@ -37,7 +37,6 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
 from tiles.targets import LARGE, MEDIUM, Target
 
-from ...parts.delta.delta_chunks import PANEL
 from ...parts.recurrent.channel_chunks import (
     FENCED,
     HALVES,
@@ -49,6 +48,7 @@ from ...parts.recurrent.channel_chunks import (
     chunk_fields,
 )
 from ...parts.recurrent.channel_pairs import SQUARE, ChannelPairs, PairGradients, PairTiles
+from ...parts.recurrent.state_panels import PANEL
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout
 
 WARPS = WARPGROUP * HALVES  # of a block

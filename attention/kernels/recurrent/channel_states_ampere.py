@@ -21,8 +21,8 @@ from tiles.launching.arguments import ENDS, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ...parts.delta.delta_chunks import PANEL, state_row
 from ...parts.recurrent.channel_chunks import ROWS, ChannelChunkConfig, chunk_fields
+from ...parts.recurrent.state_panels import PANEL, state_row
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 
 STAGES = 2  # chunks in flight

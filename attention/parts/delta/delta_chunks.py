@@ -32,9 +32,9 @@ over the chunk's tokens i, which gate_gradient.py sums, as for linear attention 
 (delta_gate_sums.py). A pair of tokens that are both at or after t adds to r of the one what it subtracts from r of the other,
 from the same rounded dP and G: so it cancels to the last bits of float32.
 
-The kernels since Ampere store S before and dS after each chunk in the input's dtype, interleaved: 32 columns of values of S,
-then the same columns of dS. The inverses, and the matrices that they multiply, are sums of two parts, high + low, with 16 bits
-of mantissa. E and Z have one part: more digits of them would add none to G, which is rounded, too.
+The kernels since Ampere store S before and dS after each chunk in the input's dtype, interleaved (state_panels.py). The
+inverses, and the matrices that they multiply, are sums of two parts, high + low, with 16 bits of mantissa. E and Z have one
+part: more digits of them would add none to G, which is rounded, too.
 
 The kernels for Hopper compute one inverse for E and Z. L = N (I + beta N)^-1 is strictly lower triangular, and
 
@@ -58,12 +58,12 @@ from tiles.layout import LANES
 
 from ..recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
 from ..recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ..recurrent.state_panels import PANEL
 from ..recurrent.tokens import CHUNK
 
 KEY_DIMS = 64, 128  # padded key dims
 WARPS = 4  # of a thread block that has 64 columns of values, or the tokens of a chunk
 WARP_COLUMNS = CHUNK // WARPS  # columns or tokens of a warp
-PANEL = 32  # columns of values that delta_gradients_ampere.py multiplies at once
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,6 @@ def chunk_fields(everything: bool) -> Iterator[tuple]:
             yield key_dim, fp16, gated, False, VECTOR_SIZES[0]
             yield key_dim, bf16, gated, not gated, VECTOR_SIZES[0]
             yield from ((key_dim, bf16, gated, False, vector_bytes) for vector_bytes in VECTOR_SIZES[1:])
-
-
-@inlined
-def state_row(column):
-    """The row of a chunk's interleaved states in memory with a column of values of S. That of dS is PANEL rows further."""
-    return int32(column + column // PANEL * PANEL)
 
 
 @static

@@ -6,8 +6,9 @@ from tiles import dtype, fp32, inlined, rt, static
 from tiles.launching.arguments import FLOAT, array, record
 
 from ..recurrent.gates import TILE
+from ..recurrent.state_panels import state_row
 from ..recurrent.tokens import CHUNK, SequenceLayout
-from .delta_chunks import WARP_COLUMNS, ChunkDecay, state_row
+from .delta_chunks import WARP_COLUMNS, ChunkDecay
 
 OUT = rt(CHUNK, WARP_COLUMNS, fp32)
 

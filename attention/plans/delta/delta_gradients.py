@@ -14,8 +14,8 @@ from ...kernels.delta import (
     delta_state_gradients_ampere,
     delta_walk_ampere,
 )
-from ...parts.delta.delta_chunks import PANEL
 from ...parts.delta.delta_gradient_config import VALUES
+from ...parts.recurrent.state_panels import PANEL
 from ...parts.recurrent.tokens import CHUNK, COLUMNS
 from ..recurrent.raw_inputs import by_tma
 from ..recurrent.recurrent_checks import has_channel_decay, is_varlen

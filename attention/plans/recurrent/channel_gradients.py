@@ -10,8 +10,8 @@ from tiles.launching.devices import machine
 from tiles.launching.launch import kernel_for
 
 from ...kernels.recurrent import channel_decayed_keys_ampere, channel_gradients_ampere, channel_states_ampere
-from ...parts.delta.delta_chunks import PANEL
 from ...parts.recurrent.channel_chunks import KEY_DIMS, VALUE_DIMS
+from ...parts.recurrent.state_panels import PANEL
 from ...parts.recurrent.tokens import CHUNK, COLUMNS
 from .recurrent_checks import DTYPES, has_channel_decay, is_varlen, pad_key_dim
 from .recurrent_chunks import (

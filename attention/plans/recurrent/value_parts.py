@@ -14,7 +14,7 @@ from tiles.cp_async import VECTOR_SIZES
 from tiles.launching.arrays import Operand
 
 from ...kernels.recurrent import sum_head_groups
-from ...parts.delta.delta_gradient_config import VALUES
+from ...kernels.recurrent.linear_gradients_hopper import VALUES
 from ..partial_sums import sum_groups
 from .raw_inputs import by_tma, launch_copies
 from .recurrent_chunks import Arrays, ScratchAllocator
