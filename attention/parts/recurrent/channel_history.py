@@ -56,7 +56,7 @@ class ChannelHistory:
         return int32(-1) if left > LEAST_LOG2 and count < n else count
 
     @inlined
-    def leads(self):
+    def is_first_warp(self):
         """Is this the first of the warps that count together?"""
         return warpgroup.rank() == 0
 
@@ -108,5 +108,5 @@ class BlockHistory(ChannelHistory):
         return int32(-1) if left > LEAST_LOG2 and count < n else count
 
     @inlined
-    def leads(self):
+    def is_first_warp(self):
         return warpgroup.id() == 0 and warpgroup.rank() == 0

@@ -142,5 +142,5 @@ class OverlapCounts:
         tokens = self.layout.segment_tokens(gCuSeqlens, sequence, length, segment, args.segments)
         history = self.layout.tokens_before(gCuSeqlens, sequence, length, tokens)
         count = self.history.count(args, params, gBeta, history, head, key_head, sums)
-        if self.history.leads():
+        if self.history.is_first_warp():
             args.gOverlaps[int32(self.layout.reversed), sequence * heads * group + head, segment] = float32(count)

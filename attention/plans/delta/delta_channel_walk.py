@@ -71,7 +71,7 @@ def count_walk_segments(walk_blocks: int, chunks: int, processors: int) -> int:
 
 
 @watched_function
-def fills(walk_blocks: int, chunks: int, processors: int) -> bool:
+def prefers_walk(walk_blocks: int, chunks: int, processors: int) -> bool:
     """Is a walk of whole sequences at least as fast as the launches of delta_scans.py?"""
     return chunks <= MIN_LONG_CHUNKS or walk_blocks >= MIN_OCCUPANCY * processors
 
@@ -203,17 +203,17 @@ def plan_channel_walk(problem: Problem, arrays: Arrays, scale: float, raw: RawOp
     consumers = int(choose_consumers(*sizes, processors))  # a key of a table
     costs, walk_blocks = CHANNEL_COSTS[consumers], launches.blocks // consumers
     schedule = schedule_chunks(problem, walk_blocks, costs, resident_ctas, scratch, min_gain=min_gain)
-    fills_gpu = fills(launches.blocks, chunks, processors)
-    if fills_gpu and not schedule.order.overlaps:
+    prefers_whole = prefers_walk(launches.blocks, chunks, processors)
+    if prefers_whole and not schedule.order.overlaps:
         return launches.walk_segments(schedule, segments)
-    if fills_gpu and (segments == 1 or not gains_segments(*sizes, segments, consumers, processors)):
+    if prefers_whole and (segments == 1 or not gains_segments(*sizes, segments, consumers, processors)):
         return launches.walk(schedule, 1, consumers=consumers)
     # The gates choose between a walk in segments, where sequences forget, and what is faster where they keep
     count, overlaps = launches.count_overlaps(segments)
     args: dict[str, Any] = {"gHistories": overlaps, "max_kept": segments // KEPT_SEGMENTS}
     forgets, keeps = (LaunchCondition(intern_value(HistoryCondition, x), args) for x in (True, False))
     in_segments = launches.walk(schedule_by_heads(problem, resident_ctas), segments, overlaps, forgets, forgets)
-    if fills_gpu:
+    if prefers_whole:
         beside = LaunchCondition(intern_value(HistoryCondition, False, True), args)
         return [count, *in_segments, *launches.walk(schedule, 1, None, keeps, beside, consumers)]
     return [count, *in_segments, *plan_channel_scans(problem, arrays, scale, raw, scratch, keeps)]

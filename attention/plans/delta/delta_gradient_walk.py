@@ -100,6 +100,16 @@ def plan_inverses(problem: Problem, buffers: Arrays, padded_keys: int, gated: bo
     return kernel.bind_declared(blocks, buffers, length=length, chunks=chunks, heads=heads, group=group, scale=scale)
 
 
+def count_segments(problem: Problem, stored: Arrays) -> int:
+    """The number of segments of each sequence that are walked through at once; 1: one walk along the whole. stored: what
+    forward stored, by the names of kernels' parameters, with scores if it is for segments."""
+    length, heads, sequences = problem("seqlen", "heads", "sequences")
+    sizes = sequences * heads, -(-length // CHUNK), machine(problem.device).processors
+    if stored:
+        return choose_walked_segments(*sizes) if "gScores" in stored else 1
+    return 1 if is_varlen(problem) else choose_segments(*sizes)
+
+
 def plan_delta_gradient_walk(
     problem: Problem, arrays: Arrays, scale: float, scratch: ScratchAllocator, record: Arrays
 ) -> list[Step]:
@@ -107,14 +117,9 @@ def plan_delta_gradient_walk(
     length, heads, key_heads, sequences, key_dim = problem("seqlen", "heads", "heads_k", "sequences", "key_dim")
     chunks = count_chunk_indices(problem)
     padded_keys, gated = pad_key_dim(key_dim, KEY_DIMS), arrays["decay"] is not None
-    varlen, chunks_per_sequence = is_varlen(problem), -(-length // CHUNK)
-    stored, processors = record_buffers(record, ONE_WALK), machine(problem.device).processors
-    if stored:
-        by_segments = "gScores" in stored
-        segments = choose_walked_segments(sequences * heads, chunks_per_sequence, processors) if by_segments else 1
-    else:
-        segments = 1 if varlen else choose_segments(sequences * heads, chunks_per_sequence, processors)
-        by_segments = segments > 1
+    varlen, stored = is_varlen(problem), record_buffers(record, ONE_WALK)
+    segments = count_segments(problem, stored)
+    by_segments = segments > 1
 
     def chunk_scratch(*extents: int) -> Operand:
         return scratch(chunks, heads, *extents, dtype=problem.dtype)

@@ -104,13 +104,13 @@ def choose_record(memory: str, q: Any, v: Any, decay: Any, cu_seqlens: Any, layo
     if any([len(shape) != 4 for shape in shapes]) or key_dim > max(KEY_DIMS) or value_dim > VALUES:
         return ""
     ordinal, counts = device_ordinal(q), _count(v, cu_seqlens, layout)
-    if not is_hopper(ordinal) or not pays(counts[0], _processors(ordinal)):
+    if not is_hopper(ordinal) or not gains_record(counts[0], _processors(ordinal)):
         return ""
     fields = BY_CHANNEL if _has_channels(decay) else choose_fields(*counts, _processors(ordinal))
     return "" if fields == UNTIMED else fields
 
 
-def pays(head_sequences: int, processors: int) -> bool:
+def gains_record(head_sequences: int, processors: int) -> bool:
     """Are both passes together faster with a record? The arguments are those of choose_fields."""
     return head_sequences * PROCESSORS_PER_HEAD > processors
 

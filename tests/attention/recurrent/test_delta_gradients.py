@@ -287,7 +287,7 @@ def test_which_records(monkeypatch):
     assert fields(8, 2048, 32) == fields(1, 32768, 128) == fields(1, 32768, 32, 0) == delta_records.ONE_WALK
     assert fields(1, 32768, 32) == fields(2, 512, 32) == delta_records.SEGMENTED
     assert fields(1, 256, 32) == delta_records.ONE_WALK and fields(1, 32768, 16) == delta_records.SEGMENTED
-    assert delta_records.pays(32, 132) and not delta_records.pays(16, 132)
+    assert delta_records.gains_record(32, 132) and not delta_records.gains_record(16, 132)
     monkeypatch.setattr(delta_records, "_processors", lambda _: 4)
     v = np.zeros((1, 512, 2, 16), bf16)
     assert delta_records.choose_record("states", v, v, None, None, "bshd", None) == ""

@@ -120,7 +120,7 @@ def test_when_segments_gain_over_a_walk_beside(heads, length, chosen):
 
 @pytest.mark.parametrize(("heads", "length", "fills"), [(8, 32768, True), (4, 32768, False), (4, 8192, True), (1, 8256, False)])
 def test_of_which_problems_a_walk_of_whole_sequences_is_fast(heads, length, fills):
-    assert delta_channel_walk.fills(2 * heads, length // 64, 132) == fills
+    assert delta_channel_walk.prefers_walk(2 * heads, length // 64, 132) == fills
 
 
 def test_a_grid_without_a_condition(place):
