@@ -35,8 +35,7 @@ from ...parts.recurrent.results import ScanNormalizer, ScanOutputs, ScanResult, 
 from ...parts.recurrent.tokens import CHUNK
 from .recurrent_checks import DTYPES, NO_DT_OPTIONS, DtOptions, is_varlen, pad_key_dim, repeat_head_numbers
 
-MIN_PARALLEL_SEGMENT_CHUNKS = 8  # chunks of a segment, at least, on one of several ranks (attention.parallel)
-MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least, on one GPU
+MIN_SEGMENT_CHUNKS = 4  # chunks of a segment, at least
 COMPOSE_CHUNKS = 1.5  # the time in which the last pass composes one local state, in chunks
 BLOCK_CHUNKS = 1.5  # the time of a thread block's prologue and epilogue, in chunks
 FOLDED_SCALES = 2**-6, 1  # scales by which fp16 scores can be multiplied without becoming too small or too large

@@ -12,6 +12,7 @@ import attention
 from attention import parallel
 from attention.parallel import sequence_shard as parts
 from attention.parallel.orders import Span
+from attention.parallel.recurrence import ShardedRecurrence
 from attention.parallel.recurrent import ShardedDeltaRule
 from attention.plans.recurrent import recurrent_chunks
 
@@ -39,8 +40,14 @@ def recurrent(name, arrays, whole=(), **options):
 
 @pytest.fixture
 def cut(monkeypatch):
-    """The interpreter has three multiprocessors: a shard of one head is split into as many segments as it has chunks."""
-    monkeypatch.setattr(recurrent_chunks, "MIN_PARALLEL_SEGMENT_CHUNKS", 1)
+    """How many segments shards are split into. The interpreter has three multiprocessors: a shard of one head is split into as
+    many as it has chunks, where no costs are weighed (linear attention and Mamba-2 weigh them)."""
+    monkeypatch.setattr(recurrent_chunks, "MIN_SEGMENT_CHUNKS", 1)
+    counts = []
+    for owner in ShardedRecurrence, recurrent_chunks:
+        count = owner.count_segments
+        monkeypatch.setattr(owner, "count_segments", lambda *args, count=count: counts.append(count(*args)) or counts[-1])
+    return counts
 
 
 def members(batch=1):
@@ -59,6 +66,7 @@ def test_the_delta_rule_in_segments(cut, channels):
     if not channels:
         ends = torch.tensor([0, 150, 150, LENGTH], dtype=torch.int32)
         recurrent("delta_rule", (q, k, v, beta), cu_seqlens=ends, return_state=True)
+    assert max(cut) == 3
 
 
 def test_forgotten_chunks_are_skipped(cut, monkeypatch):
@@ -108,6 +116,7 @@ def test_decays_of_channels_in_segments(cut):
     decay = -0.02 * torch.rand(1, LENGTH, 1, 16)
     decay[:, 130:132, :, :3] = -torch.inf
     recurrent("linear", (q, k, v), decay=decay, return_state=True)
+    assert max(cut) == 3
 
 
 def test_mamba2_in_segments(cut):
