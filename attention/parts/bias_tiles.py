@@ -19,7 +19,7 @@ class NoTiles(KernelPart):
     """TMA loads no bias: the methods do nothing."""
 
     def rings(self, stages: int, readers: int) -> dict[str, ring]:
-        """{name: ring} of bias tiles, for the plan of shared memory."""
+        """{name: ring} of bias tiles, for the shared storage."""
         return {}
 
     @inlined

@@ -31,7 +31,7 @@ class TransposeInProducer:
         return tiled(st(keys, columns, fp8e4m3), unit=1)
 
     def rings(self, keys: int, columns: int, stages: int, readers: int) -> dict[str, ring]:
-        """The rings of V, for the plan of shared memory."""
+        """The rings of V, for the shared storage."""
         loaded, transposed = st(keys, columns, fp8e4m3), st(columns, keys, fp8e4m3)
         return {
             "loaded": ring(loaded, stages, warpgroup.WARPGROUP),

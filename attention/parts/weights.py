@@ -17,7 +17,7 @@ class WeightsInRegisters:
     dtype: dtype
 
     def memory(self, rows: int, keys: int) -> dict[str, st]:
-        """The items for weights in the plan of shared memory: none."""
+        """The items for weights in the shared storage: none."""
         return {}
 
     @inlined

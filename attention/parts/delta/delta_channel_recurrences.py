@@ -78,7 +78,7 @@ class NoOutputRing:
     products = 0  # of a step that run while the consumer waits for E
 
     def rings(self, values, scores):
-        """The further members of shared memory. values, scores: the types of their tiles."""
+        """The further members of the shared storage. values, scores: the types of their tiles."""
         return {}
 
     @inlined

@@ -39,7 +39,7 @@ class StatesAlone:
         return record()
 
     def rings(self, key, square, consumers):
-        """The further members of shared memory. square: the tile of P."""
+        """The further members of the shared storage. square: the tile of P."""
         return {}
 
     @inlined

@@ -30,7 +30,7 @@ class BothRecurrences:
         return record()
 
     def rings(self, values):
-        """The further members of shared memory."""
+        """The further members of the shared storage."""
         return {}
 
     @inlined

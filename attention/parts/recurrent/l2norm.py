@@ -45,7 +45,7 @@ class L2Norm:
         return rt(16, self.columns, fp32)
 
     def rings(self, stages: int, **readers: int) -> dict:
-        """Members of shared memory: a ring of inverse norms for each of these numbers of warps that read them."""
+        """Members of the shared storage: a ring of inverse norms for each of these numbers of warps that read them."""
         if not self.enabled:
             return {}
         return {name: ring(sv(CHUNK, fp32), stages, n, writers=warpgroup.WARPGROUP) for name, n in readers.items()}

@@ -39,7 +39,7 @@ class PairExchange:
         return CREDIT.length * fp32.itemsize
 
     def members(self):
-        """What a kernel has in shared memory for it: room for the peer's halves and credits, and barriers for these."""
+        """What a kernel has in its shared storage for it: room for the peer's halves and credits, and barriers for these."""
         names = "full_dq", "full_dk", "free_dq", "free_dk"
         inbox = st(CONSUMERS * CHUNK, self.channels, self.dtype)
         return {"inbox": inbox, "credit": sv(CONSUMERS * CREDIT.length, fp32)} | {name: barrier() for name in names}

@@ -27,7 +27,7 @@ class StateTiles:
 
     @property
     def spec(self):
-        """The member of shared memory that holds these tiles."""
+        """What holds these tiles in the shared storage."""
         if self.sent:
             return ring(self.tile, self.consumers, 1 + warpgroup.WARPGROUP, writers=warpgroup.WARPGROUP)
         return st(self.consumers * self.tile.rows, self.tile.cols, self.tile.dtype)

@@ -35,7 +35,7 @@ class WalkOutputs:
         return st(CHUNK, self.key_dim, self.dtype)
 
     def members(self):
-        """The members of a kernel's shared memory that outputs have besides the rings."""
+        """What outputs have in the shared storage besides the rings, by name."""
         return {}
 
     @inlined
@@ -84,8 +84,8 @@ class WalkOutputs:
 
     @inlined
     def put_inputs(self, gDQ, gDK, ring, consumer, j, dx, place, memory):
-        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the kernel's
-        shared memory, opened."""
+        """A consumer passes on dQ or dK of the j-th chunk, dx. place: the chunk's ChunkPlace. memory: the opened
+        shared storage."""
         if self.unrounded:
             self.store_inputs(gDQ, gDK, consumer, dx, place.seq, place.token, place.head)
         else:
