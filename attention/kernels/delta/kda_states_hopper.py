@@ -7,9 +7,9 @@ these), and so ends with [N | M]. delta_compose_states_hopper.py composes these.
 import functools
 
 from numba import cuda
-from numpy import float32, int32
+from numpy import int32
 
-from ops import col_index, divmod, equal, truncate, warpgroup, where, zeros
+from ops import divmod, truncate, warpgroup
 from ops.for_attention.triangular_inverse import TRIANGLES, inverse_transposed, store_block_parts
 from tiles import fp32, inlined, ring, rt, shared, st
 from tiles.launching.arguments import ENDS, INT, array, tiled
@@ -20,6 +20,7 @@ from ...parts.recurrent.channel_config import DELTA_REGISTERS, DELTA_STAGES, Kda
 from ...parts.recurrent.channel_decay import FLAG, KdaDecay
 from ...parts.recurrent.l2norm import L2Norm
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
+from ...parts.recurrent.transposed_state import TransposedState
 
 
 class Config(KdaScanConfig):
@@ -55,8 +56,8 @@ def make(config: Config):
     """(kernel, shared memory) of a configuration."""
     CONSUMERS, INPUT, IN_PLACE, KEY_DIM = config.consumers, config.dtype, config.gates is fp32, config.key_dim
     PREPARER, (preparer_registers, consumer_registers), SETMAXNREG = CONSUMERS, DELTA_REGISTERS[CONSUMERS], CONSUMERS > 1
-    STATE, SCORES = rt(16, KEY_DIM, fp32), rt(16, CHUNK, fp32)
-    COL_VEC, WARPS, VALUES = SCORES.col_vec, warpgroup.WARPGROUP, rt(16, CHUNK, INPUT)
+    SCORES, WARPS = rt(16, CHUNK, fp32), warpgroup.WARPGROUP
+    COL_VEC = SCORES.col_vec
     readers = CONSUMERS * WARPS
     decay, channel_gates = KdaStatesDecay(KEY_DIM, INPUT, CONSUMERS), config.limited_gates
     PARAMS, BETA = channel_gates.params(), config.beta
@@ -77,6 +78,7 @@ def make(config: Config):
     )
     norm = L2Norm(config.l2norm, config.key_dim, config.key_dim // warpgroup.WARPGROUP)
     seq_layout = SequenceLayout(config.varlen)
+    state = TransposedState(KEY_DIM, INPUT, seq_layout)
     halved_scores, block_scores = KeyScores(KEY_DIM, INPUT), BlockScores(KEY_DIM, INPUT)
 
     @inlined
@@ -155,13 +157,12 @@ def make(config: Config):
             if SETMAXNREG:
                 warpgroup.claim_registers(consumer_registers)
             column = int32(COLUMNS * (CONSUMERS * block + wg))
-            identity = equal(warpgroup.row_index(COL_VEC) + float32(column - values), col_index(STATE))
-            s_t = where(identity, 1.0, zeros(STATE))
+            s_t = state.start_transition(column, values)
             for j in range(n):
                 decayed_keys, state_factor, strong = k_decayed.wait(j), state_decay.wait(j), decay.is_strong(flag.wait(j))
                 s_t = decay.decay_state(s_t, state_factor, not strong)
                 s_k = warpgroup.mm_ABt(INPUT(s_t), decayed_keys)
-                values_t = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), VALUES))
+                values_t = fp32(warpgroup.load_transposed(v.wait(CONSUMERS * j + wg), state.values))
                 v.release(CONSUMERS * j + wg)
                 u = seq_layout.zero_other_columns(values_t, seq.remaining(j)) - warpgroup.wait(s_k)
                 k_decayed.release(j)
