@@ -16,7 +16,11 @@ producer load gates of single tokens and compute b, some chunks ahead of the con
 If there are few long sequences, each is cut into segments that are scanned at the same time, in two passes. The first one
 computes the local state of each segment, that is the state after it if the state before it is 0, and its total decay. The
 second one computes the outputs, from the state before each segment. For few segments it composes that state itself from the
-local states; for more of them compose_segment_states.py does so in a launch of its own."""
+local states; for more of them compose_segment_states.py does so in a launch of its own.
+
+What differs between scans are objects with the same methods: the gates (parts/recurrent/gates.py), and the result, which is
+outputs, a normalizer, states (results.py) or gradients (gradients.py). Where `has_outputs` is False, a scan updates its state
+and does nothing else."""
 
 import functools
 import itertools
