@@ -90,16 +90,13 @@ def plan_channel_gradients(problem: Problem, arrays: Arrays, scale: float, scrat
     resident_ctas = channel_states_ampere.Config(*config_fields).ctas_per_sm * machine(problem.device).processors
     segments = choose_segments(2 * sequences * heads * width, 1, 1, parts, resident_ctas, SCAN_COSTS)
     if segments > 1:
-        key_dim = problem.extents["key_dim"]
-        local_names = {"gInitialState": ("gLocalStates", "gStateDecays"), "gDState": ("gLocalGradients", "gGradientDecays")}
-        local_states = {
-            name: allocate_local_states(problem, scratch, segments - 1, (value_dim, key_dim), key_dim) for name in local_names
-        }
-        for name, (local, decays) in local_names.items():
-            buffers |= {local: local_states[name]["gLocalStates"], decays: local_states[name]["gTotalDecays"]}
-        steps.append(scan(True, segments - 1, " ".join([x for names in local_names.values() for x in names])))
-        for name, local in local_states.items():
-            step, buffers[name] = compose_segments(problem, segments, local, buffers[name], scratch)
+        state = value_dim, problem.extents["key_dim"]
+        forward, reverse = (allocate_local_states(problem, scratch, segments - 1, state, state[1]) for _ in range(2))
+        buffers |= {"gLocalStates": forward["gLocalStates"], "gStateDecays": forward["gTotalDecays"]}
+        buffers |= {"gLocalGradients": reverse["gLocalStates"], "gGradientDecays": reverse["gTotalDecays"]}
+        steps.append(scan(True, segments - 1, "gLocalStates gStateDecays gLocalGradients gGradientDecays"))
+        for name, local_states in (("gInitialState", forward), ("gDState", reverse)):
+            step, buffers[name] = compose_segments(problem, segments, local_states, buffers[name], scratch)
             steps.append(step)
     steps.append(scan(False, segments, "gInitialState gDState gDInitialState gStates"))
     stages = channel_gradients_ampere.stages_for(machine(problem.device).shared_bytes)
