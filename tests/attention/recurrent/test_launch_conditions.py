@@ -33,7 +33,7 @@ def choose(monkeypatch, nothing_known):
         monkeypatch.setattr(chunk_schedule, "ITEM_CHUNKS", 1)
         monkeypatch.setattr(chunk_schedule, "gains_beside", lambda *_: fills)
         monkeypatch.setattr(delta_channel_walk, "count_walk_segments", lambda *_: segments)
-        monkeypatch.setattr(delta_channel_walk, "fills", lambda *_: fills)
+        monkeypatch.setattr(delta_channel_walk, "prefers_walk", lambda *_: fills)
         monkeypatch.setattr(delta_channel_walk, "gains_segments", lambda *_: True)
 
     return choose
