@@ -93,7 +93,7 @@ def scan_chunks(
     else:
         config = module.Config(padded, dtype, gates is not None, varlen, consumers=consumers, **options)
         if gates and len(gates.form.shape) == 1:  # one for each head
-            arrays["gGates"] = gates.spread(0, length).spread(0, batch)
+            arrays = arrays | {"gGates": gates.spread(0, length).spread(0, batch)}
     blocks = -(-width // config.consumers)
     return kernel_for(module, config, problem.device).bind(
         sequences * heads * grid_segments * blocks,
