@@ -1,4 +1,4 @@
-"""The options of calls, which are all arguments but arrays: the arguments that several functions take, once; records of options
+"""The options of calls, which are all arguments but arrays: the arguments that several functions take, once; groups of options
 as planners take them; and checks. A check returns a plain Python value, so that equal options compare equal, whatever types the
 caller used."""
 
@@ -48,7 +48,7 @@ DEFAULTS: dict[str, Any] = {"aux": (), "norm_eps": 1e-6, "dropout": 0.0}  # of t
 
 
 # ---- what planners take ----------------------------------------------------------------------------------------------
-# Records are flat in a Program's options (tiles/calls/planner_options.py).
+# Groups are flat in a Program's options (tiles/calls/planner_options.py).
 class ScoreOptions(NamedTuple):
     """Which keys a query sees and what becomes of scores, besides arrays. left, right: of the window. mask, score: the names
     under which python_functions.py has registered the functions. attention.decode fills the first four by their places."""

@@ -49,7 +49,7 @@ from ..launching.lengths import Trace
 from ..launching.loaded_code import compile_together, wait_for_numba
 from . import jax_call, remembered_calls, torch_op
 from .plan import ArrayView, LruTable, Plan, PreparedCall
-from .planner_options import option_types, to_records
+from .planner_options import group_options, option_types
 from .remembered_calls import NOT_SERVED
 from .schema import Schema
 from .watched_plans import Variable, WatchedPlan
@@ -72,7 +72,7 @@ def program(
 ) -> Callable[[Callable[..., Plan]], Program]:
     """Make a planner a function of (stream, arrays, options, layout), the arrays being those of the schema.
 
-    The planner is called with the Problem and the options, which it may take as records (planner_options.py); it raises
+    The planner is called with the Problem and the options, which it may take in groups (planner_options.py); it raises
     ValueError or TypeError, or returns a Plan.
 
     gradient: gradient(names, options=, layout=) refuses what it cannot differentiate, with respect to these arguments of the
@@ -360,7 +360,7 @@ class Program:
         """Plan a call with arrays of these forms: (the Problem, the Plan with the step that checks values first, the names of
         the results)."""
         problem = self.schema.problem(forms, layout)
-        plan = self.planner(problem, *to_records(self.planner)(options))
+        plan = self.planner(problem, *group_options(self.planner)(options))
         if (device is None or check_options().values) and (check := self.schema.check(problem, forms)):
             plan = plan._replace(steps=[check, *plan.steps])
         return problem, plan, self.schema.results(dict(zip(self.options, options)))
