@@ -145,7 +145,7 @@ class tensor:
     def __repr__(self):
         return f"tensor(an array of shape {tuple(self.array.shape)}, {self.spec.tile})"
 
-    def window(self, at):
+    def view_at(self, at):
         """What the tile at `at` covers of the array, as a view of the tile's axes, and which part of the tile that is."""
         index, inside = [], {}
         for axis, (start, size) in enumerate(zip(self.spec.origin(at), self.array.shape)):
@@ -165,13 +165,13 @@ class tensor:
         """The tile at `at`, zeros outside the array."""
         tile = self.spec.tile
         out = np.zeros(tile.shape, tile.dtype.np)
-        part, inside = self.window(at)
+        part, inside = self.view_at(at)
         out[inside] = tile.dtype.copied(part)
         return out
 
     def store(self, at, values, fold=None):
         """Write the tile at `at`, or what `fold` makes of what is there and it; what lies outside the array is dropped."""
-        part, inside = self.window(at)
+        part, inside = self.view_at(at)
         part[...] = fold(part, values[inside]) if fold else values[inside]
 
 

@@ -18,7 +18,7 @@ from tiles.types import rt, rv
 from .shared_tiles import bytes_of, describe_index, joined, shifts
 
 
-def window(array, spec, at, rows, cols):
+def view_at(array, spec, at, rows, cols):
     """The view of a global array that a tile or vector at index `at` covers, tile axes last, and which part of the tile or
     vector that is."""
     axes = [rows % array.ndim, cols % array.ndim] if isinstance(spec, rt) else [cols % array.ndim]

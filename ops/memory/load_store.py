@@ -109,7 +109,7 @@ def store_rows(target, value, at, rows, cols, is_aligned, rank):
     if is_aligned and (reason := global_vectorized.misaligned(target, value.spec, at, cols, is_aligned)):
         raise current_warp().hazard(f"aligned store: {reason}")
     at = shifted(value.spec, at, rows, cols, rank)
-    view, part = global_elements.window(target, value.spec, at, rows, cols)
+    view, part = global_elements.view_at(target, value.spec, at, rows, cols)
     array = value.array if isinstance(value.spec, rt) else value.array.ravel()
     current_warp().put(view, DTYPES[view.dtype].round(array[part]))
     note(AccessStep, view, True)
@@ -122,7 +122,7 @@ def load_rows(source, spec, at, rows, cols, is_aligned, rank, fenced=True):
         return values.astype(np.float32).reshape(spec.shape)
     if is_aligned and (reason := global_vectorized.misaligned(source, spec, at, cols)):
         raise current_warp().hazard(f"aligned load: {reason}")
-    view, part = global_elements.window(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
+    view, part = global_elements.view_at(source, spec, shifted(spec, at, rows, cols, rank), rows, cols)
     out = np.zeros(spec.shape if isinstance(spec, rt) else spec.length, np.float32)
     out[part] = view
     note(AccessStep, view, False)

@@ -188,7 +188,7 @@ class InterpretedWarp(greenlet):
         barrier.block.check_reachable(self, f"fills {tile.name}")
         shadow, cells = barrier.block.shadow, TileCells(tile)
         self._check_access(shadow.unwritable(self.clock, cells, True), f"fills {tile.name}")
-        self._start_copy(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.window(at)[0])
+        self._start_copy(tile, barrier, lambda: source.load(at), "the copy into", after, lambda: source.view_at(at)[0])
 
     def _start_copy(self, tile, barrier, values, operation, after=(), view=lambda: None):
         """Start an asynchronous copy of `values()` to a shared tile, from `view()` of global memory."""
@@ -221,14 +221,14 @@ class InterpretedWarp(greenlet):
         clock, time, place = self.clock.copy(), self.tick(), self.place()
 
         def complete():
-            view, inside = target.window(at)
+            view, inside = target.view_at(at)
             accesses = self.block.cluster.accesses
             if accesses and not fold and (written := accesses.region(view)):
                 accesses.stores.note(self, clock, time, place, view, shadow.get(tile)[inside], written)
             target.store(at, shadow.get(tile), fold)
 
         store = self.block.cluster.start(complete, f"the TMA store of {tile.name}", tile.spec.nbytes, place)
-        self._record_copy(store, "TMA", lambda: target.window(at)[0], True)
+        self._record_copy(store, "TMA", lambda: target.view_at(at)[0], True)
         shadow.note_read(agent, self.stores, cells, Event("read", store.operation, store.place))
         self.sent.append(store)
         self.overwritten = self.overwritten if fold else store.operation
@@ -236,7 +236,7 @@ class InterpretedWarp(greenlet):
     def inside(self, tensor, at):
         """A Hazard if the tile at `at` does not exist."""
         try:
-            tensor.window(at)
+            tensor.view_at(at)
         except IndexError as error:
             raise self.hazard(str(error), "bounds") from None
 
