@@ -293,6 +293,32 @@ def test_docstrings_are_sentences():
     assert docstrings == []
 
 
+EXPLAINED = re.compile(r"(?:^|(?<=\w[.;)] ))((?:[a-z]\w*, )*[a-z]\w*): ")  # `name: meaning` at the beginning of a sentence
+NO_ARGUMENTS = {"float16", "float32"}  # also stand before a colon, with what holds for them
+EXPLAIN_RESULTS = "attention/compat/", "attention/reference/"  # these explain other libraries' results, and papers'
+
+
+def explained_without_being_there(path, tree):
+    """(line, name) of each name that a function's docstring explains and the module has nowhere: a renaming has taken it."""
+    names = {*names_in(compile(tree, path, "exec"))} | {x.arg for x in ast.walk(tree) if isinstance(x, ast.arg | ast.keyword)}
+    names |= {x.value for x in ast.walk(tree) if isinstance(x, ast.Constant) and isinstance(x.value, str)}
+    for function in ast.walk(tree):
+        text = ast.get_docstring(function) if isinstance(function, ast.FunctionDef) and not function.args.kwarg else None
+        for match in EXPLAINED.finditer(" ".join((text or "").split())):
+            yield from ((function.lineno, x) for x in match[1].split(", ") if x not in names | NO_ARGUMENTS)
+
+
+def test_docstrings_explain_arguments_that_there_are():
+    """Twelve explained an argument by the name that it had before a renaming."""
+    stale = []
+    for folder in PACKAGES:
+        for file in (ROOT / folder).rglob("*.py"):
+            path = str(file.relative_to(ROOT))
+            if not path.startswith(EXPLAIN_RESULTS):
+                stale += [f"{path}:{line} {x}" for line, x in explained_without_being_there(path, ast.parse(file.read_text()))]
+    assert stale == []
+
+
 # Class attributes that others read: Numba, torch, users' kernels, and users of FlashInfer's names.
 READ_ELSEWHERE = {"update_variable", "prefer_literal", "generate_vmap_rule", "laneid", "blockDim", "begin_forward"}
 

@@ -375,7 +375,7 @@ class InterpretedWarp(greenlet):
         self.collectives += 1
 
     def set_registers(self, n, increases):
-        """setmaxnreg: take registers from the block's pool, or give some back."""
+        """Take registers from the block's pool, or give some back (setmaxnreg). n: the registers of a thread after it."""
         if n < self.registers if increases else n > self.registers:
             verb = "claims" if increases else "keeps"
             raise self.hazard(f"{verb} {n} registers a thread, and it has {self.registers}", "registers")
