@@ -55,7 +55,10 @@ def test_bias_around_every_edge(place, form, tokens, options):
         judged(place, form, lengths, tokens, **options)
 
 
-@pytest.mark.parametrize(("form", "size", "window"), [(FORMS[0], None, None), (FORMS[1], 64, None), (FORMS[2], 24, (70, 0))])
+FORM_IN_PAGES = pytest.param(FORMS[1], 64, None, marks=pytest.mark.release)
+
+
+@pytest.mark.parametrize(("form", "size", "window"), [(FORMS[0], None, None), (FORMS[2], 24, (70, 0)), FORM_IN_PAGES])
 def test_bias_in_tiles_of_64(place, form, size, window):
     lengths = edges(decode_hopper.KV, 2 * decode_hopper.KV)
     judged(place, form, lengths, size=size, window=window, splits=2 - (size is None), family="sm_90")

@@ -178,6 +178,7 @@ def test_norms_with_cu_seqlens_new():
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
+@pytest.mark.release
 def test_as_compiled(as_compiled):
     """The compiled PTX, run by the emulator."""
     as_compiled("sm_90a")
