@@ -98,10 +98,9 @@ def launched_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_output_is_what_follows(page, no_new_ops, monkeypatch, launched_kernels):
+def test_output_is_what_follows(page, no_new_ops, monkeypatch):
     """In the pages of docs/, a text block is what the Python block before it printed. A report is so but for what each version
-    of the compiler does in its own way. The page's own kernels are machine code for Hopper, too, without spills and local
-    memory."""
+    of the compiler does in its own way."""
     if page not in WITH_KERNELS:  # attention's own are typed in tests/attention/test_inspect.py
         monkeypatch.setenv("TILES_CHECK", "0")
     namespace, printed = {"__name__": Path(page).stem}, None
@@ -115,7 +114,17 @@ def test_output_is_what_follows(page, no_new_ops, monkeypatch, launched_kernels)
             continue
         with contextlib.redirect_stdout(printed := io.StringIO()):
             run(page, line, block, namespace)
-    for kernel, signature in launched_kernels.items() if page in WITH_KERNELS else ():
+
+
+@pytest.mark.release  # CI has typed them, where they were launched
+@pytest.mark.parametrize("page", WITH_KERNELS)
+def test_kernels_are_machine_code(page, no_new_ops, monkeypatch, launched_kernels):
+    """The pages' own kernels, for Hopper, without spills and local memory."""
+    monkeypatch.setenv("TILES_CHECK", "0")
+    namespace = {"__name__": Path(page).stem}
+    for line, block in blocks(page, "python"):
+        run(page, line, block, namespace)
+    for kernel, signature in launched_kernels.items():
         actual = compile_kernel(kernel, signature, "sm_90a")
         prints = "print" in kernel.py_func.__code__.co_names  # printf takes its arguments from memory
         assert actual.spill_bytes == 0 and (actual.local_bytes == 0 or prints) and not actual.warnings, actual.log
