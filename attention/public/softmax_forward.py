@@ -53,9 +53,9 @@ def forward(
 ) -> Any:
     """Attention: out = softmax(scale * q k^T) v, per batch and head.
 
-    q: (B, Sq, H, D). k: (B, Sk, Hkv, D). v: (B, Sk, Hkv, Dv). With layout="bhsd": (B, H, S, D) and so on. bfloat16 or
-    float16 (for fp8 see below). D and Dv: multiples of 8 up to 256. H: a multiple of Hkv (GQA, MQA); query head h reads key
-    head h // (H // Hkv). Any lengths. Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
+    q: (B, Sq, H, D). k: (B, Sk, Hk, D). v: (B, Sk, Hk, Dv). With layout="bhsd": (B, H, S, D) and so on. bfloat16 or
+    float16 (for fp8 see below). D and Dv: multiples of 8 up to 256. H: a multiple of Hk (GQA, MQA); query head h reads key
+    head h // (H // Hk). Any lengths. Any base addresses, and any strides with a contiguous last axis; multiples of 16 bytes
     are fast. Nothing is ever copied.
 
     Which keys a query sees: those that all of these allow. A query that sees no key gives 0.
@@ -91,7 +91,7 @@ def forward(
             is a sequence by itself, of which the first lengths_k[b, c] keys are in use; without gradients, mask, score, bias,
             dropout and slopes of each batch.
 
-    q_norm, k_norm, norm_eps: norms of the rows of q and k, before everything else. Weights (D), or (H, D) and (Hkv, D), of
+    q_norm, k_norm, norm_eps: norms of the rows of q and k, before everything else. Weights (D), or (H, D) and (Hk, D), of
     an RMS norm: x / sqrt(mean(x^2) + norm_eps) * weights. Or a pair (weights, bias) of a layer norm: the same of x -
     mean(x), plus bias. Queries are normalised in the kernel. Keys are normalised by a small kernel before it, and rounded to
     k's dtype.
@@ -105,8 +105,8 @@ def forward(
     rounded to e4m3 at 2^8 times their size, and summed in float32. out is bfloat16, or float16 if you give such an array. There
     is no bias, q_norm, k_norm, dropout or gradient.
         q_descale, k_descale, v_descale: positive numbers by which the arrays are multiplied; 1 by default. A number or float32
-            (Hkv) or (B, Hkv), with N instead of B for packed sequences. Or one for each block of 128 rows, as
-            attention.quantize makes them: (B, blocks, H) for q, (B, blocks, Hkv) for k and v, with layout="bhsd" the blocks
+            (Hk) or (B, Hk), with N instead of B for packed sequences. Or one for each block of 128 rows, as
+            attention.quantize makes them: (B, blocks, H) for q, (B, blocks, Hk) for k and v, with layout="bhsd" the blocks
             last; for up to 128 columns, and sequences that have a batch each.
         If only k and v are float8_e4m3fn, on any GPU that knows it, small kernels convert them to q's dtype first, with
         descales of heads; everything but gradients works as without.
