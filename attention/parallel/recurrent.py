@@ -28,7 +28,7 @@ from ..plans.recurrent.raw_gradients import evaluate_by_kernels, normalize_by_ke
 from ..public import delta_rules, linear_family, linear_gradients, mamba
 from .peers import disable_compile
 from .recurrence import SegmentedRecurrence, Shape, ShardedRecurrence
-from .sequence_shard import MIN_DECAY, SequenceShard
+from .sequence_shard import MIN_LOG_DECAY, SequenceShard
 
 MAX_KEY_DIM = 128  # of the kernels of linear and mamba2 that split sequences into segments on every GPU
 MAX_VALUE_DIM = 256
@@ -201,7 +201,7 @@ class ShardedDeltaRule(ShardedRecurrence):
             return None
         lengths = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32).repeat_interleave(v.shape[2] // k.shape[2], 2)
         norms = (1 - beta.float() * lengths.square()).abs().clamp(min=1)
-        return shard.count_forgotten_chunks(decay.float().clamp(min=MIN_DECAY) + norms.log())
+        return shard.count_forgotten_chunks(decay.float().clamp(min=MIN_LOG_DECAY) + norms.log())
 
     def compose(self, m: Any, state: Any) -> Any:
         """M S, for matrices M."""

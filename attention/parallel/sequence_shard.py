@@ -14,7 +14,7 @@ from ..parts.recurrent.tokens import CHUNK
 from .orders import Span
 from .peers import Peers
 
-MIN_DECAY = -1000.0  # a smaller log decay leaves nothing either
+MIN_LOG_DECAY = -1000.0  # a smaller log decay leaves nothing either
 FORGOTTEN_LOG = -64 * math.log(2)  # a state that decays by more leaves less than float32 resolves beside values 2^-40 as large
 MIN_CHUNKS = 16  # the fewest chunks of a segment for which counting the forgotten ones pays
 
@@ -60,7 +60,7 @@ class SequenceShard:
 
     def sum_log_decays(self, x: Any) -> Any:
         """The sum of log decays (B, S, ..) over each sequence's or segment's tokens in this shard, (N, ..)."""
-        x = x.float().clamp(min=MIN_DECAY)  # differences of infinities would be NaN
+        x = x.float().clamp(min=MIN_LOG_DECAY)  # differences of infinities would be NaN
         if self.cu_seqlens is None:
             return x.sum(1)
         x = self.pack(x)[0].cumsum(0, dtype=torch.float64)

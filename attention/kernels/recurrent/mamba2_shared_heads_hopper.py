@@ -27,7 +27,7 @@ from tiles import bf16, dtype, fp32, ring, rt, shared, st, sv
 from tiles.launching.arguments import ENDS, INT, array, tiled
 from tiles.targets import Target
 
-from ...parts.recurrent.gates import COL_VEC, ROW_VEC, Mamba2Gate, load_line
+from ...parts.recurrent.gates import COL_VEC, MIN_LOG2_DECAY, ROW_VEC, Mamba2Gate, load_line
 from ...parts.recurrent.results import ScanOutputs
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, block_coord
 from ...parts.recurrent.transposed_state import TransposedState
@@ -37,7 +37,7 @@ REGISTERS = 24, 72, 208  # a thread of the producer, the scorer and a consumer
 KEY_DIMS = 64, 128  # as padded
 AHEAD = 2  # chunks by which the scorer may be ahead of consumers
 VECTORS = 8  # chunks whose gates are in shared memory
-MIN_DECAY = 2.0**-90  # a chunk that decays by less is strong
+MIN_DECAY = 2.0**MIN_LOG2_DECAY
 
 
 @dataclass(frozen=True)

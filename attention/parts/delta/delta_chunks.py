@@ -57,7 +57,7 @@ from tiles.cp_async import VECTOR_SIZES
 from tiles.layout import LANES
 
 from ..recurrent.gate_formulas import FORMULAS, PLAIN_BETA, BetaFormula, GateFormula
-from ..recurrent.gates import COL_VEC, ROW_VEC, TILE
+from ..recurrent.gates import COL_VEC, MIN_LOG2_DECAY, ROW_VEC, TILE
 from ..recurrent.state_panels import PANEL
 from ..recurrent.tokens import CHUNK
 
@@ -278,7 +278,7 @@ class TwoParts:
 BETA, SUM, DECAY, DECAY_TO_END = range(4)  # beta, b, exp(b), exp(b_last - b): the vectors of a chunk on Hopper
 VECTORS = 4  # how many these are
 LEAST_BETA = {bf16: 2.0**-40, fp16: 2.0**-14}  # stands for smaller betas in divisions: below the last digit of dV
-MIN_DECAY = 2.0**-90  # exp(b_last) below which a chunk is strong: a quotient by it might overflow
+MIN_DECAY = 2.0**MIN_LOG2_DECAY
 
 
 @static

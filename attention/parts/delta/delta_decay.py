@@ -4,15 +4,13 @@ delta_states_hopper.py). A chunk is `strong` if it decays by more than numbers c
 from numpy import float32
 
 from ops import col_index, cumsum, exp2, last_element, less, load, store, tile_min, warpgroup, where, zeros
-from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
+from tiles import dtype, fp16, fp32, inlined, rt, static
 from tiles.launching.arguments import array, record
 
 from ..recurrent.gate_formulas import GateFormula
-from ..recurrent.gates import CHUNK_LINE, LOG2_E, clamp_gates, load_line
+from ..recurrent.gates import CHUNK_LINE, LOG2_E, MIN_LOG2_DECAY, clamp_gates, load_line
 from ..recurrent.tokens import CHUNK
 
-# A chunk is strong if it decays by less than 2 to the power of this: 1 / its decay, times a value, might overflow
-MIN_LOG2_DECAY = {bf16: -90, fp16: -1}
 SCORES = rt(16, CHUNK, fp32)
 COL_VEC, ROW_VEC = SCORES.col_vec, SCORES.row_vec
 
@@ -103,8 +101,8 @@ class GatedDelta(UngatedDelta):
 
     @property
     def min_decay(self):
-        """The decay of a whole chunk below which it is strong."""
-        return 2.0 ** MIN_LOG2_DECAY[self.dtype]
+        """The decay of a whole chunk below which it is strong: in fp16, whose range is small, 1 / 2."""
+        return 0.5 if self.dtype is fp16 else 2.0**MIN_LOG2_DECAY
 
     @inlined
     def load_gates(self, gGates, seq, at):

@@ -43,6 +43,7 @@ COL_VEC, ROW_VEC = TILE.col_vec, TILE.row_vec  # a number for each of the 16 row
 CHUNK_COL_VEC = rt(CHUNK, 16, fp32).col_vec  # a number for each of 64 rows: a lane has half as many as of ROW_VEC
 CHUNK_LINE = rt(1, CHUNK, fp32, "line")  # a number for each of 64 tokens, two in each lane and none in two lanes
 LOG2_E = math.log2(math.e)
+MIN_LOG2_DECAY = -90.0  # of a chunk: one that decays by less is strong, as 1 / its decay, times a value, might overflow
 FLOOR = -100.0  # exp of it is 0 in fp32. Sums of lower gates would have fewer digits left for small gates beside them
 
 
