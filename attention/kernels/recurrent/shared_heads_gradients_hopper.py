@@ -104,7 +104,7 @@ def make(config: Config):
     INPUT, KEYS, decay = config.dtype, config.key_dim, HeadDecay(config.gates, config.dtype, config.with_gates)
     (producer_registers, consumer_registers), seq_layout = REGISTERS, SequenceLayout(config.varlen)
     head_rows, output_gate = HeadRows(decay, config.skip, config.gated), HeadOutputGate(decay, config.skip, config.gated)
-    SUMS, ROWS = rt(16, KEYS, fp32), rt(16, COLUMNS, INPUT)
+    SUMS = rt(16, KEYS, fp32)
     KEY, VALUE, STATE = st(CHUNK, KEYS, INPUT), st(CHUNK, COLUMNS, INPUT), st(COLUMNS, KEYS, INPUT)
     ALL_KEYS, ALL_VALUES = tiled(KEY, unit=1), tiled(VALUE, unit=1)
     DQK = array(4, fp32 if config.partial else INPUT)
@@ -233,14 +233,12 @@ def make(config: Config):
                             dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args
                         )
                         decay.wait(weighted_vs, slot, v_tile)
-                        if decay.gates:
-                            sums.release(slot)
+                        decay.release_sums(sums, slot, False)
                     else:
                         dp_sum, dots = decay.add_scores(
                             dp_sum, p, decayed_do, tiles, b, weighted_vs, slot, scale, output_gate, gate_args
                         )
-                        if decay.gates:
-                            sums.release(slot, None, True)  # decayed_do's fence is that of loads, too
+                        decay.release_sums(sums, slot, True)  # decayed_do's fence is that of loads, too
                     dq = warpgroup.wait(dq)
                     decay.give_back(weighted_vs, slot)
                     output_gate.give_back_own(decayed_dos, turn)
@@ -277,7 +275,7 @@ def make(config: Config):
                     d = head_rows.load_d(gD, head, column)
                     v_tile, do_tile = v.wait(slot), do.wait(slot)
                     ds_tile, (b, a, b_last) = ds.wait(slot), decay.load(sums, slot)
-                    values, strong = fp32(warpgroup.load(v_tile, ROWS, fenced=False)), decay.is_strong(b_last)
+                    values, strong = decay.load_rows(v_tile), decay.is_strong(b_last)
                     weighted_v = INPUT(decay.decay(values, a * (strong - 1.0)))
                     carried_dv = warpgroup.mm_ABt(k_tile, ds_tile)
                     dk = warpgroup.mma_AB(dk, INPUT(decay.decay(values, b_last - a)), ds_tile)
@@ -299,8 +297,7 @@ def make(config: Config):
                     warpgroup.store(out.claim(slot), dv)
                     out.publish(slot)  # its fence is that of loads, too
                     output_gate.give_back(decayed_dos, turn, late=True)
-                    if decay.gates:
-                        sums.release(slot, None, True)
+                    decay.release_sums(sums, slot, True)
                     v.release(slot)
                     do.release(slot)
                     ds.release(slot)

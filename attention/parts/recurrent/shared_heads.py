@@ -20,10 +20,9 @@ from ops import (
 )
 from tiles import dtype, fp16, fp32, inlined, rt, static
 
-from .gates import COL_VEC, ROW_VEC, TILE, load_tokens
+from .gates import COL_VEC, MIN_LOG2_DECAY, ROW_VEC, TILE, load_tokens
 from .tokens import CHUNK, COLUMNS, send_tile
 
-MIN_SUM = -90.0  # of a chunk's gates, in powers of 2: decays of one that sums to less are no products of factors
 STATE_PART = rt(16, 16, fp32)  # of S^T dS, whose blocks on the diagonal a warp of the producer adds up
 STATE_WARPS = warpgroup.WARPGROUP - 2  # of the producer, which compute <S, dS>
 SKIPS = "", "head", "column"  # does each head, or each column, have a D? "": there is none
@@ -73,6 +72,17 @@ class HeadDecay:
         return load_tokens(sums.wait(slot), part)
 
     @inlined
+    def release_sums(self, sums, slot, fenced):
+        """Release b and a of a chunk and head. fenced: as in ring.publish."""
+        if self.gates:
+            sums.release(slot, None, fenced)
+
+    @inlined
+    def load_rows(self, tile, fenced=False):
+        """This warp's rows of a tile of values. fenced: as in ops.load."""
+        return fp32(warpgroup.load(tile, rt(16, COLUMNS, self.dtype), fenced=fenced))
+
+    @inlined
     def decay(self, x, b):
         """x times exp2(b), if there are gates."""
         return x * exp2(b) if self.gates else x
@@ -81,7 +91,7 @@ class HeadDecay:
     def is_strong(self, b_last):
         """1.0 if a chunk is strong, 0.0 if not."""
         if self.factored:
-            return float32(1) if b_last < MIN_SUM else float32(0)
+            return float32(1) if b_last < MIN_LOG2_DECAY else float32(0)
         return float32(1) if self.gates else float32(0)
 
     @inlined
@@ -175,11 +185,6 @@ class HeadOutputGate:
     skip: str
     gated: bool
 
-    @property
-    def tile_type(self):
-        """A warp's part of a tile of values."""
-        return rt(16, COLUMNS, self.decay.dtype)
-
     @inlined
     def fill(self, z, slot, gZ, at):
         """Have TMA load the slot-th tile of z."""
@@ -189,9 +194,9 @@ class HeadOutputGate:
     @inlined
     def load_dout(self, do_tile, z, slot):
         """The first consumer's rows of dy, or of dO. With z it leaves dO silu'(z) in place of z."""
-        dout = fp32(warpgroup.load(do_tile, self.tile_type, fenced=not self.decay.factored))
+        dout = self.decay.load_rows(do_tile, fenced=not self.decay.factored)
         if self.gated:
-            rows = self.load_rows(z.wait(slot))
+            rows = self.decay.load_rows(z.wait(slot))
             s = sigmoid(rows)
             y = rows * s
             warpgroup.store(z.wait(slot), dout * silu_derivative(y, s))
@@ -228,10 +233,10 @@ class HeadOutputGate:
             v_tile, z, dzs, slot, gD, d = gate_args
             y = self.decay.decay(o, b)
             if self.skip == "head":
-                y = y + self.load_rows(v_tile) * d
+                y = y + self.decay.load_rows(v_tile) * d
             elif self.skip:
-                y = y + self.load_rows(v_tile) * load(gD, ROW_VEC, d)
-            warpgroup.store(dzs.claim(slot), y * self.load_rows(z.wait(slot)))
+                y = y + self.decay.load_rows(v_tile) * load(gD, ROW_VEC, d)
+            warpgroup.store(dzs.claim(slot), y * self.decay.load_rows(z.wait(slot)))
             dzs.publish(slot)  # its fence is that of loads, too
             z.release(slot)
 
@@ -248,11 +253,6 @@ class HeadOutputGate:
         if self.gated:
             o = warpgroup.wait(warpgroup.mma_AB(self.decay.decay(o, b), weighted_p, gate_args[0]))
             self.put_gradient(o, 0.0, gate_args)
-
-    @inlined
-    def load_rows(self, tile):
-        """This warp's rows of a tile of values, without a fence."""
-        return fp32(warpgroup.load(tile, rt(16, COLUMNS, self.decay.dtype), fenced=False))
 
     @inlined
     def give_back(self, ring, turn, late):
@@ -282,6 +282,11 @@ class HeadRows:
     skip: str
     gated: bool = False
 
+    @property
+    def has_query_dots(self):
+        """Does the first consumer put sums of rows?"""
+        return self.decay.with_gates or bool(self.skip)
+
     @inlined
     def load_d(self, gD, head, column):
         """D of a block of columns, or that of a head for each row."""
@@ -304,7 +309,7 @@ class HeadRows:
     def load_values(self, v_tile):
         """The first consumer's rows of V, if it computes V' or rowsum(dO * V)."""
         if self.decay.factored or self.skip:
-            return fp32(warpgroup.load(v_tile, rt(16, COLUMNS, self.decay.dtype), fenced=not self.decay.factored))
+            return self.decay.load_rows(v_tile, fenced=not self.decay.factored)
 
     @inlined
     def dot_values(self, dout, values, gColumnSums, head, chunk, column):
@@ -321,7 +326,7 @@ class HeadRows:
     def put_skip_dots(self, ring, slot, skip_dots):
         """The first consumer: dO . V of each row, if it is wanted. The rest of the slot-th tile of the ring, which is returned,
         is for `put_query_dots`."""
-        if self.decay.with_gates or self.skip:
+        if self.has_query_dots:
             rows = ring.claim(slot)
             if self.skip:
                 warpgroup.store(subtile(rows, CHUNK, 1), skip_dots)
@@ -330,7 +335,7 @@ class HeadRows:
     @inlined
     def put_query_dots(self, ring, slot, rows, dots):
         """The first consumer: q . dq of each row, if it is wanted."""
-        if self.decay.with_gates or self.skip:
+        if self.has_query_dots:
             if self.decay.with_gates:
                 warpgroup.store(subtile(rows, CHUNK, 0), dots)
             ring.publish(slot)
@@ -352,7 +357,7 @@ class HeadRows:
     def send(self, outputs, query_dots, key_dots, slot, seq, at, chunk, head, column, width):
         """Store by one warp what consumers put of a block of a head's columns. at: the coordinates of its rows."""
         gQueryDots, gKeyDots, gCarriedDots, gSkipSums = outputs
-        if self.decay.with_gates or self.skip:
+        if self.has_query_dots:
             rows = query_dots.wait(slot)
             if self.decay.with_gates:
                 store(truncate(gQueryDots, 1, seq.end), load_tokens(rows, 0), at, cols=1)
