@@ -7,12 +7,12 @@ first one keeps dS and computes what is left:
     dQ = scale exp(b) dO S^T + dP K
     dK = [exp(b_last - b) U dS^T + dP^T Q + G^T K]  +  [G K - exp(b) dV S^T]
 
-As dV is there, no product of a step waits for that of another one but by way of dS. Two warpgroups, the consumers, hold dS
-transposed, 64 columns of values each; besides, the first computes dP, the second G, whose product has beta dbeta on its
-diagonal. A third one computes dQ and dK. What all sum of rows is stored by warps of the fourth.
+As dV is there, a chunk's products depend on those of the chunk after it through dS alone. Two warpgroups, the consumers, hold
+dS transposed, 64 columns of values each; besides, the first computes dP, the second G, whose product has beta dbeta on its
+diagonal. A third one computes dQ and dK. Warps of the fourth store the sums of rows that the other three compute.
 
-Where a few value heads share a key head, their blocks add up dQ and dK in the output, one after the other: each chunk and key
-head has counts of those that have."""
+Where a few value heads share a key head, their blocks add up dQ and dK in the output, one after the other: for each chunk and
+key head, two counts say how many have added their dQ, and how many their dK."""
 
 import functools
 import itertools
@@ -101,10 +101,17 @@ def make(config: Config):
         out.release(index)
 
     @inlined
+    def wait_turn(gCounts, at, member):
+        """Wait until the value heads before this one have added theirs."""
+        if ADDS:
+            wait_count(gCounts, at, int32(member))
+
+    @inlined
     def pass_turn(gCounts, at):
         """Wait until what this warp has stored is in memory, and let the next value head have its turn."""
-        stores_done()
-        count_up(gCounts, at)
+        if ADDS:
+            stores_done()
+            count_up(gCounts, at)
 
     @cuda.jit(launch_bounds=(config.threads, 1), fastmath=True)
     def differentiate(
@@ -115,7 +122,7 @@ def make(config: Config):
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
         each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gCounts: how many value
-        heads have added dQ and dK, for each chunk and, one after the other, both of each key head."""
+        heads have added their dQ, and how many their dK: (chunk, 2 key_head) and (chunk, 2 key_head + 1)."""
         q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
@@ -139,15 +146,13 @@ def make(config: Config):
                     chunk, head, _, token, seq = walk.place(j)
                     at = seq.batch, token, int32(key_head if ADDS else head)
                     of_dq, of_dk = (chunk, int32(OUTPUTS * key_head)), (chunk, int32(OUTPUTS * key_head + 1))
-                    if ADDS:
-                        wait_count(gCounts, of_dq, int32(member))
+                    wait_turn(gCounts, of_dq, member)
                     store_output(out, gDQ, at, OUTPUTS * j, member)
-                    if ADDS and not ONE_TURN:
+                    if not ONE_TURN:
                         pass_turn(gCounts, of_dq)
-                        wait_count(gCounts, of_dk, int32(member))
+                        wait_turn(gCounts, of_dk, member)
                     store_output(out, gDK, at, OUTPUTS * j + 1, member)
-                    if ADDS:
-                        pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
+                    pass_turn(gCounts, of_dq if ONE_TURN else of_dk)
             else:
                 gates.send_key_sums(gate_args, vectors, value_sums, key_sums, walk)
         elif wg == DKDQ:
