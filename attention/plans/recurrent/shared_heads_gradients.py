@@ -106,13 +106,20 @@ class GateInputs(NamedTuple):
     arrays: Arrays
 
 
-def plan_gate_sums_of_chunks(
-    problem: Problem, gates: GateInputs, scratch: ScratchAllocator
-) -> tuple[list[Step], Operand | None, Gate, Operand | None]:
-    """(the launch that sums gates up, the sums, and the kind of gates without weights and their array)."""
+class SummedGates(NamedTuple):
+    """A call's gates as the scans and the kernel read them: their sums over the tokens of each chunk (gate_sums.py), and the
+    gates without weights of keys, their kind and their array. None: there are no gates."""
+
+    sums: Operand | None
+    gate: Gate
+    decays: Operand | None
+
+
+def plan_gate_sums_of_chunks(problem: Problem, gates: GateInputs, scratch: ScratchAllocator) -> tuple[list[Step], SummedGates]:
+    """The launch that sums gates up, and what it writes."""
     gate, inputs = gates
     if not gate.kind:
-        return [], None, gate, None
+        return [], SummedGates(None, gate, None)
     heads, length = problem("heads", "seqlen")
     chunks, decays = count_chunk_indices(problem), gates.arrays["gGates"]
     sums = scratch(chunks, heads, CHUNK * (1 + gate.weighted))
@@ -128,7 +135,36 @@ def plan_gate_sums_of_chunks(
         **inputs,
         **outputs,
     )
-    return [step], sums, intern_value(TokenGate, True), decays
+    return [step], SummedGates(sums, intern_value(TokenGate, True), decays)
+
+
+def plan_chunk_states(
+    problem: Problem, arrays: Arrays, gates: GateInputs, summed: SummedGates, gZ: Operand | None, scale: float,
+    scratch: ScratchAllocator,
+) -> tuple[list[Step], Arrays]:  # fmt: skip
+    """The launches of the scans that store the gradients of the states after all chunks and, unless forward has stored them,
+    the states before all chunks; and both arrays. arrays: as in plan_shared_heads. gZ: the gate of outputs, or None."""
+    heads, key_dim, value_dim = problem("heads", "key_dim", "value_dim")
+    chunks, stored, sums = count_chunk_indices(problem), arrays.get("chunk_states"), summed.sums
+    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
+    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
+    packing: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
+    queries: Arrays = packing | {"gGates": summed.decays, "gQ": q, "gK": q, "gV": dout, "gZ": gZ}
+    reverse_sums = sums and (intern_value(ReversedGate, intern_value(SummedGate, True)), sums)
+    reverse_gate = intern_value(ReversedGate, summed.gate)
+    reverse = StateScan(problem, reverse_gate, queries, scale, reverse_sums, gZ is not None)
+    scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
+    if not stored:
+        forward_sums = sums and (intern_value(SummedGate, True, gates.gate.weighted), sums)
+        keys = gates.arrays | packing | {"gQ": k, "gK": k, "gV": v}
+        forward = StateScan(problem, gates.gate, keys, sums=forward_sums)
+        scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
+    steps: list[Step] = []
+    states: Arrays = {"gStates": merge_chunks(stored)} if stored else {}
+    for name, (scan, end_states) in scans.items():
+        states[name] = array = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
+        steps += scan.store_states(array, end_states, scratch)
+    return steps, states
 
 
 def plan_shared_heads(
@@ -139,31 +175,15 @@ def plan_shared_heads(
     kernel's parameters."""
     heads, key_heads, key_dim, value_dim, sequences = problem("heads", "heads_k", "key_dim", "value_dim", "sequences")
     batch, length = problem("batch", "seqlen")
-    width, chunks, stored = -(-value_dim // COLUMNS), count_chunk_indices(problem), arrays.get("chunk_states")
-    q, k, v, dout = (arrays[name] for name in ("q", "k", "v", "dout"))
-    ends = {name: x and x.permuted(SWAP_STATE_AXES) for name in STATES for x in [arrays[name]]}
-    packing: Arrays = {"gCuSeqlens": problem["cu_seqlens"]}
-    shared = gates.arrays | packing
-    steps, sums, decay_gate, decays = plan_gate_sums_of_chunks(problem, gates, scratch)
-    buffers: Arrays = packing | extra_arrays | {"gQ": q, "gK": k, "gV": v, "gDOut": dout, "gDV": arrays["dv"], "gSums": sums}
-    queries: Arrays = {"gGates": decays, "gQ": q, "gK": q, "gV": dout}
-    gated, reverse_gate = "gZ" in extra_arrays, intern_value(ReversedGate, decay_gate)
-    reverse_sums = sums and (intern_value(ReversedGate, intern_value(SummedGate, True)), sums)
-    queries["gZ"] = extra_arrays.get("gZ")
-    reverse = StateScan(problem, reverse_gate, packing | queries, scale, reverse_sums, gated)
-    scans = {"gDStates": (reverse, {"gInitialState": ends["dstate"], "gFinalState": ends["dinitial_state"]})}
-    if stored:
-        buffers["gStates"] = merge_chunks(stored)
-    else:
-        forward_sums = sums and (intern_value(SummedGate, True, gates.gate.weighted), sums)
-        forward = StateScan(problem, gates.gate, shared | {"gQ": k, "gK": k, "gV": v}, sums=forward_sums)
-        scans["gStates"] = forward, {"gInitialState": ends["initial_state"]}
-    for name, (scan, states) in scans.items():
-        buffers[name] = stored_states = scratch(chunks, heads, value_dim, key_dim, dtype=problem.dtype)
-        steps += scan.store_states(stored_states, states, scratch)
+    width, gZ = -(-value_dim // COLUMNS), extra_arrays.get("gZ")
+    steps, summed = plan_gate_sums_of_chunks(problem, gates, scratch)
+    scans, states = plan_chunk_states(problem, arrays, gates, summed, gZ, scale, scratch)
+    inputs = {"gQ": "q", "gK": "k", "gV": "v", "gDOut": "dout", "gDV": "dv"}
+    buffers: Arrays = {name: arrays[x] for name, x in inputs.items()} | extra_arrays | states
+    buffers |= {"gSums": summed.sums, "gCuSeqlens": problem["cu_seqlens"]}
     work = BlockWork(
         sequences * key_heads,
-        -(-chunks // sequences),
+        -(-count_chunk_indices(problem) // sequences),
         heads // key_heads * width,
         machine(problem.device).processors,
         0 if is_varlen(problem) else 1,
@@ -174,11 +194,12 @@ def plan_shared_heads(
     skip = "head" if "gSkipSums" in extra_arrays else "column" if "gColumnSums" in extra_arrays else ""
     form = pad_key_dim(key_dim, KEY_DIMS), DTYPES[problem.dtype], gates.gate.kind, skip, partial, is_varlen(problem)
     parts = choose_parts(shares, *work)
-    flags = "gQueryDots" in extra_arrays, gated, bool(loads_keys_ahead(parts, *work))
+    flags = "gQueryDots" in extra_arrays, "gZ" in extra_arrays, bool(loads_keys_ahead(parts, *work))
     config = intern_value(shared_heads_gradients_hopper.Config, *form, *flags)
     copy_tails, copy_back = plan_tails(problem, buffers, scratch, INPUTS, VALUE_GRADIENTS)  # dQ, dK are stored by rows
     kernel = kernel_for(shared_heads_gradients_hopper, config, problem.device)
     steps += [
+        *scans,
         *copy_tails,
         kernel.bind(
             sequences * key_heads * parts * shares,
