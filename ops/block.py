@@ -8,10 +8,10 @@ from .threads.warps import ALL_WARPS
 
 
 @op
-def sync(fenced=False):
+def sync(fenced=True):
     """All warps of the block meet. What they wrote to shared memory is then visible to all, to their wgmmas and to TMA. fenced:
     as in warpgroup.sync."""
-    ALL_WARPS.sync(current_warp(), not fenced)
+    ALL_WARPS.sync(current_warp(), fenced)
 
 
 @op

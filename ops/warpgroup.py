@@ -95,11 +95,11 @@ lowers(release_registers)(_register_count("release_registers", False))
 
 # ---- across the four warps ------------------------------------------------------------------------------------------
 @op
-def sync(fenced=False):
+def sync(fenced=True):
     """The four warps meet. What they wrote to shared memory is then visible to all of them, to their wgmmas and to TMA.
-    fenced=True: the caller has seen to the fence (which waits for everything that a thread has under way, copies included),
+    fenced=False: the caller has seen to the fence (which waits for everything that a thread has under way, copies included),
     so there is none here; without one, wgmma and TMA may not see it."""
-    FOUR_WARPS.sync(current_warp(), not fenced)
+    FOUR_WARPS.sync(current_warp(), fenced)
 
 
 @op

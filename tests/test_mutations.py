@@ -141,7 +141,7 @@ def f(n: "a < b" = None) -> "c + d":
     print(f"{a + b}")
     raise ValueError(a + b)
     x = load(x, 1, at, 1, 3, True)
-    x = sync(True)
+    x = sync(False)
     x = load(x, 1, at, aligned=flag)
     x = load(x, 1, at, aligned=True)
 class A:

@@ -148,11 +148,11 @@ class ring:
         return _slot(self, j).claim(current_warp(), j)
 
     @op
-    def publish(self, j, fenced=False):
+    def publish(self, j, fenced=True):
         """This warp has stored its part of tile j. The readers, their mmas and TMA see it once all writers have called this.
-        (Of a vector only ordinary loads see it, until a reader's warpgroup meets.) fenced: without a fence of its own,
-        because that of a tile of another ring, which has just been published, covers this one too, or because readers only
-        load it."""
+        (Of a vector only ordinary loads see it, until a reader's warpgroup meets.) fenced=False: without a
+        fence of its own, because that of a tile of another ring, which has just been published, covers this one too, or because
+        readers only load it."""
         _slot(self, j).publish(current_warp(), j, fenced)
 
     @op
@@ -161,7 +161,7 @@ class ring:
         return _slot(self, j).wait(current_warp(), j)
 
     @op
-    def release(self, j, after=None, fenced=False):
+    def release(self, j, after=None, fenced=True):
         """This warp will not read tile j again. Its mmas on the tile must have been waited for. `after`, a vector: the release
         waits until it is computed, which also keeps the compiler from moving its computation behind a later wait. fenced: as
         in `publish`."""
@@ -371,7 +371,7 @@ def _(ring, j, fenced: int):
     _needs_writers("publish", ring)
 
     def emit(b, base, j, _):
-        bare = fenced or isinstance(ring.tile, sv)  # a fence would wait for loads under way, too
+        bare = not fenced or isinstance(ring.tile, sv)  # a fence would wait for loads under way, too
         (ptx.warp_sync if bare else ptx.reads_done)(b)
         with b.if_then(elected(b, LANES)):
             ptx.mbarrier_arrive(b, full_barrier(b, ring, base, _modulo(b, ring, j)[0]))
@@ -399,7 +399,7 @@ def _(ring, j, after, fenced: int):
         raise TypeError(f"release: `after` must be a vector, got {after}")
 
     def emit(b, base, j, vector, _):
-        if ring.fenced and not fenced:
+        if ring.fenced and fenced:
             ptx.reads_done(b)
         elif isinstance(ring.tile, sv):
             ptx.warp_sync(b)

@@ -55,7 +55,7 @@ class NoTiles(KernelPart):
     @inlined
     def release(self, ring, j, fenced=False):
         """Release stage j after load_rows_of_tile or load_columns. The fence for their loads is here, so that it comes before
-        later stores, for which it would also wait. fenced: a fence has just been issued, so none is needed."""
+        later stores, for which it would also wait. fenced=False: a fence has just been issued, so none is needed."""
 
 
 @static
@@ -105,7 +105,7 @@ class BiasTiles(NoTiles):
 
     @inlined
     def release(self, ring, j, fenced=False):
-        if not fenced:
+        if fenced:
             raw.fence_async()
             cuda.syncwarp()
         ring.release(j)

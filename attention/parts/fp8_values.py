@@ -57,7 +57,7 @@ class TransposeInProducer:
             sequences.zero_foreign_rows(tile, keys, 1)
         kv_blocks.clear(tile, j, 1)
         warpgroup.transpose_zipped(values.transposed.claim(j), tile)
-        values.transposed.publish(j, fenced=True)
+        values.transposed.publish(j, fenced=False)
         values.loaded.release(j)
 
 

@@ -142,10 +142,10 @@ def inverse_transposed(a, high, low):
     twice, without a fence: neither wgmma nor TMA reads what they store there. Factors have 16 bits, sums are fp32."""
     inverse = inverse_unit_lower(warpgroup.diagonal_block(a))
     parts = split(-inverse)
-    warpgroup.sync(fenced=True)
+    warpgroup.sync(fenced=False)
     store_parts(subtile(high, 64, 0, 32, 0), subtile(low, 64, 0, 32, 0), divided(columns(a, 32, 0), parts))
     store_parts(subtile(high, 64, 0, 16, 2), subtile(low, 64, 0, 16, 2), divided(columns(a, 16, 2), parts))
-    warpgroup.sync(fenced=True)
+    warpgroup.sync(fenced=False)
     d = warpgroup.on_diagonal(transpose(inverse))
     x0 = columns(d, BASE, 0)
     first = split(x0)

@@ -73,7 +73,7 @@ def _element_count(x):
 
 def _sync(group):
     def rule(fenced: int):
-        return void, lambda b, _: group.emit_sync(b, fence=not fenced)
+        return void, lambda b, _: group.emit_sync(b, fence=fenced)
 
     return rule
 

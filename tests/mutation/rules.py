@@ -40,9 +40,9 @@ EMITTED |= {"urem": "udiv", "icmp_signed": "icmp_unsigned", "sext": "zext", "zex
 EMITTED_EDGES = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "=="}
 SYMMETRIC = re.compile(r"min|max|minimum|maximum|add|fadd|mul|fmul|and_|or_|xor|print|zip|isinstance|product|gcd|lcm|all_same")
 MARKS = {"strict", "effect"}  # options that assert, or that let the compiler leave out what nobody uses
-PROMISES = {  # the place of the argument that is a promise: without it code is slower and does the same
-    **dict.fromkeys(("load", "store"), 5),  # aligned
-    **{"sync": 0, "publish": 1},  # fenced
+PROMISES = {  # (the place, the value) of an argument that is a promise: without it code is slower and does the same
+    **dict.fromkeys(("load", "store"), (5, True)),  # aligned
+    **{"sync": (0, False), "publish": (1, False), "release": (2, False)},  # fenced
 }
 PLACES = ast.Name | ast.Attribute
 
@@ -302,7 +302,7 @@ def flips_a_flag(node, source) -> Faults:
             yield f"return-{not value}", (source.replaced(constant, flags[value]),)
         case ast.Call(args=arguments):
             for place, constant in enumerate(arguments):
-                promise = place == PROMISES.get(called(node)) and getattr(constant, "value", False)
+                promise = (place, getattr(constant, "value", None)) == PROMISES.get(called(node))
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, bool) and not promise:
                     yield f"pass-{not constant.value}", (source.replaced(constant, flags[constant.value]),)
 

@@ -236,7 +236,7 @@ def test_a_fence_for_two_rings(sample, late):
             a.publish(0)
             if late:
                 warpgroup.store(b.claim(0), warpgroup.load(x, T, (0, 0)))
-            b.publish(0, True)
+            b.publish(0, False)
         else:
             acc = warpgroup.wait(warpgroup.mm_ABt(a.wait(0), b.wait(0)))
             a.release(0)

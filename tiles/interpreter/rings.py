@@ -119,12 +119,12 @@ class Slot:
         if j != due:
             raise warp.hazard(f"claims {self._name(j)}, and the next tile for slot {self.index} is number {due}", "phase")
 
-    def publish(self, warp, j, fenced=False):
-        """The warp has stored its part of tile j; `fenced`: with no fence of its own."""
+    def publish(self, warp, j, fenced=True):
+        """The warp has stored its part of tile j. fenced: with a fence of its own?"""
         if self.claims.get(warp.index) != (j, False):
             raise warp.hazard(f"publishes {self._name(j)}, which it has not claimed", "phase")
         self.claims[warp.index] = j, True
-        if not isinstance(self.ring.tile, sv) and not fenced:
+        if not isinstance(self.ring.tile, sv) and fenced:
             warp.fence_async()
         self.full.arrive(warp)
 
@@ -147,8 +147,8 @@ class Slot:
         j = self.index + (phase - 1) * self.ring.stages
         return f"{self._name(j)} lies there and was released by {len(self.empty.arrived)} of {self.empty.count} readers"
 
-    def release(self, warp, j, fenced=False):
-        """The warp is done with tile j; `fenced`: with no fence of its own."""
+    def release(self, warp, j, fenced=True):
+        """The warp is done with tile j. fenced: with a fence of its own?"""
         name, readers = self._name(j), self.ring.readers
         if warp.released.get(self, -1) >= j:
             raise warp.hazard(f"releases {name} a second time", "released")
@@ -160,7 +160,7 @@ class Slot:
         if j == self.number and self.releases == readers:
             cause = f"releases {name}, after as many others as the ring has readers: is readers={readers} too small?"
             raise warp.hazard(cause, "arrivals")
-        if self.ring.fenced and not fenced:
+        if self.ring.fenced and fenced:
             warp.fence_async()
         self.number, self.releases, self.place = j, self.releases + 1 if j == self.number else 1, warp.place()
         warp.released[self] = j

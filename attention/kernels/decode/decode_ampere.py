@@ -278,7 +278,7 @@ def make(config: Config):
         else:
             for i in range(warp, QUERY.panels, WARPS):
                 sums = prepare_panel(tile, operand, i, sums, stats, load_factors(i, head, ctx.params), ctx, head)
-        block.sync(fenced=True)
+        block.sync(fenced=False)
         return operand, norm.reduce_query_sums(sums, scratch)
 
     @inlined

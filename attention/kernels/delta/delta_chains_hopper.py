@@ -96,7 +96,7 @@ def make(config: Config):
         u = warpgroup.mm_ABt(rounded, keys)
         o = recurrences.multiply_queries(tiles, j, rounded)
         warpgroup.store(states.claim(j), rounded)
-        states.publish(j, fenced=True)
+        states.publish(j, fenced=False)
         vector_tile, values = vectors.wait(j), fp32(warpgroup.load_transposed(v.wait(j), TRANSPOSED, fenced=False))
         y = values - chunk_vectors.decay_cols(warpgroup.wait(u, newer=recurrences.products), vector_tile, DECAY)
         o = recurrences.finish_queries(o, tiles, j)
@@ -110,7 +110,7 @@ def make(config: Config):
         o = recurrences.add_errors(o, tiles, j, e, beta)
         x.release(j)
         warpgroup.store_transposed(out.claim(j), e)
-        out.publish(j, fenced=True)
+        out.publish(j, fenced=False)
         vectors.release(j)  # its fence is that of all loads of this chunk
         v.release(j)
         s_t = warpgroup.wait(s_t, newer=recurrences.products)
@@ -141,7 +141,7 @@ def make(config: Config):
         x.release(j)
         q.release(j)
         warpgroup.store_transposed(out.claim(j), z * beta)
-        out.publish(j, fenced=True)
+        out.publish(j, fenced=False)
         vectors.release(j)  # its fence is that of all loads of this chunk
         from_outputs = warpgroup.wait(from_outputs, newer=1)
         do.release(j)

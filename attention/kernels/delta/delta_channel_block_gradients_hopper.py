@@ -48,7 +48,7 @@ LOADER, BETA_SENDER, SENDER = range(3)  # warps of the producer
 WARPS = CONSUMERS * warpgroup.WARPGROUP  # of the consumers
 REGISTERS = 24, 240  # of a thread of producer and consumers
 VOTES = 16  # numbers by which a warp says whether the chunk is strong
-FENCED = True  # no fence at a synchronisation or a release, because another one is there already
+UNFENCED = False  # no fence at a synchronisation or a release, because another one is there already
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def make(config: Config):
                 w.release(j)
                 dq_0, dk_0, dots_0 = pairs.finish_block(first, tiles, b_0, r_0, 0)
                 dq_1, dk_1, dots_1 = pairs.finish_block(second, tiles, b_1, r_1, 1)
-                warpgroup.sync(FENCED)  # all have read Q^, K* and K^
+                warpgroup.sync(UNFENCED)  # all have read Q^, K* and K^
                 warpgroup.store_transposed(subtile(queries, BLOCK, 0), dq_0, True)
                 warpgroup.store_transposed(subtile(queries, BLOCK, 1), dq_1, True)
                 warpgroup.store_transposed(subtile(keys, BLOCK, 0), dk_0, True)

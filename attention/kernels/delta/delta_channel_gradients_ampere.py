@@ -42,7 +42,7 @@ from tiles.layout import LANES, WARPGROUP
 from tiles.targets import MEDIUM, Target
 
 from ...parts.delta.delta_chunks import DeltaChunkConfig, ValuePanels, chunk_fields
-from ...parts.recurrent.channel_chunks import FENCED, ROWS, ChunkChannels
+from ...parts.recurrent.channel_chunks import ROWS, UNFENCED, ChunkChannels
 from ...parts.recurrent.channel_pairs import FAR, PAIRS, DeltaPairs, DeltaPairTiles
 from ...parts.recurrent.gates import COL_VEC
 from ...parts.recurrent.state_panels import PANEL
@@ -156,7 +156,7 @@ def make(config: Config):
             dbeta, state_dots = zeros(COL_VEC), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
                     value_panels.fill(pipelines, arrays, panel, panels, place)
                 do_rows = subtile(do.wait(panel), ROWS, rank)  # its barrier: all warps have read the previous panel
                 error_tile, states = errors.wait(panel), s.wait(panel)
@@ -205,9 +205,9 @@ def make(config: Config):
             store(truncate(gDQ, 1, seq.end), OUTPUT(dq), at, 1, 3, OUTPUT_BYTES)
             store(truncate(gDK, 1, seq.end), OUTPUT(dk), at, 1, 3, OUTPUT_BYTES)
             if WITH_GATES:
-                thread_block.sync(FENCED)  # all have read b
+                thread_block.sync(UNFENCED)  # all have read b
                 channels.store_gate_gradients(gDGates, gGates, b, r, carried, seq, token, head)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
         if VARLEN and WITH_GATES:
             for j in range(part, padding.num_chunks(), parts):
                 at = padding.batch, int32(padding.chunk_start(j) + row), head, int32(PART * quarter)

@@ -25,7 +25,7 @@ from tiles.targets import Target
 from ...parts.delta.delta_channel_chunks import ChunkInputs
 from ...parts.delta.delta_gradient_sums import diagonal, store_beta_gradients
 from ...parts.recurrent.block_pairs import BlockGradients, BlockPairs, BlockTiles
-from ...parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChunkChannels
+from ...parts.recurrent.channel_chunks import HALVES, KEY_DIMS, ROWS, UNFENCED, ChunkChannels
 from ...parts.recurrent.chunk_items import ChunkGrid, ChunkItems
 from ...parts.recurrent.gates import COL_VEC, FLOOR, ROW_VEC
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout
@@ -206,7 +206,7 @@ def make(config: Config):
                     store(warp_carried, dot_states(states, d_states))
                 scores = finish_scores(warpgroup.wait(scores, newer=3), betas, dbeta, j, scale)
                 warpgroup.store(subtile(w.claim(j), CHUNK, wg), scores)
-                w.publish(j, FENCED)
+                w.publish(j, UNFENCED)
                 rows = warpgroup.load(betas, COL_VEC)
                 beta.release(j)
                 dq, dk_read = warpgroup.wait(dq, newer=2) * scale, 0.0 - warpgroup.wait(dk_read, newer=1)
@@ -216,10 +216,10 @@ def make(config: Config):
                 dv.release(j)
                 s.release(j)
                 ds.release(j)
-                warpgroup.sync(FENCED)  # the gates' sums are written
+                warpgroup.sync(UNFENCED)  # the gates' sums are written
                 tiles = BlockTiles(q.wait(j), k.wait(j), decayed_keys, b, vectors, w.wait(j))
                 is_gentle, has_floor_gates = pairs.prepare(tiles)
-                warpgroup.sync(FENCED)  # all warps' writes of `prepare` are visible
+                warpgroup.sync(UNFENCED)  # all warps' writes of `prepare` are visible
 
                 # pairs of tokens
                 if WITH_GATES:
@@ -235,7 +235,7 @@ def make(config: Config):
                 keys_at = place.seq.batch, int32(place.token + ROWS * warpgroup.rank()), key_head, int32(PART * wg)
                 dq, dk, r = pairs.add_near_pairs(dq, dk, r, tiles, is_gentle, key_rows, keys_at)
                 w.release(j)
-                warpgroup.sync(FENCED)  # all have read what `prepare` wrote
+                warpgroup.sync(UNFENCED)  # all have read what `prepare` wrote
                 wg, place = warpgroup.id(), chunk_items.locate(grid, item)
                 store(channels.part(tiles.q), INPUT(dq))
                 store(channels.part(tiles.k), INPUT(dk))

@@ -22,7 +22,7 @@ from tiles.targets import Target
 
 from ...parts.delta.delta_chunks import WARP_COLUMNS, WARPS, InverseConfig, TwoParts, inverse_configs
 from ...parts.recurrent.anchored_scores import KdaScores
-from ...parts.recurrent.channel_chunks import FENCED
+from ...parts.recurrent.channel_chunks import UNFENCED
 from ...parts.recurrent.channel_decay import TOKEN_GROUP
 from ...parts.recurrent.channel_gates import choose_channel_gates
 from ...parts.recurrent.gates import COL_VEC, LOG2_E, ROW_VEC, TILE
@@ -122,6 +122,6 @@ def make(config: Config):
                 beta_rows = BETA.compute(load(betas, COL_VEC, (seq.batch, int32(token + WARP_COLUMNS * warp), head), cols=1))
                 two_parts.store_in_memory(gReverse, inverse_transposed(s * beta_rows, high, low), chunk, head)
             store_decayed(gDecayedQ, gReadKeys, gWriteKeys, query_tile, key_tile, b, chunk, head, scale, warp)
-            thread_block.sync(FENCED)  # all have read b and the tiles
+            thread_block.sync(UNFENCED)  # all have read b and the tiles
 
     return invert, smem

@@ -160,7 +160,7 @@ def make(config: Config):
                 rounded = INPUT(s_t)
                 u = warpgroup.mm_ABt(rounded, keys)
                 warpgroup.store(subtile(states.claim(j), COLUMNS, wg), rounded)
-                states.publish(j, fenced=outputs.state_readers == 0)
+                states.publish(j, fenced=outputs.state_readers > 0)
                 values = fp32(warpgroup.load_transposed(subtile(v.wait(j), CHUNK, 0, COLUMNS, wg), TRANSPOSED, fenced=False))
                 y = values - chunk_vectors.decay_cols(warpgroup.wait(u), vector_tile, DECAY)
                 beta = chunk_vectors.cols(vector_tile, BETA)

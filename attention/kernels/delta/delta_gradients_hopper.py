@@ -177,7 +177,7 @@ def make(config: Config):
                 vectors.release(j)  # its fence is that of all loads of this warp
                 k.release(j)
                 warpgroup.store(out.claim(OUTPUTS * j + 1), dk_write + dk_read)
-                out.publish(OUTPUTS * j + 1, fenced=True)
+                out.publish(OUTPUTS * j + 1, fenced=False)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             walk = walk_of_block(seq_layout, gCuSeqlens, length, segments, heads)
@@ -194,7 +194,7 @@ def make(config: Config):
                 warpgroup.store(subtile(ds.claim(j), COLUMNS, wg), rounded)
                 ds.publish(j)
                 if wg == P_CONSUMER:
-                    p.publish(j, fenced=True)
+                    p.publish(j, fenced=False)
                 douts = subtile(do.wait(j), CHUNK, 0, COLUMNS, wg)
                 du = chunk_vectors.decay_cols(warpgroup.wait(du), vector_tile, DECAY_TO_END)
                 du = warpgroup.mma_AtB(du, douts, p.wait(j))

@@ -177,7 +177,7 @@ def make(config: Config):
                 sums = row_sums.claim_key_sums(key_sums, j)
                 row_sums.store_dots(sums, QUERY_DOTS, dq, queries)
                 warpgroup.store(out.claim(OUTPUTS * j), dq)
-                out.publish(OUTPUTS * j, fenced=True)
+                out.publish(OUTPUTS * j, fenced=False)
                 dk_write = warpgroup.mm_AB(e.wait(j), ds.wait(j))
                 dk_read = warpgroup.wait(dk_read, newer=1)
                 factors = chunk_vectors.decay_rows(chunk_vectors.rows(vector_tile, BETA), vector_tile, DECAY_TO_END)
@@ -194,7 +194,7 @@ def make(config: Config):
                 q.release(j)
                 k.release(j)
                 warpgroup.store(out.claim(OUTPUTS * j + 1), dk_write + dk_read)
-                out.publish(OUTPUTS * j + 1, fenced=True)
+                out.publish(OUTPUTS * j + 1, fenced=False)
         else:
             warpgroup.claim_registers(CONSUMER_REGISTERS)
             walk = walk_of_block(seq_layout, 0, length, segments, heads)

@@ -185,7 +185,7 @@ def make(config: Config):
         s_t = compute_now(s_t * load_decay(decays, DECAY))
         out.publish(j - 1)  # its fence is also that of the loads from V and the decays
         v.release(j)
-        state_decays.release(j, fenced=True)
+        state_decays.release(j, fenced=False)
         d, o = subtract_read(warpgroup.wait(read), values, remaining, scale)
         decayed.release(j)
         return s_t, d, o

@@ -16,7 +16,7 @@ from tiles import fp32, rt, shared
 from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.targets import Target
 
-from ...parts.recurrent.channel_chunks import FENCED, ROWS, ChannelChunkConfig, ChunkChannels, chunk_fields
+from ...parts.recurrent.channel_chunks import ROWS, UNFENCED, ChannelChunkConfig, ChunkChannels, chunk_fields
 from ...parts.recurrent.tokens import SequenceLayout
 
 
@@ -69,6 +69,6 @@ def make(config: Config):
             if rank == 0:
                 store(gDecays, exp2(last), (chunk, head, col))
             if seq_layout.varlen:
-                thread_block.sync(FENCED)  # all have read b, before the block's next chunk
+                thread_block.sync(UNFENCED)  # all have read b, before the block's next chunk
 
     return decay_keys, smem

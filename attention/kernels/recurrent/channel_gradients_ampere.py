@@ -38,10 +38,10 @@ from tiles.layout import WARPGROUP
 from tiles.targets import LARGE, MEDIUM, Target
 
 from ...parts.recurrent.channel_chunks import (
-    FENCED,
     HALVES,
     KEY_DIMS,
     ROWS,
+    UNFENCED,
     VALUE_DIMS,
     ChannelChunkConfig,
     ChunkChannels,
@@ -170,12 +170,12 @@ def make(config: Config):
 
             # the parts of gradients that come from states, by panels of values; k~ overwrites X
             last = channels.load_last(b)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
             store(channels.part(x), INPUT(key * exp2(last - load(channels.part(b), OUT, fenced=False))))
             dq_state, dk_state, state_dots = zeros(OUT), zeros(OUT), lane_col_sum(zeros(OUT))
             for panel in range(panels):
                 if STAGES == 1:
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
                     fill_states(s, gStates, panel, panels, chunk, head)
                 states = s.wait(panel)  # the barrier also shows x and a to all warps
                 if STAGES > 1:
@@ -205,9 +205,9 @@ def make(config: Config):
             if WITH_GATES:
                 written = pairs.load_rows(key_tile) * dk_state
                 pairs.store_chunk_gate_gradient(carried, col_sum(written) + exp2(last) * finish_sum(state_dots))
-                thread_block.sync(FENCED)  # all have read b
+                thread_block.sync(UNFENCED)  # all have read b
                 channels.store_gate_gradients(gDGates, gGates, b, r - written, carried, seq, token, head)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
         if VARLEN:
             padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
             for j in range(part, padding.num_chunks(), parts):

@@ -29,7 +29,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import LANES, WARPGROUP
 from tiles.targets import Target
 
-from ...parts.recurrent.channel_chunks import FENCED, HALVES, ROWS, ChunkChannels
+from ...parts.recurrent.channel_chunks import HALVES, ROWS, UNFENCED, ChunkChannels
 from ...parts.recurrent.channel_pairs import SQUARE, ChannelPairs, PairGradients, PairTiles
 from ...parts.recurrent.gates import FLOOR
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout, block_coord
@@ -101,7 +101,7 @@ def make(config: Config):
                     channels.cumsum_gates(b, channels.load_gates(gGates, seq, token, head, aligned=True))
                     dout_tile, value_tile, query_tile, key_tile = do.wait(0), v.wait(0), q.wait(0), k.wait(0)
                     pairs.score_tokens(w, value_tile, dout_tile, scale)
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
                     gradients = PairGradients(zeros(OUT), zeros(OUT), zeros(OUT))
                     gradients = pairs.add_pairs(gradients, PairTiles(query_tile, key_tile, b, x, w, a), scale)
                     at = seq.batch, int32(token + ROWS * rank), head, int32(HALF * half)
@@ -109,15 +109,15 @@ def make(config: Config):
                         gRows = truncate(gOut, 1, seq.end)
                         rows = fp32(load(gRows, rt(ROWS, HALF, OUTPUT), at, 1, 3, aligned=True))
                         store(gRows, OUTPUT(rows + gradient), at, 1, 3, aligned=True)
-                    thread_block.sync(FENCED)  # all have read b and written A
+                    thread_block.sync(UNFENCED)  # all have read b and written A
                     store(channels.part(b), gradients.r)
                     if rank == 0:
                         store(subtile(zero, HALF, half), zeros(OUT.row_vec))
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
                     if warp_index() < KEYS // LANES:
                         columns = subtile(b, CHUNK, 0, LANES, warp_index())
                         reverse_cumsum_columns(columns, subtile(zero, LANES, warp_index()))
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
                     gGate, sums = truncate(gDGates, 1, seq.end), load(channels.part(b), OUT, fenced=False)
                     below_floor = less(channels.load_gates(gGates, seq, token, head, aligned=True), FLOOR)
                     gradient = load(gGate, OUT, at, 1, 3, aligned=True) + sums
@@ -131,6 +131,6 @@ def make(config: Config):
                         at = seq.batch, int32(token + ROWS * rank), head, int32(ROWS * block)
                         rows = fp32(load(gOut, rt(ROWS, ROWS, VALUE), at, 1, 3, aligned=True))
                         store(gOut, VALUE(rows + d_values), at, 1, 3, aligned=True)
-                    thread_block.sync(FENCED)
+                    thread_block.sync(UNFENCED)
 
     return add_pairs, smem

@@ -203,7 +203,7 @@ def make(config: Config):
                 if block == 0 or r + 1 < rounds:
                     send_state(memory, n_t, run_decay)
                 s_t = add_peer(memory, s_t, r)
-                warpgroup.sync(fenced=True)  # all warps have read
+                warpgroup.sync(fenced=False)  # all warps have read
                 if block == 0 or r + 1 < rounds:
                     allow_next(memory)
                 warpgroup.store(state_before.claim(r), s_t)

@@ -27,7 +27,7 @@ from tiles.launching.arguments import ENDS, FLOAT, INT, array
 from tiles.layout import WARPGROUP
 from tiles.targets import MEDIUM, Target
 
-from ...parts.recurrent.channel_chunks import FENCED, HALVES, KEY_DIMS, ROWS, ChannelChunkConfig, ChunkChannels, chunk_fields
+from ...parts.recurrent.channel_chunks import HALVES, KEY_DIMS, ROWS, UNFENCED, ChannelChunkConfig, ChunkChannels, chunk_fields
 from ...parts.recurrent.channel_gates import choose_tile_gates
 from ...parts.recurrent.channel_scores import ChannelScores
 from ...parts.recurrent.gate_formulas import FORMULAS, GateFormula
@@ -100,12 +100,12 @@ def make(config: Config):
         p = near.reuse(channel_scores.scores)
         if halved:
             channel_scores.store_halved(p, queries, keys, b)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
         query = channel_scores.decay_tokens(queries, keys, near_keys, b, reference_decays, halved)
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
         if not halved:
             s = channel_scores.compute(query, near_keys, reference_decays)
-            thread_block.sync(FENCED)  # P overwrites the near keys, which all warps have read
+            thread_block.sync(UNFENCED)  # P overwrites the near keys, which all warps have read
             channel_scores.store(p, s)
         return p
 
@@ -133,7 +133,7 @@ def make(config: Config):
         gates = channels.load_gates(gGates, seq, seq.start, head)
         s_t = load(gInitialState, STATE, (int32(sequence * segments + segment), head, column, 0), aligned=False)
         if tile_gates.from_formula:
-            thread_block.sync(FENCED)  # all see the constants
+            thread_block.sync(UNFENCED)  # all see the constants
         for j in range(n):
             token, next_token = seq.chunk_start(j), seq.chunk_start(j + 1)
             channels.store_gates(b, tile_gates.compute(gates, rate, biases, seq.remaining(j)))
@@ -155,12 +155,12 @@ def make(config: Config):
                 o = mma_ABt(zeros(OUT), query_tile, INPUT(s_t))
                 o = mma_ABt(mma_ABt(o, subtile(p, CHUNK, 0), v_t), subtile(p, CHUNK, 1), v_t) * scale
                 store(truncate(gO, 1, seq.end), o, (seq.batch, token, head, column), 1, 3, VECTOR_BYTES)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
             at = seq.batch, next_token, key_head, 0
             q.fill(j + 1, queries, at, 1, 3, query_chunks, VECTOR_BYTES)
             v.fill(j + 1, values, (seq.batch, next_token, head, col), 1, 3, n, VECTOR_BYTES)
             s_t = mma_AB(s_t * load(state_decay, STATE.row_vec), v_t, key_tile)
-            thread_block.sync(FENCED)
+            thread_block.sync(UNFENCED)
             k.fill(j + 1, keys, at, 1, 3, n, VECTOR_BYTES)
         if LOCAL:
             store(gLocalStates, s_t, (sequence, head, segment, column, 0), aligned=False)

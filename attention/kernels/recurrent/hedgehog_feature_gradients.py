@@ -161,9 +161,9 @@ class HedgehogFeatureGradients(HedgehogConfig):
                 store(subtile(dy, ROWS, warp), rounded)
                 dx = mma_ABt(sum_group(window_dx, DX, batch, row, head, 0, group), rounded, map_tile)
                 store(gDX, INPUT(dx), (batch, row, head, 0), 1, 3)
-                thread_block.sync(True)
+                thread_block.sync(False)
                 total = mma_AtB(total, subtile(x_tile, CHUNK, 0, MAP_ROWS, warp), dy)
-                thread_block.sync(True)
+                thread_block.sync(False)
             store(gDMap, total, (0, int32(MAP_ROWS * warp), int32(head * splits + split), 0), 1, 3)
 
         return differentiate, smem

@@ -148,7 +148,7 @@ class HedgehogQueryGradients(HedgehogConfig):
                     e = exp_scores(queries, at_query, k, side, j, row_maxima, scale)
                     ds = INPUT(e * (dp - equal(e, 1.0) * tie_gradient) * (beta * scale))
                     store(truncate(gDScores, 1, seq.end), ds, (seq.batch, row, head, int32(CHUNK * side)), 1, 3, True)
-                thread_block.sync(True)  # warps load again what they have stored, so that registers hold no dq in between
+                thread_block.sync(False)  # warps load again what they have stored, so that registers hold no dq in between
                 dq = zeros(SUMS)
                 for side in range(2):
                     side_at = seq.batch, row, head, int32(CHUNK * side)
@@ -164,7 +164,7 @@ class HedgehogQueryGradients(HedgehogConfig):
                     f = load(features, HALF_TILE, (seq.batch, row, key_head, int32(HALF * half)), 1, 3, True)
                     dalpha += tile_sum(f * df)
                     store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
-                thread_block.sync(True)
+                thread_block.sync(False)
             warp = int32((sequence * parts + part) * WARPGROUP + warpgroup.rank())
             gDAlphas[warp, head], gDBetas[warp, head] = dalpha, dbeta
 
@@ -230,13 +230,13 @@ class HedgehogKeyGradients(HedgehogConfig):
                 state = s.wait(0, 4)
                 dv = multiply(mma_AB(zeros(SUMS), f, state) * alpha, w, x)
                 store(truncate(gDV, 1, seq.end), INPUT(dv), at, 1, 3)
-                thread_block.sync(True)
+                thread_block.sync(False)
                 fill(w, x, gDScores, gQ, seq, j, head, key_head, VECTOR_BYTES)
                 values = load(truncate(gV, 1, seq.end), ROW, at, 1, 3)
                 df = mma_ABt(zeros(FEATURE_TILE), values, state) + load(gZ, FEATURE_TILE.row_vec, (chunk, head, 0))
                 store(truncate(gDFeatures, 1, seq.end), df * alpha, at, 1, 3, True)
                 store(truncate(gWindowDX, 1, seq.end), multiply(zeros(SUMS), w, x), at, 1, 3, True)
-                thread_block.sync(True)
+                thread_block.sync(False)
             if VARLEN:
                 padding = seq_layout.padding_tokens(gCuSeqlens, sequence, length)
                 for j in range(part, padding.num_chunks(), parts):

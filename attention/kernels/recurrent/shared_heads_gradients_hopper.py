@@ -233,12 +233,12 @@ def make(config: Config):
                             dp_sum, p, decayed_do, tiles, b, sums, slot, scales, output_gate, gate_args
                         )
                         decay.wait(weighted_vs, slot, v_tile)
-                        decay.release_sums(sums, slot, False)
+                        decay.release_sums(sums, slot, True)
                     else:
                         dp_sum, dots = decay.add_scores(
                             dp_sum, p, decayed_do, tiles, b, weighted_vs, slot, scale, output_gate, gate_args
                         )
-                        decay.release_sums(sums, slot, True)  # decayed_do's fence is that of loads, too
+                        decay.release_sums(sums, slot, False)  # decayed_do's fence is that of loads, too
                     dq = warpgroup.wait(dq)
                     decay.give_back(weighted_vs, slot)
                     output_gate.give_back_own(decayed_dos, turn)
@@ -297,7 +297,7 @@ def make(config: Config):
                     warpgroup.store(out.claim(slot), dv)
                     out.publish(slot)  # its fence is that of loads, too
                     output_gate.give_back(decayed_dos, turn, late=True)
-                    decay.release_sums(sums, slot, True)
+                    decay.release_sums(sums, slot, False)
                     v.release(slot)
                     do.release(slot)
                     ds.release(slot)

@@ -86,7 +86,7 @@ def make(config: Config):
         ds = INPUT(turned(p * (dp - load(subtile(lse_delta.wait(j), ROWS, 1), S.col_vec))))
         warpgroup.store_transposed(subtile(ds_ring.claim(j), ROWS, 0, EACH, wg), ds)
         ds_ring.publish(j)
-        lse_delta.release(j, None, True)
+        lse_delta.release(j, None, False)
         return ds, dv
 
     @inlined
@@ -118,7 +118,7 @@ def make(config: Config):
                 store_dq(j - 1, part, rings, wg)
             ds, dv = compute_ds(j + 1, p, dv, v_tile, rings, wg)
             if with_dq:
-                dq_ring.publish(PARTS * (j - 1) + wg, True)
+                dq_ring.publish(PARTS * (j - 1) + wg, False)
             dv = warpgroup.wait(dv)
             do.release(j + 1)
             return ds, dk, dv

@@ -93,7 +93,7 @@ def make(config: Config):
     PARTS, NONLINEAR, UNIT = parts.count, variant.nonlinear, int(sequences.packed)
     PER_KEY = config.consumers_per_key  # consumer `wg` has keys number wg // PER_KEY and columns number wg % PER_KEY
     GRAD = fp32 if config.float32_grad else INPUT
-    FENCED = PER_KEY == 1  # has every consumer just fenced its stores, because it published dS?
+    FENCED = PER_KEY > 1  # does a consumer need a fence of its own? Otherwise it has just published dS
     TWICE, LAST = PARTS > CONSUMERS, PARTS - CONSUMERS  # has a consumer two parts of dQ? LAST + wg is its last one
     K_COLS, V_COLS = config.head_dim // PER_KEY, config.value_dim // PER_KEY
     DK, DV, S = rt(16, K_COLS, fp32), rt(16, V_COLS, fp32), rt(ROWS, 16, fp32, "col")

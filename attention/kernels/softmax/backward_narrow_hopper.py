@@ -92,7 +92,7 @@ def make(config: Config):
         """Publish dS of query tile j, and release its lse and delta."""
         q, do, ds_ring, dq_ring, lse_delta, bias = rings
         ds_ring.publish(j)
-        lse_delta.release(j, None, True)
+        lse_delta.release(j, None, False)
 
     @inlined
     def step(j, dv, masked, rings, k_rows, v_rows, ctx, key, scale):

@@ -111,7 +111,7 @@ def make(config: Config):
         """P^T of query tile j in 16 bits. P^T times the derivatives of the scores is sent to the other consumer."""
         p, p_grad = p_and_p_grad
         warpgroup.store(p_ring.claim(j), INPUT(p_grad))
-        p_ring.publish(j, True)
+        p_ring.publish(j, False)
         return INPUT(p)
 
     @inlined

@@ -103,7 +103,7 @@ class GatherFeed:
     def publish(self, k, v, j):
         """Publish tile j of both rings."""
         k.publish(j)
-        v.publish(j, fenced=True)
+        v.publish(j, fenced=False)
 
     @inlined
     def finish(self, k, v, j):

@@ -55,7 +55,7 @@ class LatentGather:
             lookup = self.cache.look_up_rows(self.part, gLatent, sequence, key, end, params)
             wait_group()
             tiles.latent.publish(j)
-            tiles.rotary.publish(j, fenced=True)
+            tiles.rotary.publish(j, fenced=False)
 
 
 @static
@@ -100,8 +100,8 @@ class Fp8LatentGather(LatentGather):
             store_widened(subtile(tiles.latent.claim(j), rows, rank), latents)
             wait_group()
             tiles.latent.publish(j)
-            tiles.rotary.publish(j, fenced=True)
-            tiles.descales.publish(j, fenced=True)
+            tiles.rotary.publish(j, fenced=False)
+            tiles.descales.publish(j, fenced=False)
             if j + 1 < n:
                 key = int32(key + WARPGROUP * rows)
                 latents = self.start_loads(tiles, int32(j + 1), gLatent, gRotary, gDescale, sequence, key, end, params)

@@ -37,7 +37,7 @@ from .delta_chunks import KEY_DIMS, TwoParts
 CONSUMER, PRODUCER = 0, 1  # warpgroups of a thread block
 LOADER, SENDER, STATE_SENDER, OUTPUT_SENDER = range(4)  # warps of the producer
 STAGES, VALUE_STAGES = 2, 3  # chunks in flight; of V, dO, P and L
-FENCED = True  # no fence at a synchronisation or a release, because another one is there already
+UNFENCED = False  # no fence at a synchronisation or a release, because another one is there already
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ChunkOutputRing(NoOutputRing):
         rings.q.release(j)
         rings.p.release(j)
         warpgroup.store_transposed(rings.outputs.claim(j), o)
-        rings.outputs.publish(j, FENCED)
+        rings.outputs.publish(j, UNFENCED)
 
     @inlined
     def send(self, rings, j, rank, layout, arrays, place, block):
@@ -315,7 +315,7 @@ class StateRecurrence(ChannelRecurrence):
         rounded = self.dtype(s_t)
         u = warpgroup.mm_ABt(rounded, rings.read_keys.wait(j))
         warpgroup.store(rings.states.claim(j), rounded)
-        rings.states.publish(j, FENCED)
+        rings.states.publish(j, UNFENCED)
         values = fp32(warpgroup.load_transposed(rings.v.wait(j), self.transposed_values, fenced=False))
         betas = load(rings.beta.wait(j), ROW_VEC)
         y = values - warpgroup.wait(u)
@@ -329,10 +329,10 @@ class StateRecurrence(ChannelRecurrence):
         s_t = warpgroup.mma_AB(s_t, u, rings.write_keys.wait(j))
         rings.solutions.release(j)
         warpgroup.store_transposed(rings.out.claim(j), e)
-        rings.out.publish(j, FENCED)
+        rings.out.publish(j, UNFENCED)
         self.outputs.store(o, rings, j, scale)
         rings.beta.release(j)  # its fence is that of all loads of this chunk
-        rings.decay.release(j, None, FENCED)
+        rings.decay.release(j, None, UNFENCED)
         rings.v.release(j)
         s_t = warpgroup.wait(s_t)
         rings.write_keys.release(j)
@@ -385,7 +385,7 @@ class StateGradientRecurrence(ChannelRecurrence):
         rounded = self.dtype(ds_t)
         du = warpgroup.mm_ABt(rounded, rings.write_keys.wait(j))
         warpgroup.store(rings.states.claim(j), rounded)
-        rings.states.publish(j, FENCED)
+        rings.states.publish(j, UNFENCED)
         do_t = fp32(warpgroup.load_transposed(rings.v.wait(j), self.transposed_values, fenced=False))
         ds_t = ds_t * load(rings.decay.wait(j), self.state.row_vec)
         ds_t = warpgroup.mma_AB(ds_t, self.dtype(do_t * scale), rings.q.wait(j))
@@ -401,9 +401,9 @@ class StateGradientRecurrence(ChannelRecurrence):
         rings.solutions.release(j)
         rings.q.release(j)
         warpgroup.store_transposed(rings.out.claim(j), dv_t)
-        rings.out.publish(j, FENCED)
+        rings.out.publish(j, UNFENCED)
         rings.beta.release(j)  # its fence is that of all loads of this chunk
-        rings.decay.release(j, None, FENCED)
+        rings.decay.release(j, None, UNFENCED)
         from_outputs = warpgroup.wait(from_outputs, newer=1)
         rings.v.release(j)
         rings.p.release(j)

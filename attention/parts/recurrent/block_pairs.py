@@ -56,7 +56,7 @@ from ops import (
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static, sv
 from tiles.layout import LANES
 
-from .channel_chunks import FENCED, ROWS, ChunkChannels
+from .channel_chunks import ROWS, UNFENCED, ChunkChannels
 from .gates import FLOOR, LOG2_E
 from .tokens import CHUNK
 
@@ -237,7 +237,7 @@ class BlockPairs:
         first gate in their array."""
         b_part, rank, panels = self.channels.part(b), warpgroup.rank(), self.channels.half // LANES
         store(b_part, r)
-        warpgroup.sync(FENCED)
+        warpgroup.sync(UNFENCED)
         if rank < panels:
             part = rt(ROWS, LANES, fp32).row_vec
             first = int32(panels * warpgroup.WARPGROUP * warpgroup.id() + rank)
@@ -249,7 +249,7 @@ class BlockPairs:
             cuda.syncwarp()
             index = int32(panels * warpgroup.id() + rank)
             reverse_cumsum_columns(subtile(b, CHUNK, 0, LANES, index), subtile(carried, LANES, first))
-        warpgroup.sync(FENCED)
+        warpgroup.sync(UNFENCED)
         if has_floor_gates:
             below_floor = less(load(gGates, self.channels.rows, at, 1, 3, True), FLOOR)
             store(b_part, where(below_floor, 0.0, load(b_part, self.channels.rows, fenced=False)))

@@ -55,7 +55,7 @@ from .tokens import CHUNK
 KEY_DIMS, VALUE_DIMS = (64, 128), (64, 128, 256)  # padded sizes
 HALVES = 2  # parts of the channels of the keys, one for each warpgroup
 ROWS = CHUNK // WARPGROUP  # tokens of a warp; columns of values of a warp that scans states
-FENCED = True  # neither TMA nor wgmma touches shared memory here: no fence waits for copies that are under way
+UNFENCED = False  # neither TMA nor wgmma touches shared memory here: no fence waits for copies that are under way
 
 
 @inlined
@@ -132,9 +132,9 @@ class ChunkChannels:
         """Write the running sums over a chunk's tokens of the warps' x, or `least` where they are less. All warps of the
         block synchronise."""
         store(self.part(tile), x)
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
         self.cumsum_in_place(tile, least)
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
 
     @inlined
     def cumsum_in_place(self, tile, least):

@@ -35,7 +35,7 @@ from ops import block as thread_block
 from tiles import bf16, dtype, fp16, fp32, inlined, rt, static
 from tiles.layout import WARPGROUP
 
-from .channel_chunks import FENCED, ROWS, ChunkChannels, find_pairs
+from .channel_chunks import ROWS, UNFENCED, ChunkChannels, find_pairs
 from .tokens import CHUNK
 
 FAR = CHUNK // 2  # tokens with which a warp's tokens are paired at the first level
@@ -134,7 +134,7 @@ class ChannelPairs:
         e = exp2(0.0 - abs(self.load_sums(tiles.b) - anchor))
         x_rows = self.dtype(self.load_rows(source) * e)
         store(self.channels.part(tiles.x), x_rows)
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
         other_x = subtile(tiles.x, scores_type.cols, other_block, self.channels.half, half)
         scores = mma_ABt(zeros(scores_type), x_rows, other_x) * scale
         a_part = subtile(tiles.a, ROWS, int32(WARPGROUP * half + rank), scores_type.cols, other_block)
@@ -217,7 +217,7 @@ class ChannelPairs:
         sums = subtile(tiles.b, CHUNK, 0, self.channels.half, warpgroup.id())
         anchor = load_row(sums, out.row_vec, FAR, fenced=False)
         gradients = self.add_pairs_across_warps(PAIRS, gradients, tiles, anchor, half_number, 1 - half_number, scale)
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
         parity = rank - 2 * half_number  # the second one: 16 tokens of another warp
         anchor = load_row(sums, out.row_vec, int32(FAR * half_number + ROWS), fenced=False)
         gradients = self.add_pairs_across_warps(SQUARE, gradients, tiles, anchor, parity, int32(rank + 1 - 2 * parity), scale)
@@ -272,10 +272,10 @@ class DeltaPairs(ChannelPairs):
         e = exp2(0.0 - abs(load(self.channels.part(tiles.b), self.channels.rows, fenced=False) - anchors))
         key = self.load_rows(tiles.k) * e
         x_rows = self.dtype(where(is_later, self.load_rows(tiles.q) * e, key))
-        thread_block.sync(FENCED)  # all have read x
+        thread_block.sync(UNFENCED)  # all have read x
         store(self.channels.part(tiles.x), x_rows)
         store(self.channels.part(tiles.keys_x), self.dtype(key))
-        thread_block.sync(FENCED)
+        thread_block.sync(UNFENCED)
         scores = self._load_scores(tiles.w, 0, pair_side, is_pair)
         others = subtile(tiles.x, FAR, pair_side, self.channels.half, quarter)
         sums = self._add_products(sums, mma_AB(zeros(self.channels.rows), scores, others), e, tiles.x, is_later)

@@ -229,7 +229,7 @@ class ChunkMajor(HeadMajor):
         for index in range(items):
             self.wait_for_item(args, head_sequence, index)
             ready.claim(index)
-            ready.publish(index, fenced=True)
+            ready.publish(index, fenced=False)
         grid.wait()
 
     @inlined

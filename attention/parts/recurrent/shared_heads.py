@@ -117,7 +117,7 @@ class HeadDecay:
         """The first consumer: dO' and V' are there."""
         if self.factored:
             decayed_dos.publish(turn)
-            weighted_vs.publish(slot, fenced=True)
+            weighted_vs.publish(slot, fenced=False)
 
     @inlined
     def wait(self, ring, turn, tile):

@@ -131,7 +131,7 @@ class EndNotAwaited(ChunkMajor):
         for index in range(n):  # of a chunk each
             self.wait_for_item(args, head_sequence, index)
             rings[0].claim(index)
-            rings[0].publish(index, fenced=True)
+            rings[0].publish(index, fenced=False)
 
 
 @static
