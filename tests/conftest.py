@@ -29,9 +29,11 @@ def pytest_collection_finish():
     """What is imported now stays: to look through it again and again for garbage would take a fifth of all time."""
     gc.collect()
     gc.freeze()
-    # A kernel compiled leaves 300 000 to a million objects. To look through six million takes some ten seconds. Twenty million
-    # are two to three gigabytes.
-    gc.set_threshold(20_000_000, 10, 10)
+    # A kernel compiled leaves 300 000 to a million objects. To look through six million takes some ten seconds; with twenty
+    # million a process of CI has come to nine gigabytes, with six to four.
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    has_room = memory // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) > 10 * 2**30
+    gc.set_threshold(20_000_000 if has_room else 6_000_000, 10, 10)
 
 
 def pytest_sessionfinish():
