@@ -111,7 +111,7 @@ def generate(model, prompt, count, quiet=False):
 def captured(step):
     """A CUDA graph of a step: what replays it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
         step()
     return graph.replay
 

@@ -66,7 +66,7 @@ def step_of(model, token, caches):
             model(token, caches)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may allocate meanwhile
         logits = model(token, caches)
     return lambda: graph.replay() or logits
 
