@@ -53,7 +53,7 @@ class NoTiles(KernelPart):
         return ctx
 
     @inlined
-    def release(self, ring, j, fenced=False):
+    def release(self, ring, j, fenced=True):
         """Release stage j after load_rows_of_tile or load_columns. The fence for their loads is here, so that it comes before
         later stores, for which it would also wait. fenced=False: a fence has just been issued, so none is needed."""
 
@@ -104,7 +104,7 @@ class BiasTiles(NoTiles):
         return ctx._replace(params=ctx.params._replace(bias=x))
 
     @inlined
-    def release(self, ring, j, fenced=False):
+    def release(self, ring, j, fenced=True):
         if fenced:
             raw.fence_async()
             cuda.syncwarp()

@@ -235,6 +235,10 @@ TABLE: dict[str, list[NewLengths]] = {
     ],
     "gated_rms_norm": [NewLengths(fixed=NORM), NewLengths(("gate",), {"activation": "sigmoid"}, NORM)],
     "gated_rms_norm_backward": [NewLengths(("gate",), {"norm_before_gate": False, "grads": "dgate"}, NORM)],
+    "l2norm": [NewLengths(fixed=NORM)],
+    "l2norm_backward": [NewLengths(fixed=NORM)],
+    "channel_gates": [NewLengths(("A_log", "dt_bias"), {"formula": "softplus"})],
+    "channel_gates_backward": [NewLengths(("A_log", "dt_bias"), {"formula": "softplus", "grads": "dA_log ddt_bias"})],
     "based": [NewLengths(fixed=BASED)],
     "based_backward": [
         NewLengths(fixed=BASED),

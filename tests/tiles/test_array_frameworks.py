@@ -41,7 +41,7 @@ def test_foreign_byte_order_keeps_its_name():
 
 @pytest.mark.parametrize("x", [None, 3, [1.0], "q", np.float32(1)])
 def test_not_an_array(x):
-    with pytest.raises(TypeError, match=r"^q: must be an array with .*not \w+\."):
+    with pytest.raises(TypeError, match=r"^q: must be an array(, not a list: q=| with .*not \w+\.)"):
         describe(x, "q")
 
 

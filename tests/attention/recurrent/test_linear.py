@@ -353,10 +353,10 @@ def test_named_members_have_the_parameters_of_linear(function, more):
 
 
 def test_unknown_arguments_without_a_hint():
-    """Python's own message, also for TypeErrors of other kinds."""
+    """Python's own message; what is missing is explained after it."""
     with pytest.raises(TypeError, match="argument 'tiles'$"):
         retention(**inputs(), tiles=1)
-    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'k' and 'v'$"):
+    with pytest.raises(TypeError, match="missing 2 required positional arguments: 'k' and 'v'; q, k: "):
         linear(1)
 
 
