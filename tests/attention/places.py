@@ -10,7 +10,7 @@ from tiles.testing.backends import to_numpy, to_torch
 
 BF16 = bf16.np
 EXAMPLES = int(os.environ.get("TILES_EXAMPLES", 25))
-SHARES = 5
+SHARES = max(5, min(EXAMPLES // 500, os.cpu_count() or 1))
 
 
 def random_on_the_card(test):
