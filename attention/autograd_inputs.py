@@ -72,11 +72,6 @@ def make_distinct(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return distinct
 
 
-def make_rows_adjacent(x: Any) -> Any:
-    """A gradient (a, b, c, D) whose rows lie one behind the other along c, as kernels of norms of rows take them."""
-    return x if x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3]) else x.contiguous()
-
-
 def copy_to_torch(x: Any) -> torch.Tensor:
     """A copy of another framework's array as a tensor: torch would not notice a write to its memory before the backward
     pass."""

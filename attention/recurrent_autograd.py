@@ -14,11 +14,10 @@ from .autograd_inputs import (
     is_plain,
     is_second_derivative,
     make_distinct,
-    make_rows_adjacent,
     make_tma_contiguous,
     unwrap,
 )
-from .plans.recurrent.recurrent_derivative import GradientCall, find_member
+from .plans.recurrent.recurrent_derivative import GradientCall, find_member, has_adjacent_rows
 
 LEADING = 3  # arguments of the Functions before their arrays
 Places = tuple[int | None, ...]
@@ -110,8 +109,8 @@ def _gradients(ctx: Any, result_gradients: Sequence[Any], arrays: Sequence[Any])
     program, derivative = find_member(ctx.member)
     dout, *other_gradients = result_gradients
     dout = torch.zeros_like(arrays[program.names.index(derivative.values)]) if dout is None else make_tma_contiguous(dout)
-    if derivative.of_rows:
-        dout = make_rows_adjacent(dout)
+    if derivative.of_rows and not has_adjacent_rows(dout):
+        dout = dout.contiguous()
     call, places = _gradient_call(ctx.member, tuple(needs), ctx.options, len(other_gradients), len(arrays) > len(needs))
     inputs = *arrays, dout, *other_gradients, None
     gradients = derivative.program(None, tuple([inputs[place] for place in call.arrays]), call.options, ctx.layout)

@@ -22,6 +22,7 @@ from tiles.targets import Target
 from ...parts.delta.delta_chunk_solver import ChunkSolver
 from ...parts.delta.delta_chunks import LEAST_BETA, TwoParts
 from ...parts.delta.delta_config import DeltaConfig, delta_sizes
+from ...parts.delta.delta_gradient_config import clear_counts
 from ...parts.recurrent.tokens import CHUNK, SequenceLayout
 
 CTAS_PER_SM = 4
@@ -71,8 +72,8 @@ def make(config: Config):
         gScores: tiled(SCORES, rows=2), gVectors: tiled(chunk_vectors.spec, 3, None, 2), gCounts: SEMAPHORES, length: INT,
         chunks: INT, heads: INT, group: INT, scale: FLOAT,
     ):  # fmt: skip
-        """A block has one of the `chunks` of a sequence. gSolutions: -L^T, high above low. gScores: P. gCounts: set to 0, for
-        each chunk two of each key head."""
+        """A block has one of the `chunks` of a sequence. gSolutions: -L^T, high above low. gScores: P. gCounts: see
+        delta_gradient_config.py."""
         q, k, vectors, high, low = smem.open()
         index, first = divmod(cuda.blockIdx.x, heads // HEADS)
         sequence, j = divmod(index, chunks)
@@ -92,8 +93,7 @@ def make(config: Config):
             else:
                 solver.store_beta(vector_tile, gBeta, seq, token, int32(first + n))
         if member == 0 and warp == 0:
-            gCounts[chunk, int32(2 * key_head)] = int32(0)
-            gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+            clear_counts(gCounts, chunk, key_head)
         keys, queries = k.wait(SINGLE), q.wait(SINGLE)
         s, s_qk = warpgroup.mm_ABt(keys, keys), warpgroup.mm_ABt(queries, keys)
         s = warpgroup.wait(s, newer=1)

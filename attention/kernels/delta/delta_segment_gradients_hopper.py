@@ -41,6 +41,7 @@ from ...parts.delta.delta_gradient_config import (
     VALUE_SUMS,
     WARPS,
     DeltaGradientConfig,
+    find_counts,
 )
 from ...parts.delta.delta_gradient_sums import DeltaGradientSums
 from ...parts.recurrent.tokens import CHUNK, COLUMNS, SequenceLayout, walk_of_block
@@ -121,8 +122,8 @@ def make(config: Config):
         gate_args: GATES,
     ):  # fmt: skip
         """A block has a head of one of the `segments` of a sequence, of which the last one comes first. gErrors, gStates: of
-        each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gCounts: how many value
-        heads have added their dQ, and how many their dK: (chunk, 2 key_head) and (chunk, 2 key_head + 1)."""
+        each chunk and head. gSegmentStates: the gradient of the state after each segment, transposed. gCounts: see
+        delta_gradient_config.py."""
         q, k, do, e, s, dv, vectors, ds, scores, value_sums, key_sums, out = smem.open()
         wg = warpgroup.id()
         if wg == PRODUCER:
@@ -145,7 +146,7 @@ def make(config: Config):
                 for j in range(walk.n):
                     chunk, head, _, token, seq = walk.place(j)
                     at = seq.batch, token, int32(key_head if ADDS else head)
-                    of_dq, of_dk = (chunk, int32(OUTPUTS * key_head)), (chunk, int32(OUTPUTS * key_head + 1))
+                    of_dq, of_dk = find_counts(chunk, key_head)
                     wait_turn(gCounts, of_dq, member)
                     store_output(out, gDQ, at, OUTPUTS * j, member)
                     if not ONE_TURN:

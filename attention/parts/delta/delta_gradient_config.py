@@ -4,7 +4,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from numpy import int32
+
 from ops import warpgroup
+from tiles import inlined
 
 from ..recurrent.tokens import COLUMNS
 from .delta_config import DeltaConfig
@@ -17,6 +20,20 @@ LOADER, VALUE_SUMS, GRADIENTS, KEY_SUMS = range(4)  # warps of the producer: one
 REGISTERS = 24, 160, 168  # of each thread of the producer, of a consumer, of the warpgroup for dK and dQ
 WARPS = warpgroup.WARPGROUP
 OUTPUTS = 2  # dQ and dK, stored one after the other
+
+
+@inlined
+def find_counts(chunk, key_head):
+    """The places of the two counts of a chunk and key head: how many value heads have added their dQ, and how many their dK."""
+    return (chunk, int32(OUTPUTS * key_head)), (chunk, int32(OUTPUTS * key_head + 1))
+
+
+@inlined
+def clear_counts(gCounts, chunk, key_head):
+    """Set both counts of a chunk and key head to 0."""
+    of_dq, of_dk = find_counts(chunk, key_head)
+    gCounts[of_dq] = int32(0)
+    gCounts[of_dk] = int32(0)
 
 
 @dataclass(frozen=True)

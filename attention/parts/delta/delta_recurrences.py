@@ -2,14 +2,13 @@
 that of their gradients side by side, for gradients of a call that stored nothing; in training's forward pass that of the
 states, with the outputs O = scale exp(b) Q S + P (beta E); in its backward pass that of the gradients."""
 
-from numpy import int32
-
 from ops import divmod, warpgroup
 from tiles import dtype, inlined, ring, static
 from tiles.launching.arguments import SEMAPHORES, array, record, tiled
 
 from ..recurrent.tokens import send_tile
 from .delta_chunks import DECAY, ChunkVectors
+from .delta_gradient_config import clear_counts
 
 # The recurrences: the reverse one, of gradients, takes longer, so that its blocks come first
 REVERSE, FORWARD = range(2)
@@ -160,8 +159,7 @@ class GradientsAlone(BothRecurrences):
     @inlined
     def clear_counts(self, params, chunk, key_head, member, block):
         if member == 0 and block == 0:
-            params.gCounts[chunk, int32(2 * key_head)] = int32(0)
-            params.gCounts[chunk, int32(2 * key_head + 1)] = int32(0)
+            clear_counts(params.gCounts, chunk, key_head)
 
 
 BOTH, GRADIENTS_ALONE = BothRecurrences(), GradientsAlone()

@@ -20,7 +20,7 @@ from ..requires_grad import recurrent_autograd
 from .gated_norm import plan_l2norm, plan_l2norm_gradients, serves
 from .recurrent_checks import DTYPES
 from .recurrent_chunks import Arrays, intern_value
-from .recurrent_derivative import RecurrentDerivative, no_second_derivatives
+from .recurrent_derivative import RecurrentDerivative, has_adjacent_rows, no_second_derivatives
 
 ROWS = """
     x    (batch, seqlen, heads, head_dim)  tile
@@ -50,9 +50,9 @@ def normalize_by_kernels(x: Any) -> Any:
     """attention.gates.normalize of queries or keys (B, S, H, D) or (B, H, S, D), by kernels if these serve the array."""
     if not _is_tile_of_torch(x) or not serves(x.shape[-1]):
         return gates.normalize(x)
-    if _has_adjacent_rows(x):
+    if has_adjacent_rows(x):
         return recurrent_autograd().call_with_gradients("l2norm", (x,), ())
-    if _has_adjacent_rows(x.transpose(1, 2)):
+    if has_adjacent_rows(x.transpose(1, 2)):
         return recurrent_autograd().call_with_gradients("l2norm", (x.transpose(1, 2),), ()).transpose(1, 2)
     return gates.normalize(x)
 
@@ -69,11 +69,6 @@ def _is_tile_of_torch(x: Any) -> bool:
     """Is x a torch tensor of four axes, bfloat16 or float16?"""
     torch = imported_module("torch")
     return torch is not None and isinstance(x, torch.Tensor) and x.ndim == 4 and x.dtype in (torch.bfloat16, torch.float16)
-
-
-def _has_adjacent_rows(x: Any) -> bool:
-    """Do the rows of x (a, b, c, D) lie one behind the other along c?"""
-    return x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
 
 
 @program(L2NORM_BACKWARD, no_gradient=no_second_derivatives("qk_l2norm"))

@@ -30,6 +30,11 @@ def no_second_derivatives(name: str) -> str:
     return f"{name}: has no second derivatives"
 
 
+def has_adjacent_rows(x: Any) -> bool:
+    """Do the rows of a tensor (a, b, c, D) lie one behind the other along c, as kernels of norms of rows take them?"""
+    return x.stride(3) == 1 and (x.shape[2] == 1 or x.stride(2) == x.shape[3])
+
+
 class GradientCall(NamedTuple):
     """A call of a program of gradients. arrays: the index of each of its arrays in the caller's list of arrays, -1 for an array
     that is not passed. results: {input: the index of its gradient among the results} of all gradients that are computed."""
